@@ -1,0 +1,37 @@
+# Two commands for a newcomer: make train, make test. The README shows each of these as plain commands.
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?= config/train_shakespeare_cpu.py
+NANOGPT ?= ../nanoGPT
+
+.PHONY: setup train test sample bench lint clean
+
+setup: .venv/installed
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: setup
+	$(BIN)/python -m data shakespeare_char
+	$(BIN)/python train.py $(CONFIG)
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+sample: setup
+	$(BIN)/python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
+
+bench: setup
+	$(BIN)/python bench/against_nanogpt.py --nanogpt=$(NANOGPT)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,22 @@
+"""Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
+
+from attention.probe import announce, probe, select
+from attention.resolve import BACKENDS, BackendUnavailable, get, packages, resolve
+from attention.spec import Backend, Caps, Machine, Resolution, Spec, visible
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "BackendUnavailable",
+    "Caps",
+    "Machine",
+    "Resolution",
+    "Spec",
+    "announce",
+    "get",
+    "packages",
+    "probe",
+    "resolve",
+    "select",
+    "visible",
+]

@@ -1,0 +1,140 @@
+"""sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
+
+The same formula as manual.py, computed by a fused kernel where there is one:
+
+    sdpa_flash      FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA; a blocked kernel on the
+                    CPU. O(T) memory. On CUDA it takes no mask: causal only.
+    sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
+    sdpa_cudnn      cuDNN's fused attention, CUDA.
+    sdpa_math       the formula in several steps, O(T^2) memory, everywhere. In half precision it
+                    computes in float32 inside.
+    sdpa            whichever of these PyTorch picks; what ran is read from the profiler (probe.py).
+
+FLOPs   4 * Tq * Tk * D a head forward, about half of it where a causal kernel skips masked tiles;
+        a flash-type backward recomputes S, so 2.5 times the forward instead of 2.
+Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
+Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk, where that is the
+        same thing. A lone query sees every key: no mask. All else gets an explicit bool mask,
+        except that pinned flash on CUDA takes none and gets torch's own bottom-right bias object.
+Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
+        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). What they do not know, an older
+        release's limits say, the probe finds out.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from attention.spec import Backend, Caps, Spec, visible
+
+HALF = ("float16", "bfloat16")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+    """Attention by F.scaled_dot_product_attention.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        segments: (B, Tk) int32; the queries are the last Tq positions.
+        kernel: the one kernel that may run; None leaves the choice to PyTorch.
+
+    Returns:
+        (B, Tq, H, D) in q's dtype.
+
+    Raises:
+        RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words).
+    """
+    assert cache is None, "sdpa has no cache"
+    Tq, Tk = q.shape[1], k.shape[1]
+    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
+        out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, kernel=kernel)
+        return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
+
+    window = None if spec.window is None or spec.window >= Tk else spec.window
+    attn_mask: Tensor | None = None
+    is_causal = False
+    if window is None and segments is None:
+        if Tq == Tk:
+            is_causal = True
+        elif Tq > 1:
+            if kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
+                attn_mask = causal_lower_right(Tq, Tk)
+            else:
+                attn_mask = mask(Tq, Tk, None, None, q.device)
+    else:
+        attn_mask = mask(Tq, Tk, window, segments, q.device)
+
+    grouped = spec.n_kv_head != spec.n_head
+    takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
+    if grouped and takes_no_groups and q.is_cuda:
+        # Of the CUDA kernels that take a mask, most take no grouped heads: rather than fall to
+        # the math kernel and its O(T^2) memory, repeat each K/V head for its query heads.
+        k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+        grouped = False
+
+    q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # A list given to sdpa_kernel is a set of permissions; one element is a pin.
+    with sdpa_kernel([kernel]) if kernel is not None else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)
+
+
+def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+         device: torch.device) -> Tensor:  # fmt: skip
+    """Which keys each query sees, as bool (Tq, Tk), or (B, 1, Tq, Tk) with segments."""
+    i = torch.arange(Tq, device=device)[:, None]
+    j = torch.arange(Tk, device=device)[None, :]
+    if segments is None:
+        return visible(i, j, Tk - Tq, window)
+    return visible(i, j, Tk - Tq, window, segments[:, -Tq:, None], segments[:, None, :])[:, None]
+
+
+def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
+    return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
+
+
+BACKEND = Backend(
+    name="sdpa",
+    title="PyTorch scaled_dot_product_attention",
+    attend=attend,
+    caps=(Caps(min_torch="2.0"),),
+    fallback="manual",
+)
+FLASH = _pinned(
+    "sdpa_flash",
+    "PyTorch SDPA pinned to its FlashAttention kernel",
+    SDPBackend.FLASH_ATTENTION,
+    Caps(("cuda",), HALF, (8, 0), "2.3", head_dim_max=256, window=False, segments=False),
+    Caps(("cpu",), min_torch="2.3", dropout=False),
+)
+EFFICIENT = _pinned(
+    "sdpa_efficient",
+    "PyTorch SDPA pinned to its memory-efficient kernel",
+    SDPBackend.EFFICIENT_ATTENTION,
+    Caps(("cuda",), HALF, (8, 0), "2.3", head_dim_multiple=8),
+    Caps(("cuda",), ("float32",), (8, 0), "2.3", head_dim_multiple=4),
+    Caps(("cuda",), ("float16",), (5, 0), "2.3", head_dim_multiple=8),
+    Caps(("cuda",), ("float32",), (5, 0), "2.3", head_dim_multiple=4),
+)
+CUDNN = _pinned(
+    "sdpa_cudnn",
+    "PyTorch SDPA pinned to cuDNN's kernel",
+    SDPBackend.CUDNN_ATTENTION,
+    Caps(("cuda",), HALF, (8, 0), "2.5", 128, 8, dropout_step=1 / 16),
+)
+MATH = _pinned(
+    "sdpa_math",
+    "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
+    SDPBackend.MATH,
+    Caps(min_torch="2.3"),
+)

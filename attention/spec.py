@@ -1,0 +1,278 @@
+"""The attention contract: what may be asked, what a machine has, what a backend can do.
+
+For every query i of head h, over the keys j that it may see (see :func:`visible`):
+
+    out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
+
+Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
+Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
+multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients.
+
+This file imports no torch: any machine's decision can be computed, and tested, on any other.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+CACHES = ("none", "dynamic", "static", "paged")
+
+
+def visible(i: Any, j: Any, offset: Any = 0, window: int | None = None,
+            seg_i: Any = None, seg_j: Any = None) -> Any:  # fmt: skip
+    """Whether query i may see key j: the one definition of masking in this project.
+
+    Causal, aligned bottom-right, so that the last query always meets the last key. With
+    ``offset = Tk - Tq`` (here Tq = 3, Tk = 5, and on the right with ``window=2``)::
+
+                k0 k1 k2 k3 k4           k0 k1 k2 k3 k4
+            q0   x  x  x  .  .       q0   .  x  x  .  .
+            q1   x  x  x  x  .       q1   .  .  x  x  .
+            q2   x  x  x  x  x       q2   .  .  .  x  x
+
+    Args:
+        i, j: query and key positions, integers or integer tensors that broadcast.
+        offset: Tk - Tq.
+        window: a query sees at most this many keys, itself included; None is all of them.
+        seg_i, seg_j: segment numbers of the query and of the key; only equals see each other.
+
+    Returns:
+        bool, or a bool tensor of the broadcast shape.
+    """
+    seen = j <= i + offset
+    if window is not None:
+        seen = seen & (j > i + offset - window)
+    if seg_i is not None:
+        seen = seen & (seg_i == seg_j)
+    return seen
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is asked of an attention backend; one Spec holds for all layers of a model.
+
+    Raises:
+        ValueError: a value that no backend could ever honour.
+    """
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    dtype: str
+    window: int | None = None  # keys that a query sees, itself included
+    dropout: float = 0.0  # on the attention probabilities
+    segments: bool = False  # will `segments` be passed to attend()?
+    grad: bool = True  # will backward() be called?
+    cache: str = "none"
+    compiled: bool = False  # will it run inside torch.compile?
+
+    def __post_init__(self) -> None:
+        if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head must be a positive multiple of n_kv_head, got n_head={self.n_head}, "
+                f"n_kv_head={self.n_kv_head}"
+            )
+        if self.head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {self.head_dim}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be None or at least 1, got {self.window}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.cache not in CACHES:
+            raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is there: a device and the software around it. Tests describe machines of their own."""
+
+    device: str  # "cuda", "cpu" or "mps"
+    name: str  # what the maker calls it, "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] | None = None  # CUDA compute capability
+    torch: str = "0"  # version, "2.13.0+cpu"
+    cuda: str | None = None  # the CUDA version that torch was built with
+    packages: Mapping[str, str] = field(default_factory=dict)
+    # ^ import name -> version, or the text of the error that its import gave; a missing name is
+    #   not installed.
+
+    @classmethod
+    def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
+        """Read this machine.
+
+        Args:
+            device: a torch device, "cuda", "cuda:1", "cpu" or "mps".
+            packages: import names to look for. Each that is installed is imported, since a
+                package that is there may still not load.
+        """
+        import torch
+
+        kind = torch.device(device).type
+        capability = None
+        name = platform.processor() or platform.machine()
+        if kind == "cuda":
+            name = torch.cuda.get_device_name(device)
+            capability = torch.cuda.get_device_capability(device)
+        elif kind == "cpu":
+            name = cpu_name() or name
+        found = {p: v for p in packages if (v := _import_version(p)) is not None}
+        return cls(kind, name, capability, torch.__version__, torch.version.cuda, found)
+
+
+def cpu_name() -> str | None:
+    """The processor's name as the kernel reports it, None where it does not."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            found = re.search(r"^model name\s*:\s*(.+)$", f.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return found.group(1).strip() if found else None
+
+
+def _import_version(package: str) -> str | None:
+    """A package's version, the text of its import error, or None if it is not installed."""
+    import importlib
+    import importlib.util
+
+    try:
+        if importlib.util.find_spec(package) is None:
+            return None
+        module = importlib.import_module(package)
+    except Exception as e:  # a broken binary can raise anything; its own words are the answer
+        if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
+            return None  # "a.b", and there is no a
+        return f"{type(e).__name__}: {e}"
+    return str(getattr(module, "__version__", "unknown version"))
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    leading = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(n) for n in leading.group().split(".")) if leading else ()
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a backend can do on some devices, as data; the defaults promise all but a cache."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu", "mps")
+    dtypes: tuple[str, ...] = DTYPES
+    min_capability: tuple[int, int] | None = None
+    min_torch: str | None = None
+    head_dim_max: int | None = None
+    head_dim_multiple: int = 1
+    window: bool = True
+    dropout: bool = True
+    dropout_step: float | None = None  # dropout must be a multiple of this
+    segments: bool = True
+    grad: bool = True
+    caches: tuple[str, ...] = ("none",)
+    packages: tuple[str, ...] = ()
+
+    def why_not(self, spec: Spec, machine: Machine) -> list[str]:
+        """Every reason why this cannot do `spec` on `machine`; empty means that it can."""
+        why = []
+        if machine.device not in self.devices:
+            why.append(f"it runs on {' and '.join(self.devices)}, not on {machine.device}")
+        if self.min_torch and version(machine.torch) < version(self.min_torch):
+            why.append(f"it needs torch >= {self.min_torch}, this is {machine.torch}")
+        for package in self.packages:
+            if package not in machine.packages:
+                why.append(f"package '{package}' is not installed")
+            elif not version(found := machine.packages[package]) and found != "unknown version":
+                why.append(f"package '{package}' is installed but does not import ({found})")
+        if self.min_capability and (machine.capability or (0, 0)) < self.min_capability:
+            need = "{}.{}".format(*self.min_capability)
+            have = "{}.{}".format(*machine.capability) if machine.capability else "none"
+            why.append(f"it needs compute capability >= {need}, {machine.name} has {have}")
+        if spec.dtype not in self.dtypes:
+            takes = " and ".join(self.dtypes)
+            why.append(f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
+        if self.head_dim_max and spec.head_dim > self.head_dim_max:
+            why.append(f"it takes a head_dim up to {self.head_dim_max}, not {spec.head_dim}")
+        if spec.head_dim % self.head_dim_multiple:
+            why.append(
+                f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"
+            )
+        if spec.window is not None and not self.window:
+            why.append("it has no sliding window")
+        if spec.segments and not self.segments:
+            why.append("it has no segments (packed or padded sequences)")
+        if spec.dropout and not self.dropout:
+            why.append(f"it has no dropout, and {spec.dropout:g} is asked (--dropout=0)")
+        elif spec.dropout and self.dropout_step and spec.dropout % self.dropout_step:
+            why.append(f"dropout must be a multiple of {self.dropout_step:g}, not {spec.dropout:g}")
+        if spec.grad and not self.grad:
+            why.append("it has no backward pass")
+        if spec.cache not in self.caches:
+            why.append(f"it has no '{spec.cache}' cache")
+        return why
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One attention kernel.
+
+    ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
+    and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 whose last Tq positions are the
+    queries', and gives out ``(B, Tq, H, D)`` in q's dtype.
+    """
+
+    name: str
+    title: str
+    attend: Callable[..., Any]
+    caps: tuple[Caps, ...]  # a row for each group of devices and dtypes that it treats alike
+    fallback: str | None  # the next name to try
+    aliases: tuple[str, ...] = ()
+    install: str | None = None  # the command that would get it
+
+    def why_not(self, spec: Spec, machine: Machine) -> list[str]:
+        """Every reason why this cannot do `spec` on `machine`; empty means that it can.
+
+        Of several rows of caps, the one for this device that comes nearest speaks.
+        """
+        rows = [c for c in self.caps if machine.device in c.devices]
+        if not rows:
+            devices = dict.fromkeys(d for c in self.caps for d in c.devices)
+            return [f"it runs on {' and '.join(devices)}, not on {machine.device}"]
+        why = min((c.why_not(spec, machine) for c in rows), key=len)
+        help_ = f" ({self.install})" if self.install else ""
+        return [w + help_ if w.startswith("package ") else w for w in why]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Which backend will run, and every name that was refused on the way, with the reasons."""
+
+    requested: str
+    backend: Backend
+    rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()  # what ran in the probe, by the profiler; empty: not probed
+
+    def warnings(self) -> list[str]:
+        """One text for each refused name: every reason, what would mend it, what is tried next."""
+        names = [*self.rejected, self.backend.name]
+        lines = []
+        for name, after in pairwise(names):
+            named = name == names[0] and self.requested != "auto"
+            asked = "requested but " if named else "refused: "
+            why = "; ".join(self.rejected[name])
+            lines.append(f"{name} {asked}{why}.\nFalling back to '{after}'.")
+        return lines
+
+    def info(self) -> str:
+        """The one line that says what will run."""
+        kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
+        return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
+
+    def __str__(self) -> str:
+        """The lines that a user sees."""
+        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
+        return "\n".join([*warned, "INFO: " + self.info()])

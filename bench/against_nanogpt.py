@@ -1,0 +1,182 @@
+"""Training speed and memory beside nanoGPT's own train.py, on the CPU, in one interleaved run.
+
+    git clone https://github.com/karpathy/nanoGPT ../nanoGPT
+    python bench/against_nanogpt.py --nanogpt=../nanoGPT
+
+Both loops run as their users run them, each in a fresh process, on the same files of tokens, at the
+same sizes, in float32: A B A B ..., so that a drifting clock hits both alike. Reported are medians of
+tokens/s and of the largest resident memory, and the median, lowest and highest of the ratios pair by
+pair. The first steps, which touch fresh memory, are left out on both sides. The checkout is only
+read, and nothing of it is copied here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+
+from attention.spec import cpu_name  # noqa: E402
+from settings import UserError, exit_on_user_error, read  # noqa: E402
+
+SKIP = 3  # first steps of each run, not counted
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Measure this project's training loop against nanoGPT's, on the CPU."""
+
+    nanogpt: str = "../nanoGPT"  # folder of a nanoGPT checkout
+    rounds: int = 5  # pairs of runs at each size
+    sizes: str = "abc"  # which of the sizes a, b and c
+    compile: bool = False  # torch.compile, on both sides
+    attention_backend: str = "auto"  # this project's
+
+
+@dataclass(frozen=True)
+class Size:
+    """One row of the table."""
+
+    title: str
+    dataset: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    batch_size: int
+    steps: int  # counted in a run
+
+
+SIZES = {
+    "a": Size("4 layers, 128 wide, block 64, batch 12", "shakespeare_char", 4, 4, 128, 64, 12, 400),
+    "b": Size("6 layers, 384 wide, block 256, batch 16", "shakespeare_char", 6, 6, 384, 256, 16, 15),
+    "c": Size("GPT-2 124M, block 512, batch 2", "shakespeare", 12, 12, 768, 512, 2, 6),
+}
+
+
+def settings(size: Size, config: BenchConfig) -> list[str]:
+    """What both train.py take by the same names."""
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
+    return [
+        *(f"--{name}={getattr(size, name)}" for name in sizes),
+        f"--max_iters={SKIP + size.steps}",
+        f"--compile={config.compile}",
+        *("--device=cpu", "--dropout=0.0", "--bias=False", "--gradient_accumulation_steps=1"),
+        *("--eval_interval=1000000", "--eval_iters=1", "--warmup_iters=10", "--log_interval=1"),
+    ]
+
+
+def run(command: list[str], cwd: Path) -> tuple[str, int]:
+    """What it printed, and the largest resident memory of its process in bytes.
+
+    Raises:
+        UserError: it failed; with its last words.
+    """
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        text = out.read()
+    if process.returncode:
+        last = (text.strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"{' '.join(command[:3])} failed ({process.returncode}): {last}")
+    return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def ours(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
+    """Mean seconds a step, and bytes, of this project's loop."""
+    command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
+    command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1",
+                f"--attention_backend={config.attention_backend}"]  # fmt: skip
+    _, memory = run(command, work)
+    with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
+        times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
+    return statistics.mean(times), memory
+
+
+def theirs(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
+    """Mean seconds a step, and bytes, of nanoGPT's loop."""
+    command = [sys.executable, str(Path(config.nanogpt).resolve() / "train.py")]
+    command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
+    command += ["--always_save_checkpoint=False"]
+    text, memory = run(command, work)
+    times = [float(t) / 1e3 for t in re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)]
+    return statistics.mean(times[SKIP + 1 :]), memory
+
+
+def prepare(config: BenchConfig, work: Path) -> None:
+    """A folder that both can work in: datasets with the metadata each wants, and nanoGPT's files."""
+    checkout = Path(config.nanogpt).resolve()
+    for name in ("train.py", "model.py", "configurator.py"):
+        if not (checkout / name).is_file():
+            raise UserError(f"{checkout} is no checkout of nanoGPT: it has no {name}")
+    # It reads configurator.py and data/ from the working directory.
+    (work / "configurator.py").symlink_to(checkout / "configurator.py")
+    for dataset in {SIZES[s].dataset for s in config.sizes}:
+        folder = work / "data" / dataset
+        command = [sys.executable, "-m", "data", dataset, f"--out_dir={folder}"]
+        run(command, ROOT)
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if meta["vocab_size"] < 1024:  # for BPE it pads the vocabulary to 50304 itself, as we do
+            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
+
+
+def row(size: Size, pairs: list[tuple[tuple[float, int], tuple[float, int]]]) -> str:
+    """A line of the Markdown table."""
+    tokens = size.batch_size * size.block_size
+    speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
+    memory = [statistics.median(m for _, m in side) / 1e9 for side in zip(*pairs, strict=True)]
+    ratios = sorted(a / b for a, b in zip(*speed, strict=True))
+    mine, other = (statistics.median(s) for s in speed)
+    return (
+        f"| {size.title} | {other:,.0f} | {mine:,.0f} | **{statistics.median(ratios):.2f}** "
+        f"({ratios[0]:.2f} to {ratios[-1]:.2f}) | {memory[1]:.2f} | {memory[0]:.2f} |"
+    )
+
+
+def main() -> int:
+    config = read(BenchConfig, sys.argv[1:]).settings
+    if not set(config.sizes) <= set(SIZES):
+        raise UserError(f"sizes must be some of a, b and c, got {config.sizes!r}")
+    lines = [
+        f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, {config.rounds} rounds, "
+        f"{'compiled' if config.compile else 'not compiled'}",
+        "",
+        "| size | nanoGPT tok/s | ours tok/s | ratio (lowest to highest) | nanoGPT GB | ours GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
+        work = Path(folder)
+        task = progress.add_task("preparing data", total=config.rounds * len(config.sizes))
+        prepare(config, work)
+        results: dict[str, list[tuple[tuple[float, int], tuple[float, int]]]] = {}
+        for n in range(config.rounds):
+            for s in config.sizes:
+                progress.update(task, description=f"round {n + 1} of {config.rounds}, size {s}")
+                pair = (ours(SIZES[s], config, work), theirs(SIZES[s], config, work))
+                results.setdefault(s, []).append(pair)
+                progress.advance(task)
+    print("\n".join([*lines, *(row(SIZES[s], results[s]) for s in config.sizes)]))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

@@ -1,0 +1,15 @@
+# Evaluate the published GPT-2 (124M) on OpenWebText's validation split.
+#
+#   python -m data openwebtext
+#   python train.py config/eval_gpt2.py
+#
+# Hardware: one GPU, a minute or a few; a CPU with patience (--eval_iters=10). Not yet timed here.
+# Expect:   validation loss about 3.12 nats a token, as nanoGPT reports for the same weights.
+
+dataset = "openwebtext"
+init_from = "gpt2"
+eval_only = True
+
+batch_size = 8
+block_size = 1024
+eval_iters = 500

@@ -1,0 +1,31 @@
+# A character-level GPT of 10.7 million parameters on the plays of Shakespeare, with the settings that
+# nanoGPT uses for its example of this name.
+#
+#   python -m data shakespeare_char
+#   python train.py config/train_shakespeare_char.py
+#
+# To compare losses with nanoGPT, take its text: python -m data shakespeare_char --source=tinyshakespeare
+#
+# Hardware: one GPU, a few minutes (nanoGPT reports 3 on an A100). Not yet timed here.
+# Expect:   on tinyshakespeare nanoGPT reports a best validation loss of 1.47 nats a character; it
+#           overfits after that, so the best checkpoint is kept beside the newest.
+
+out_dir = "out/shakespeare_char"
+dataset = "shakespeare_char"
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+batch_size = 64
+dropout = 0.2
+
+max_iters = 5000
+learning_rate = 1e-3
+warmup_iters = 100
+beta2 = 0.99
+
+eval_interval = 250
+eval_iters = 200
+log_interval = 10
+sample_tokens = 500

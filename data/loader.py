@@ -1,0 +1,184 @@
+"""Batches of tokens, as a pure function of (seed, step, split).
+
+The sequences of a step are drawn for all processes together, and each process takes its slice. So a
+resumed run needs no state of the loader, and the same run on another number of processes sees the
+same data.
+
+An epoch cuts the split into windows of block_size tokens from a random offset, and visits each
+window once, in random order, before any comes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from settings import UserError
+
+SCAN_ALL = 2**28  # tokens: larger files are looked at in 256 places
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """The meta.json of a prepared dataset.
+
+    Raises:
+        UserError: there is none, or it is not one.
+    """
+    folder = Path(folder)
+    path = folder / "meta.json"
+    prepare = f"prepare it with: python -m data {folder.name}"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no dataset in {folder} (no meta.json); {prepare}") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} cannot be read ({e}); {prepare} --force=True") from None
+    if not isinstance(meta, dict) or not {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
+        raise UserError(f"{path} is no dataset's; {prepare} --force=True")
+    return meta
+
+
+def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
+    """The tokens of a split, uint16, mapped into memory and not read yet.
+
+    Args:
+        split: "train" or "val".
+        block_size: the split must hold at least one sequence of this length and its targets.
+        vocab_size: the model's; every id must be below it. Beyond 2**28 tokens 256 places are looked at.
+
+    Raises:
+        UserError: a check failed; says what to run.
+    """
+    folder = Path(folder)
+    path = folder / f"{split}.bin"
+    again = f"prepare it again with: python -m data {folder.name} --force=True"
+    expected = read_meta(folder)["tokens"].get(split)
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {again}")
+    size = path.stat().st_size
+    if size % 2:
+        raise UserError(f"{path} has {size} bytes, which is no multiple of 2 (uint16); {again}")
+    if size // 2 != expected:
+        raise UserError(f"{path} has {size // 2} tokens, meta.json says {expected}; {again}")
+    if size // 2 < block_size + 1:
+        raise UserError(
+            f"{path} has {size // 2} tokens, a sequence of --block_size={block_size} and its targets "
+            f"need {block_size + 1}; lower --block_size or take more text"
+        )
+    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
+    if (largest := _largest(tokens)) >= vocab_size:
+        raise UserError(
+            f"{path} has the token {largest}, the model's vocabulary ends at {vocab_size - 1}; give a "
+            f"larger --vocab_size, or {again}"
+        )
+    return tokens
+
+
+def _largest(tokens: np.ndarray) -> int:
+    if len(tokens) <= SCAN_ALL:
+        return max(int(tokens[a : a + 2**24].max()) for a in range(0, len(tokens), 2**24))
+    starts = np.linspace(0, len(tokens) - 2**16, 256).astype(np.int64)
+    return max(int(tokens[a : a + 2**16].max()) for a in starts)
+
+
+class Batches:
+    """The training sequences of every step."""
+
+    def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+        """
+        Args:
+            tokens: (N,) uint16.
+            global_batch: sequences in a step, over all processes and micro-batches.
+        """
+        self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
+        self.seed, self.device = seed, torch.device(device)
+        # A window's last target is the first token of the next. One window fewer than would fit
+        # leaves room for the offset, so that over the epochs sequences start anywhere.
+        fit = (len(tokens) - 1) // block_size
+        self.windows = max(1, fit - 1)
+        self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
+        self._epoch, self._starts = -1, np.empty(0, dtype=np.int64)
+
+    def starts(self, step: int) -> np.ndarray:
+        """Where the global batch of a step begins in the tokens, (global_batch,) int64."""
+        k = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        found = np.empty_like(k)
+        for epoch in range(int(k[0]) // self.windows, int(k[-1]) // self.windows + 1):
+            inside = k // self.windows == epoch
+            found[inside] = self._epoch_starts(epoch)[k[inside] % self.windows]
+        return found
+
+    def _epoch_starts(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            offset = random.integers(0, min(self.slack, self.block_size - 1), endpoint=True)
+            self._starts = offset + self.block_size * random.permutation(self.windows)
+            self._epoch = epoch
+        return self._starts
+
+    def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        """This process's sequences of a step and their targets, (global_batch / world, T) int64 each."""
+        mine = np.array_split(self.starts(step), world)[rank]
+        return _gather(self.tokens, mine, self.block_size, self.device)
+
+    def prefetch(self, start: int, stop: int, rank: int = 0,
+                 world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """get(start), get(start + 1), ... get(stop - 1), prepared ahead by a thread."""
+        ready: queue.Queue[Any] = queue.Queue(maxsize=4)
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                for step in range(start, stop):
+                    if ended.is_set():
+                        return
+                    ready.put(self.get(step, rank, world))
+            except BaseException as e:  # the consumer raises it
+                ready.put(e)
+
+        thread = threading.Thread(target=work, daemon=True, name="batches")
+        thread.start()
+        try:
+            for _ in range(start, stop):
+                batch = ready.get()
+                if isinstance(batch, BaseException):
+                    raise batch
+                yield batch
+        finally:
+            ended.set()
+            while thread.is_alive():  # it may be waiting for room
+                with contextlib.suppress(queue.Empty):
+                    ready.get(timeout=0.01)
+
+
+def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
+                 world: int = 1,
+                 device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Evenly spaced windows of a split, the same ones every time; each process takes every world-th batch.
+
+    A split too short for so many gives each of its windows once.
+    """
+    n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
+    starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
+    for i in range(rank * batch_size, n, world * batch_size):
+        yield _gather(tokens, starts[i : i + batch_size], block_size, torch.device(device))
+
+
+def _gather(tokens: np.ndarray, starts: np.ndarray, T: int,
+            device: torch.device) -> tuple[Tensor, Tensor]:  # fmt: skip
+    window = torch.from_numpy(tokens[starts[:, None] + np.arange(T + 1)].astype(np.int64))
+    if device.type == "cuda":  # pinned memory: the copy runs beside the computation
+        window = window.pin_memory().to(device, non_blocking=True)
+    else:
+        window = window.to(device)
+    return window[:, :-1], window[:, 1:]

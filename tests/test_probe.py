@@ -1,0 +1,263 @@
+"""Available means that it ran: good backends pass the probe, broken ones are found out, loudly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import (
+    BACKENDS,
+    Backend,
+    BackendUnavailable,
+    Machine,
+    Resolution,
+    Spec,
+    announce,
+    manual,
+    packages,
+    probe,
+    select,
+)
+
+SPEC = Spec(4, 2, 32, "float32")
+
+
+@pytest.fixture(autouse=True)
+def said_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    sys.modules["attention.probe"]._once.cache_clear()  # attention.probe is the function
+
+
+# --- good ones ---
+
+
+SPECS = [
+    SPEC, Spec(4, 4, 80, "bfloat16"), Spec(3, 1, 20, "float16", window=9),
+    Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
+    Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
+    Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False)]  # fmt: skip
+HERE = Machine.here("cpu", packages())
+
+
+@pytest.mark.parametrize("name, spec", [
+    pytest.param(name, spec, id=f"{name}-{n}") for name, b in BACKENDS.items()
+    for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])  # fmt: skip
+def test_a_backend_that_may_run_here_passes(name, spec) -> None:
+    tried = probe(BACKENDS[name], spec, "cpu")
+    assert tried.why == ()
+    assert tried.error is not None and tried.error < 4 * torch.finfo(getattr(torch, spec.dtype)).eps
+    assert tried.events
+
+
+def test_the_kernels_are_what_ran() -> None:
+    ran = {
+        n: probe(BACKENDS[n], SPEC, "cpu").kernels for n in ("manual", "sdpa_math", "sdpa_flash")
+    }
+    assert ran == {"manual": (), "sdpa_math": ("math",), "sdpa_flash": ("flash (CPU)",)}
+    # PyTorch's flash kernel on the CPU has no dropout, and sdpa then takes another one.
+    assert probe(BACKENDS["sdpa"], SPEC, "cpu").kernels == ("flash (CPU)",)
+    with_dropout = dataclasses.replace(SPEC, dropout=0.1)
+    assert probe(BACKENDS["sdpa"], with_dropout, "cpu").kernels == ("math",)
+
+
+def test_a_cache_is_not_probed_and_so_not_accepted() -> None:
+    spec = dataclasses.replace(SPEC, cache="dynamic")
+    assert "cannot run a 'dynamic' cache" in probe(BACKENDS["manual"], spec, "cpu").why[0]
+
+
+def test_the_random_state_is_left_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for spec in (SPEC, dataclasses.replace(SPEC, dropout=0.3)):
+        for name in ("manual", "sdpa", "sdpa_math"):
+            probe(BACKENDS[name], spec, "cpu")
+    select("sdpa", SPEC, "cpu")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_gradients_are_probed_even_where_they_are_switched_off() -> None:
+    with torch.no_grad():
+        assert probe(BACKENDS["sdpa"], SPEC, "cpu").why == ()
+    assert probe(made_up(wrong_gradient), SPEC, "cpu").why
+
+
+# --- broken ones: each is right but for one thing ---
+
+
+def raises(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("CUDA error: no kernel image is available\nsecond line of the trace")
+
+
+def not_a_number(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    out = manual.attend(q, k, v, spec, **kw).clone()
+    out[0, 3, 1, 2] = torch.nan
+    return out
+
+
+def forgotten_scale(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q * spec.head_dim**0.5, k, v, spec, **kw)
+
+
+def leaking_future(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def dropped_window(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v, dataclasses.replace(spec, window=None), **kw)
+
+
+def window_one_too_wide(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    assert spec.window is not None
+    return manual.attend(q, k, v, dataclasses.replace(spec, window=spec.window + 1), **kw)
+
+
+def dropped_segments(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+    return manual.attend(q, k, v, spec)
+
+
+def wrong_head(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """g(h) = h % Hkv instead of h // (H / Hkv)."""
+    order = torch.arange(spec.n_head) % spec.n_kv_head
+    spec = dataclasses.replace(spec, n_kv_head=spec.n_head)
+    return manual.attend(q, k[:, :, order], v[:, :, order], spec, **kw)
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is one hundredth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.01
+
+
+def wrong_gradient(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, _Scaled.apply(k), v, spec, **kw)
+
+
+def no_gradient(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v, spec, **kw).detach()
+
+
+def silent_cast(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v, spec, **kw).half()
+
+
+def nan_with_dropout(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v, spec, **kw) / (1 if spec.dropout == 0 else 0)
+
+
+def made_up(attend: Any) -> Backend:
+    return dataclasses.replace(
+        BACKENDS["manual"], name="made_up", title="made up", attend=attend, fallback="sdpa"
+    )
+
+
+WINDOW = dataclasses.replace(SPEC, window=9)
+BROKEN = [
+    (raises, SPEC, r"it failed when it was tried \(RuntimeError: CUDA error: no kernel image"),
+    (not_a_number, SPEC, r"its numbers are wrong \(out is off by nan"),
+    (forgotten_scale, SPEC, r"its numbers are wrong \(out is off by \d"),
+    (leaking_future, SPEC, r"out is off by \d"),
+    (top_left, dataclasses.replace(SPEC, grad=False), r"\(out after a prefix is off by \d"),
+    (dropped_window, WINDOW, r"out is off by \d"),
+    (dropped_window, dataclasses.replace(SPEC, window=1024), r"out is off by \d"),
+    (window_one_too_wide, WINDOW, r"out is off by \d"),
+    (dropped_segments, dataclasses.replace(SPEC, segments=True), r"out is off by \d"),
+    (wrong_head, SPEC, r"out is off by \d"),
+    (wrong_gradient, SPEC, r"^its numbers are wrong \(dk is off by 0\.\d+, .* is allowed\)$"),
+    (no_gradient, SPEC, r"it failed when it was tried \(RuntimeError: .*require grad"),
+    (silent_cast, SPEC, r"it failed when it was tried \(AssertionError: .*float16"),
+    (nan_with_dropout, dataclasses.replace(SPEC, dropout=0.1), r"not finite with dropout"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attend, spec, words", BROKEN, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_broken_backend_is_refused_with_a_telling_reason(
+    attend, spec, words, monkeypatch, caplog
+):
+    tried = probe(made_up(attend), spec, "cpu")
+    assert tried.why and re.search(words, tried.why[0]), tried.why
+    monkeypatch.setitem(sys.modules["attention.resolve"]._BY_ANY_NAME, "made_up", made_up(attend))
+
+    with pytest.raises(BackendUnavailable) as e:
+        select("made_up", spec, "cpu", fallback=False)
+    assert tried.why[0] in str(e.value)
+
+    chosen = select("made_up", spec, "cpu")
+    assert chosen.requested == "made_up" and chosen.backend.name == "sdpa"
+    assert chosen.rejected["made_up"] == tried.why
+    with caplog.at_level(logging.INFO, "nanoattn"):
+        announce(chosen)
+    warning, info = (r.getMessage() for r in caplog.records)
+    assert warning.startswith("made_up requested but " + tried.why[0])
+    assert warning.endswith("Falling back to 'sdpa'.")
+    assert info.startswith(
+        "Attention backend: sdpa (PyTorch scaled_dot_product_attention; kernel: "
+    )
+
+
+def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:
+    names = sys.modules["attention.resolve"]._BY_ANY_NAME
+    for name in ("sdpa", "manual"):
+        monkeypatch.setitem(names, name, dataclasses.replace(BACKENDS[name], attend=raises))
+    with pytest.raises(BackendUnavailable) as e:
+        select("auto", SPEC, "cpu")
+    assert str(e.value).count("no kernel image is available") == 2
+    assert "sdpa: " in str(e.value) and "manual: " in str(e.value)
+
+
+# --- what is said, and where ---
+
+
+def test_only_rank_0_speaks(monkeypatch, caplog) -> None:
+    chosen = select("sdpa_efficient", SPEC, "cpu")
+    caplog.set_level(logging.INFO, "nanoattn")
+    monkeypatch.setenv("RANK", "1")
+    announce(chosen)
+    assert caplog.records == []
+    monkeypatch.setenv("RANK", "0")
+    announce(chosen)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "sdpa_efficient requested but it runs on cuda, not on cpu.\n"
+                    "         Falling back to 'sdpa'."),
+        ("INFO", "Attention backend: sdpa (PyTorch scaled_dot_product_attention; "
+                 "kernel: flash (CPU))"),
+    ]  # fmt: skip
+
+
+def test_a_thing_is_said_once(caplog) -> None:
+    caplog.set_level(logging.INFO, "nanoattn")
+    chosen = Resolution("sdpa", BACKENDS["sdpa"])
+    announce(chosen)
+    announce(chosen)
+    assert len(caplog.records) == 1
+    announce(chosen, " for evaluation")  # something else is
+    announce(Resolution("manual", BACKENDS["manual"]))
+    assert len(caplog.records) == 3
+
+
+def test_the_profiler_is_quiet(capfd) -> None:
+    """PyTorch 2.13 writes 'USDT: ... profiler_start' to file descriptor 2."""
+    select("sdpa", SPEC, "cpu")
+    print("heard", file=sys.stderr)
+    out, err = capfd.readouterr()
+    assert out == "" and err == "heard\n"

@@ -1,0 +1,377 @@
+"""Which backend runs, and why not another: decided on machines that exist only here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from attention import BACKENDS, Backend, BackendUnavailable, Caps, Machine, Spec, get, resolve
+from attention.resolve import MPS_GUARD
+
+TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
+RTX4090 = Machine("cuda", "NVIDIA GeForce RTX 4090", (8, 9), "2.13.0", "12.8")
+H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "2.13.0", "12.8")
+B200 = Machine("cuda", "NVIDIA B200", (10, 0), "2.13.0", "12.8")
+APPLE = Machine("mps", "Apple M3", None, "2.13.0")
+CPU = Machine("cpu", "AMD EPYC", None, "2.13.0+cpu")
+OLD = Machine("cpu", "Intel Xeon", None, "1.13.1")
+
+BF16 = Spec(12, 12, 64, "bfloat16")
+FP16 = replace(BF16, dtype="float16")
+FP32 = replace(BF16, dtype="float32")
+
+
+def runs(name: str, spec: Spec, machine: Machine, **kw: Any) -> str:
+    return resolve(name, spec, machine, **kw).backend.name
+
+
+def why(name: str, spec: Spec, machine: Machine) -> list[str]:
+    return get(name).why_not(spec, machine)
+
+
+# --- machines ---
+
+
+def test_titan_rtx() -> None:
+    assert why("sdpa_flash", FP16, TITAN) == [
+        "it needs compute capability >= 8.0, NVIDIA TITAN RTX has 7.5"
+    ]
+    assert why("sdpa_efficient", FP16, TITAN) == why("sdpa_efficient", FP32, TITAN) == []
+    assert why("sdpa_efficient", BF16, TITAN) == [
+        "it needs compute capability >= 8.0, NVIDIA TITAN RTX has 7.5"
+    ]
+    assert why("sdpa_cudnn", FP16, TITAN) != []
+    assert runs("sdpa_flash", FP16, TITAN) == "sdpa"
+    assert runs("auto", FP16, TITAN) == "sdpa"
+
+
+@pytest.mark.parametrize("machine", [RTX4090, H100, B200], ids=lambda m: m.name)
+def test_later_gpus_run_every_sdpa_kernel_in_half_precision(machine) -> None:
+    for name in (
+        "auto",
+        "sdpa",
+        "sdpa_flash",
+        "sdpa_efficient",
+        "sdpa_cudnn",
+        "sdpa_math",
+        "manual",
+    ):
+        for spec in (BF16, FP16, replace(BF16, n_kv_head=3)):
+            assert runs(name, spec, machine, fallback=False) == ("sdpa" if name == "auto" else name)
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
+                                  "sdpa_math"])  # fmt: skip
+def test_the_guard_on_apples_metal(name) -> None:
+    chosen = resolve(name, FP32, APPLE)
+    assert chosen.backend.name == "manual"
+    assert MPS_GUARD in chosen.rejected["sdpa_math" if name == "sdpa_math" else "sdpa"]
+    warning = chosen.warnings()[-1]
+    assert "NaN" in warning and "--allow_mps_sdpa=True" in warning
+    assert warning.endswith("Falling back to 'manual'.")
+    lifted = resolve(name, FP32, APPLE, allow_mps_sdpa=True)
+    assert lifted.backend.name == ("sdpa_math" if name == "sdpa_math" else "sdpa")
+
+
+def test_a_strict_auto_on_apples_metal_is_no_error() -> None:
+    """auto names no kernel, so it may go on; a named one may not."""
+    assert runs("auto", FP32, APPLE, fallback=False) == "manual"
+    with pytest.raises(BackendUnavailable, match="Apple's Metal"):
+        resolve("sdpa", FP32, APPLE, fallback=False)
+
+
+def test_cpu() -> None:
+    assert resolve("auto", FP32, CPU).rejected == {}
+    assert runs("auto", FP32, CPU) == "sdpa"
+    assert runs("sdpa_flash", FP32, CPU) == "sdpa_flash"
+    assert runs("sdpa_flash", replace(FP32, dropout=0.1), CPU) == "sdpa"
+    assert why("sdpa_cudnn", BF16, CPU) == ["it runs on cuda, not on cpu"]
+    assert runs("sdpa_efficient", FP32, CPU) == "sdpa"
+
+
+def test_torch_before_sdpa() -> None:
+    assert runs("auto", FP32, OLD) == "manual"
+    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.0, this is 1.13.1"]
+    assert list(resolve("sdpa_flash", FP32, OLD).rejected) == ["sdpa_flash", "sdpa"]
+    assert why("sdpa_cudnn", BF16, replace(H100, torch="2.4.1")) == [
+        "it needs torch >= 2.5, this is 2.4.1"
+    ]
+
+
+# --- one limit each ---
+
+
+def test_dtype() -> None:
+    assert why("sdpa_flash", FP32, H100) == [
+        "it takes float16 and bfloat16, not float32 (--dtype=bfloat16)"
+    ]
+    assert runs("sdpa_flash", FP32, H100) == "sdpa"
+    assert why("sdpa_efficient", replace(FP32, dtype="float64"), H100) != []
+    assert why("sdpa_math", replace(FP32, dtype="float64"), H100) == []
+
+
+def test_dropout() -> None:
+    assert why("sdpa_cudnn", replace(BF16, dropout=0.1), H100) == [
+        "dropout must be a multiple of 0.0625, not 0.1"
+    ]
+    assert why("sdpa_cudnn", replace(BF16, dropout=0.125), H100) == []
+    assert why("sdpa_flash", replace(BF16, dropout=0.1), H100) == []
+    assert why("sdpa_flash", replace(BF16, dropout=0.1), CPU) == [
+        "it has no dropout, and 0.1 is asked (--dropout=0)"
+    ]
+
+
+def test_head_dim() -> None:
+    wide = replace(BF16, head_dim=320)
+    assert why("sdpa_flash", wide, H100) == ["it takes a head_dim up to 256, not 320"]
+    assert why("sdpa_cudnn", wide, H100) == ["it takes a head_dim up to 128, not 320"]
+    assert why("sdpa_efficient", replace(BF16, head_dim=20), H100) == [
+        "head_dim must be a multiple of 8, not 20"
+    ]
+    assert why("sdpa_efficient", wide, H100) == why("sdpa", wide, H100) == []
+
+
+def test_masks() -> None:
+    asked = replace(BF16, window=128, segments=True)
+    assert why("sdpa_flash", asked, H100) == [
+        "it has no sliding window", "it has no segments (packed or padded sequences)"]  # fmt: skip
+    assert why("sdpa_flash", asked, CPU) == why("sdpa_efficient", asked, H100) == []
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn",
+                                  "sdpa_math"])  # fmt: skip
+def test_a_cache_that_nobody_has_is_an_error_that_lists_all(name) -> None:
+    """Even with fallback: after manual there is nothing left to try."""
+    with pytest.raises(BackendUnavailable) as e:
+        resolve(name, replace(BF16, cache="static", grad=False), H100)
+    tried = [name] if name == "manual" else [name, "sdpa", "manual"]
+    for n in tried:
+        assert f"{n}: it has no 'static' cache" in str(e.value)
+
+
+def test_all_reasons_are_listed_at_once() -> None:
+    asked = Spec(4, 4, 320, "float32", window=9, segments=True, cache="paged")
+    with pytest.raises(BackendUnavailable) as e:
+        resolve("sdpa_flash", asked, TITAN, fallback=False)
+    assert str(e.value) == (
+        "attention backend 'sdpa_flash' cannot run here. sdpa_flash: it needs compute capability "
+        ">= 8.0, NVIDIA TITAN RTX has 7.5; it takes float16 and bfloat16, not float32 "
+        "(--dtype=bfloat16); it takes a head_dim up to 256, not 320; it has no sliding window; it "
+        "has no segments (packed or padded sequences); it has no 'paged' cache"
+    )
+
+
+# --- names ---
+
+
+def test_names_and_aliases() -> None:
+    assert get("eager") is get("manual") is BACKENDS["manual"]
+    assert resolve("eager", FP32, CPU).requested == "eager"
+    with pytest.raises(ValueError) as e:
+        get("sdpa_flsh")
+    assert "unknown attention backend 'sdpa_flsh'; did you mean 'sdpa_flash'?" in str(e.value)
+    assert all(name in str(e.value) for name in ("auto", "eager", *BACKENDS))
+    with pytest.raises(ValueError) as e:
+        get("xyzzy")
+    assert "did you mean" not in str(e.value) and "known: auto, manual" in str(e.value)
+
+
+def test_every_backend_leads_to_manual() -> None:
+    for backend in BACKENDS.values():
+        seen = []
+        while backend.fallback:
+            assert backend.name not in seen, "a circle"
+            seen.append(backend.name)
+            backend = get(backend.fallback)
+        assert backend.name == "manual"
+
+
+# --- caps, field by field ---
+
+ANY = Spec(4, 4, 64, "float32")
+SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
+    # field: (caps that can, caps that cannot, what is asked, words of the reason)
+    "devices": ({"devices": ("cuda",)}, {"devices": ("cpu", "mps")}, ANY, "mps, not on cuda"),
+    "dtypes": ({}, {"dtypes": ("float16",)}, ANY, "float16, not float32 (--dtype=float16)"),
+    "min_capability": (
+        {"min_capability": (9, 0)}, {"min_capability": (10, 0)}, ANY,
+        ">= 10.0, NVIDIA H100 80GB HBM3 has 9.0"),
+    "min_torch": ({"min_torch": "2.13"}, {"min_torch": "2.14"}, ANY, ">= 2.14, this is 2.13.0"),
+    "head_dim_max": ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY, "up to 63, not 64"),
+    "head_dim_multiple": (
+        {"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY, "a multiple of 24, not 64"),
+    "window": ({}, {"window": False}, replace(ANY, window=4), "no sliding window"),
+    "dropout": ({}, {"dropout": False}, replace(ANY, dropout=0.5), "no dropout, and 0.5 is asked"),
+    "dropout_step": (
+        {"dropout_step": 0.25}, {"dropout_step": 0.2}, replace(ANY, dropout=0.75),
+        "a multiple of 0.2, not 0.75"),
+    "segments": ({}, {"segments": False}, replace(ANY, segments=True), "no segments"),
+    "grad": ({}, {"grad": False}, ANY, "no backward pass"),
+    "caches": (
+        {"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static"),
+        "no 'static' cache"),
+    "packages": ({"packages": ("there",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
+}  # fmt: skip
+
+
+def test_every_field_of_caps_is_in_the_table() -> None:
+    assert set(SETUPS) == {f.name for f in fields(Caps)}
+
+
+@pytest.mark.parametrize("field", SETUPS)
+def test_each_field_of_caps_decides(field) -> None:
+    can, cannot, spec, words = SETUPS[field]
+    machine = replace(H100, packages={"there": "1.0"})
+    assert made_up(Caps(**can)).why_not(spec, machine) == []
+    reasons = made_up(Caps(**cannot)).why_not(spec, machine)
+    assert len(reasons) == 1 and words in reasons[0]
+
+
+@pytest.mark.parametrize("caps, spec", [
+    ({"window": False}, ANY), ({"dropout": False}, ANY), ({"dropout_step": 0.3}, ANY),
+    ({"segments": False}, ANY), ({"grad": False}, replace(ANY, grad=False))])  # fmt: skip
+def test_what_is_not_asked_is_not_refused(caps, spec) -> None:
+    assert made_up(Caps(**caps)).why_not(spec, H100) == []
+
+
+def made_up(*caps: Caps, **changes: Any) -> Backend:
+    return Backend("made_up", "made up", lambda *a, **k: None, caps, fallback="sdpa", **changes)
+
+
+def test_of_several_rows_the_nearest_speaks() -> None:
+    rows = (
+        Caps(("cuda",), ("float16",), window=False, segments=False),
+        Caps(("cuda",), head_dim_max=32),
+        Caps(("cpu",)),
+    )
+    asked = replace(ANY, window=4, segments=True)
+    assert made_up(*rows).why_not(asked, H100) == ["it takes a head_dim up to 32, not 64"]
+    assert made_up(*rows).why_not(asked, CPU) == []
+    assert made_up(*rows).why_not(asked, APPLE) == ["it runs on cuda and cpu, not on mps"]
+
+
+def test_a_machine_without_cuda_has_no_capability() -> None:
+    assert made_up(Caps(min_capability=(8, 0))).why_not(ANY, CPU) == [
+        "it needs compute capability >= 8.0, AMD EPYC has none"
+    ]
+
+
+# --- packages, and the lines that a user sees ---
+
+INSTALL = "pip install flash-attn --no-build-isolation"
+BROKEN = "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104impl"
+
+
+def flash() -> Backend:
+    caps = Caps(("cuda",), ("float16", "bfloat16"), (8, 0), packages=("flash_attn",))
+    return Backend("flash_attn_2", "flash-attn 2", lambda *a, **k: None, (caps,), "sdpa",
+                   ("flash_attention_2",), INSTALL)  # fmt: skip
+
+
+@pytest.fixture
+def with_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = sys.modules["attention.resolve"]._BY_ANY_NAME  # attention.resolve is the function
+    for name in ("flash_attn_2", "flash_attention_2"):
+        monkeypatch.setitem(names, name, flash())
+
+
+def test_package_not_installed(with_flash) -> None:
+    chosen = replace(resolve("flash_attn_2", BF16, H100), kernels=("flash",))
+    assert str(chosen) == textwrap.dedent("""\
+        WARNING: flash_attn_2 requested but package 'flash_attn' is not installed (pip install flash-attn --no-build-isolation).
+                 Falling back to 'sdpa'.
+        INFO: Attention backend: sdpa (PyTorch scaled_dot_product_attention; kernel: flash)""")  # noqa: E501
+    assert str(resolve("flash_attention_2", BF16, H100)).startswith("WARNING: flash_attn_2 req")
+
+
+def test_package_that_does_not_import(with_flash) -> None:
+    machine = replace(H100, packages={"flash_attn": BROKEN})
+    assert flash().why_not(BF16, machine) == [
+        f"package 'flash_attn' is installed but does not import ({BROKEN}) ({INSTALL})"
+    ]
+    with pytest.raises(BackendUnavailable, match="undefined symbol"):
+        resolve("flash_attn_2", BF16, machine, fallback=False)
+
+
+@pytest.mark.parametrize("version", ["2.8.3", "2.8.3.post1", "unknown version"])
+def test_package_that_imports(with_flash, version) -> None:
+    machine = replace(H100, packages={"flash_attn": version})
+    assert runs("flash_attn_2", BF16, machine) == "flash_attn_2"
+    assert str(resolve("flash_attn_2", BF16, machine)) == (
+        "INFO: Attention backend: flash_attn_2 (flash-attn 2)"
+    )
+
+
+def test_every_refused_name_is_one_warning(with_flash) -> None:
+    """All reasons of a name stand in its warning; what is known to fail counts like the rest."""
+    chosen = resolve("flash_attn_2", FP32, APPLE, failed={"sdpa": ("it crashed",)})
+    assert str(chosen) == textwrap.dedent(f"""\
+        WARNING: flash_attn_2 requested but it runs on cuda, not on mps.
+                 Falling back to 'sdpa'.
+        WARNING: sdpa refused: it crashed; {MPS_GUARD}.
+                 Falling back to 'manual'.
+        INFO: Attention backend: manual (softmax(QK^T)V written out, O(S^2) memory)""")
+    assert str(resolve("auto", FP32, APPLE)).startswith("WARNING: sdpa refused: on Apple's Metal")
+    with pytest.raises(BackendUnavailable, match="manual: broken"):
+        resolve("manual", FP32, CPU, failed={"manual": ("broken",)})
+
+
+# --- Spec and Machine ---
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"n_head": 0}, "n_head must be a positive multiple of n_kv_head, got n_head=0, n_kv_head=12"),
+    ({"n_head": 12, "n_kv_head": 5}, "got n_head=12, n_kv_head=5"),
+    ({"n_kv_head": 0}, "n_kv_head=0"), ({"n_kv_head": 24}, "n_kv_head=24"),
+    ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+    ({"dtype": "bf16"}, "dtype must be one of float16, bfloat16, float32, float64, got 'bf16'"),
+    ({"window": 0}, "window must be None or at least 1, got 0"),
+    ({"dropout": 1.0}, "dropout must be in [0, 1), got 1.0"),
+    ({"dropout": -0.1}, "got -0.1"), ({"dropout": float("nan")}, "got nan"),
+    ({"cache": "ring"}, "cache must be one of none, dynamic, static, paged, got 'ri")])  # fmt: skip
+def test_a_spec_that_nobody_could_honour_is_an_error(changes, words) -> None:
+    with pytest.raises(ValueError) as e:
+        replace(BF16, **changes)
+    assert words in str(e.value)
+
+
+def test_this_machine() -> None:
+    here = Machine.here("cpu", ["numpy", "no_such_package_anywhere", "no_such_parent.child"])
+    assert here.device == "cpu" and here.name and here.capability is None
+    assert here.torch == sys.modules["torch"].__version__
+    assert here.packages == {"numpy": sys.modules["numpy"].__version__}
+
+
+def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "broken_kernels_cuda.so: undefined symbol: _ZN3c104impl"
+    (tmp_path / "broken_kernels.py").write_text(f"raise ImportError({text!r})\n")
+    (tmp_path / "half_kernels.py").write_text("import no_such_package_anywhere\n")
+    (tmp_path / "plain_kernels.py").write_text("")
+    here = Machine.here("cpu", ["broken_kernels", "half_kernels", "plain_kernels"])
+    assert here.packages == {
+        "broken_kernels": f"ImportError: {text}",
+        "half_kernels": "ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+        "plain_kernels": "unknown version",
+    }
+    for name, reason in (("broken_kernels", text), ("half_kernels", "No module named")):
+        [got] = made_up(Caps(packages=(name,))).why_not(ANY, here)
+        assert f"'{name}' is installed but does not import" in got and reason in got
+    assert made_up(Caps(packages=("plain_kernels",))).why_not(ANY, here) == []
+
+
+def test_the_contract_imports_no_torch() -> None:
+    """spec.py alone decides on any machine; loaded by path, as `attention` itself needs torch."""
+    path = sys.modules["attention.spec"].__file__
+    code = f"""if True:
+        import importlib.util, sys
+        found = importlib.util.spec_from_file_location("spec", {path!r})
+        module = sys.modules["spec"] = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        assert "torch" not in sys.modules and module.visible(1, 0)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
