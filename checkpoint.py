@@ -84,7 +84,9 @@ def latest(out_dir: str | Path) -> Path:
         UserError: there is none.
     """
     if not (found := folders(out_dir)):
-        raise UserError(f"no checkpoint in {out_dir}; train one with: python train.py --out_dir={out_dir}")
+        raise UserError(
+            f"no checkpoint in {out_dir}; train one with: python train.py --out_dir={out_dir}"
+        )
     return found[-1]
 
 
@@ -149,7 +151,8 @@ def save(
         still = f"{had[-1]} is still good" if had else "there is none before it"
         free = _free_bytes(out_dir)
         raise UserError(
-            f"could not write checkpoint {final} ({_first_line(e)}; {free / 1e9:.2f} GB free): {still}"
+            f"could not write checkpoint {final} ({_first_line(e)}; {free / 1e9:.2f} GB free): "
+            f"{still}"
         ) from e
     try:
         for folder in [old, *_superfluous(out_dir, keep)]:
@@ -238,7 +241,8 @@ def load_hf(source: str, **changes: Any) -> GPT:
     if not isinstance(saved, dict):
         raise UserError(f"{folder / 'config.json'} does not describe a model")
     if saved.get("model_type") != "gpt2":
-        raise UserError(f"{source} is a {saved.get('model_type')!r} model, only 'gpt2' can be loaded")
+        kind = saved.get("model_type")
+        raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
     needed = ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions")
     if lacking := [key for key in needed if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
@@ -274,8 +278,8 @@ def load_hf(source: str, **changes: Any) -> GPT:
     if wanted is not None:
         if wanted > model.config.block_size:
             raise UserError(
-                f"block_size can be at most {model.config.block_size} with the weights of {source}, "
-                f"got {wanted}"
+                f"block_size can be at most {model.config.block_size} with the weights of "
+                f"{source}, got {wanted}"
             )
         model.crop_block_size(wanted)
     return model
@@ -294,7 +298,8 @@ def save_hf(model: GPT, folder: str | Path) -> None:
     for name, tensor in model.state_dict().items():
         weights[name] = (tensor.t() if _is_conv1d(name) else tensor).detach().cpu().contiguous()
         bias = name.removesuffix("weight") + "bias"
-        if bias not in model.state_dict() and not name.endswith(("wte.weight", "wpe.weight", "bias")):
+        has_bias = not name.endswith(("wte.weight", "wpe.weight", "bias"))
+        if has_bias and bias not in model.state_dict():
             weights[bias] = torch.zeros(tensor.shape[0])  # theirs always has one
     config_json = {
         "architectures": ["GPT2LMHeadModel"],
@@ -389,7 +394,8 @@ def _read(path: Path, reader: Any) -> Any:
         raise UserError(f"{path} does not exist; {_elsewhere(path.parent)}") from None
     except Exception as e:  # each reader has its own errors for a damaged file
         raise UserError(
-            f"{path} cannot be read ({type(e).__name__}: {_first_line(e)}); {_elsewhere(path.parent)}"
+            f"{path} cannot be read ({type(e).__name__}: {_first_line(e)}); "
+            f"{_elsewhere(path.parent)}"
         ) from e
 
 
@@ -421,7 +427,8 @@ def _sync(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.is_dir() and os.name == "nt":
             continue
-        fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs no read-only
+        # Windows syncs only what is open for writing, POSIX opens a folder only for reading.
+        fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(fd)
         finally:

@@ -19,7 +19,7 @@ class Metrics:
     """Writes one JSON object a line to out_dir/metrics.jsonl."""
 
     def __init__(self, out_dir: Path, step: int, settings: dict[str, Any], config: Any) -> None:
-        """Begin after `step` steps: lines of later steps, from a run that was killed, are dropped."""
+        """Begin after `step` steps: lines of later steps, of a run that was killed, are dropped."""
         out_dir.mkdir(parents=True, exist_ok=True)
         self.path = out_dir / "metrics.jsonl"
         earlier = [r for r in read(self.path) if r["iter"] <= step] if step else []
@@ -42,7 +42,8 @@ class Metrics:
             try:
                 self.wandb.log(row, step=row["iter"])
             except Exception as e:  # whatever it was, the training goes on
-                log.warning("wandb stopped logging (%s: %s); metrics.jsonl goes on", type(e).__name__, e)
+                name = type(e).__name__
+                log.warning("wandb stopped logging (%s: %s); metrics.jsonl goes on", name, e)
                 self.wandb = None
 
     def close(self) -> None:
@@ -81,15 +82,18 @@ def draw(path: Path, picture: Path) -> None:
     val = [(r["iter"], r["val_loss"]) for r in rows if "val_loss" in r]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
-        axes.plot(*zip(*train, strict=True), linewidth=0.8, color="#9db4c0", label="training, batch by batch")
+        axes.plot(*zip(*train, strict=True), linewidth=0.8, color="#9db4c0",
+                  label="training, batch by batch")  # fmt: skip
     if val:
-        axes.plot(*zip(*val, strict=True), marker="o", markersize=4, color="#c8553d", label="validation")
+        axes.plot(*zip(*val, strict=True), marker="o", markersize=4, color="#c8553d",
+                  label="validation")  # fmt: skip
         axes.annotate(f"{val[-1][1]:.3f}", val[-1], xytext=(0, 9), textcoords="offset points",
                       ha="right", color="#c8553d")  # fmt: skip
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=path.parent.name)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if train or val:
+        axes.legend(frameon=False)
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 
@@ -99,7 +103,8 @@ def _start_wandb(config: Any, settings: dict[str, Any], out_dir: Path) -> Any:
         import wandb
 
         if "WANDB_MODE" not in os.environ and not _reachable("api.wandb.ai"):
-            log.warning("no network: wandb logs offline to %s; send it later with: wandb sync", out_dir)
+            how = "no network: wandb logs offline to %s; send it later with: wandb sync"
+            log.warning(how, out_dir)
             os.environ["WANDB_MODE"] = "offline"
         return wandb.init(
             project=config.wandb_project, name=config.wandb_run_name, config=settings, dir=out_dir

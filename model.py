@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
+import cpu_matmul
 from attention import Resolution, Spec
 
 IGNORE = -1  # a target that counts for nothing
@@ -118,6 +119,18 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+class Linear(nn.Linear):
+    """nn.Linear, with float32 products by oneDNN where GPT.use_onednn() asked for them."""
+
+    onednn = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+        if self.onednn and not plain and x.dtype == torch.float32:
+            return cpu_matmul.linear(x, self.weight, self.bias)
+        return super().forward(x)
+
+
 class CausalSelfAttention(nn.Module):
     """Every token looks back at the tokens before it, in H heads."""
 
@@ -125,8 +138,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.q_size, self.kv_size = config.n_embd, config.kv_heads * config.head_dim
-        self.c_attn = nn.Linear(config.n_embd, self.q_size + 2 * self.kv_size, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, self.q_size + 2 * self.kv_size, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -144,9 +157,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,9 +189,10 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.onednn = False  # see use_onednn()
         self.compiled = False  # set before torch.compile, so that attention is resolved for it
         self._resolved: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
-        self.transformer = nn.ModuleDict(
+        self.transformer: Any = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
@@ -216,7 +230,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x), None
         return None, linear_cross_entropy(
-            x.flatten(0, 1), self.transformer.wte.weight, targets.flatten()
+            x.flatten(0, 1), self.transformer.wte.weight, targets.flatten(), self.onednn
         )
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -226,7 +240,7 @@ class GPT(nn.Module):
             ValueError: T > block_size.
         """
         T = idx.shape[1]
-        if T > self.config.block_size:
+        if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
         chosen, spec = self.attention(segments is not None)
         attend = chosen.backend.attend
@@ -276,10 +290,20 @@ class GPT(nn.Module):
             config.attention_fallback,
             allow_mps_sdpa=config.allow_mps_sdpa,
         )
-        said = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
-        if (chosen.backend.name, chosen.kernels) not in said:
-            attention.announce(chosen, " for evaluation" if said and not training else "")
+        known = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
+        other = known and (chosen.backend.name, chosen.kernels) not in known
+        attention.announce(chosen, " for evaluation" if other and not training else "")
         self._resolved[key] = (chosen, spec)
+
+    def use_onednn(self, on: bool) -> None:
+        """Take oneDNN for the float32 products of the linear layers and the loss; see cpu_matmul.py.
+
+        On the CPU only; it does nothing under autocast and torch.compile.
+        """
+        self.onednn = on
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.onednn = on
 
     def num_params(self, positions: bool = True) -> int:
         """How many parameters; positions=False leaves the position embeddings out."""
@@ -320,7 +344,8 @@ class GPT(nn.Module):
         Returns:
             (B, T + max_new_tokens) int64, the prompt included.
         """
-        return torch.cat([idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, **sampling))], 1)
+        new = self.stream(idx, max_new_tokens, **sampling)
+        return torch.cat([idx, *(token[:, None] for token in new)], dim=1)
 
     @torch.no_grad()
     def stream(
@@ -341,8 +366,8 @@ class GPT(nn.Module):
             idx: (B, T) int64, the prompts.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k, top_p: see sample_next.
-            vocab_size: draw from the first so many tokens only: those beyond the tokenizer's pad the
-                vocabulary.
+            vocab_size: draw from the first so many tokens only: those beyond the tokenizer's pad
+                the vocabulary.
 
         Yields:
             (B,) int64, the next token of each sequence.
@@ -389,11 +414,14 @@ def sample_next(
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, onednn: bool = False
+) -> Tensor:
     """Mean cross entropy of the logits x @ weight.T, without ever holding all of the logits.
 
     Args:
         x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where nothing is asked.
+        onednn: take oneDNN for float32 products on the CPU; see cpu_matmul.py.
 
     Returns:
         float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is
@@ -404,7 +432,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
     # ctx.needs_input_grad is True under no_grad too, where the gradients would be for nothing.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad)
+    onednn = onednn and dtype == torch.float32 and not torch.compiler.is_compiling()
+    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, onednn)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -418,8 +447,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, want_grad: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype,
+        want_grad: bool, onednn: bool,
+    ) -> Tensor:  # fmt: skip
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type)
         if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
@@ -431,14 +461,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x_) if want_grad else None
         dw = torch.zeros_like(weight, dtype=wide) if want_grad else None
         total = torch.zeros((), dtype=wide, device=x.device)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), cpu_matmul.onednn(onednn):
             for a in range(0, N, rows):
                 c = slice(a, min(a + rows, N))
                 logp = F.log_softmax(x_[c] @ w.t(), dim=-1, dtype=wide)  # (rows, V)
                 total -= logp.gather(1, target[c])[:, 0].mul(counted[c]).sum()
                 if dx is not None and dw is not None:
                     dlogits = logp.exp_()
-                    dlogits.scatter_add_(1, target[c], dlogits.new_full((), -1.0).expand(c.stop - a, 1))
+                    minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
+                    dlogits.scatter_add_(1, target[c], minus_1)
                     dlogits = dlogits.mul_(counted[c, None]).to(dtype)
                     torch.mm(dlogits, w, out=dx[c])
                     if dtype == wide:
@@ -458,10 +489,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # float32, for a scale rounded to bfloat16 is off by up to 0.4 %, and 65536 has no float16.
         scale = grad / n.clamp(min=1)
         dx, dw = dx.to(dw.dtype).mul_(scale), dw.mul_(scale)
-        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None
+        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
 
 
 def chunk_rows(N: int, V: int, device: str) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough to stay near the cores."""
+    """Rows of logits at a time: enough for an efficient product, few enough to stay in caches."""
     budget = 2**24 if device == "cpu" else 2**28  # numbers: 64 MB and 1 GB of float32
     return max(1, min(N, budget // V))

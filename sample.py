@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 import checkpoint
+import cpu_matmul
 import data
 from model import GPT
 from settings import UserError, exit_on_user_error, read
@@ -72,6 +73,8 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
             folder = checkpoint.best_folder(config.out_dir) or folder
         source = str(folder)
     model = checkpoint.init_model(source, **changes).to(device).eval()
+    if device.type == "cpu":
+        model.use_onednn(cpu_matmul.why_not() is None)
     meta = checkpoint.tokenizer_meta(source)
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > model.config.vocab_size:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import cpu_matmul
 import data
 import flops
 from attention.spec import cpu_name
@@ -94,6 +95,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the GPU's best half, else float32
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
+    onednn: bool | None = None  # float32 products on the CPU by oneDNN; none: where faster and as exact
     seed: int = 1337  # of the weights, the batches and dropout
     peak_tflops: float | None = None  # peak rate of one device for MFU; none: datasheet or measured
 
@@ -226,6 +228,15 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str | None:
     if wanted is None and device.type != "cuda":
         return f"it pays on long runs only; --compile=True turns it on for the {device.type}"
     return None
+
+
+def why_not_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why oneDNN will not take the float32 products; None: it will. See cpu_matmul.py."""
+    if wanted is False:
+        return "--onednn=False"
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"it is for float32 on the CPU, this is {dtype_name(dtype)} on {device.type}"
+    return None if wanted else cpu_matmul.why_not()
 
 
 def settle(argv: list[str]) -> Loaded[TrainConfig]:
@@ -403,10 +414,15 @@ def train(loaded: Loaded[TrainConfig], config: TrainConfig, world: World) -> int
             model.eval().attention()
         model.train()
     say(
-        f"device: {device} ({describe(device)}), {str(dtype).removeprefix('torch.')}, "
+        f"device: {device} ({describe(device)}), {dtype_name(dtype)}, "
         f"{world.size} process{'es' * (world.size > 1)}"
     )
     say(f"model: {model.num_params():,} parameters, {model.num_params(False):,} without positions")
+    if device.type == "cpu" and dtype == torch.float32:
+        no = why_not_onednn(config.onednn, device, dtype)
+        model.use_onednn(no is None)
+        how = "on (error %.1e, without %.1e)" % cpu_matmul.errors() if no is None else f"off ({no})"
+        say(f"oneDNN for float32 products: {how}")
     say(f"compile: {'on' if why_not is None else f'off ({why_not})'}")
     run: Any = model
     if why_not is None:
@@ -415,7 +431,7 @@ def train(loaded: Loaded[TrainConfig], config: TrainConfig, world: World) -> int
         ids = [device.index] if device.type == "cuda" else None
         run = DistributedDataParallel(run, device_ids=ids, gradient_as_bucket_view=True)
 
-    peak = flops.peak(device, str(dtype).removeprefix("torch."), config.peak_tflops)
+    peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
     say(f"peak: {peak}")
     tokens_per_step = global_batch * T
     say(f"{tokens_per_step:,} tokens a step, {config.max_iters:,} steps")
@@ -655,6 +671,11 @@ def resume(config: TrainConfig, optimizer: torch.optim.AdamW, scaler: torch.amp.
 def stop_agreed(stop: Stop, world: World) -> bool:
     """Whether any process was told to stop; all learn of it after the same step."""
     return bool(world.sum([float(stop.signal is not None)])[0])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """"bfloat16" for torch.bfloat16."""  # fmt: skip
+    return str(dtype).removeprefix("torch.")
 
 
 def show_log() -> None:

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from attention.probe import probe, select
 from attention.resolve import BACKENDS, BackendUnavailable, get, packages, resolve
-from attention.spec import Backend, Machine, Spec
+from attention.spec import DTYPES, Backend, Machine, Spec
 from settings import UserError, exit_on_user_error, help_text, read
 
 USAGE = "usage: python -m attention [backend] [--name=value ...]"
@@ -229,6 +229,30 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
         if table.row_count:
             console.print()
             console.print(table)
+
+
+def support_table() -> str:
+    """What each backend declares, as the Markdown table of the README; a row for each row of Caps."""
+    lines = ["| name | device | dtypes | head_dim | window | segments | dropout | falls back to |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for backend in BACKENDS.values():
+        names = " ".join(f"`{n}`" for n in (backend.name, *backend.aliases))
+        for caps in backend.caps:
+            device = ", ".join(caps.devices)
+            if caps.min_capability:
+                device += " >= {}.{}".format(*caps.min_capability)
+            dtypes = "all" if caps.dtypes == DTYPES else ", ".join(caps.dtypes)
+            head_dim = f"up to {caps.head_dim_max}" if caps.head_dim_max else "any"
+            if caps.head_dim_multiple > 1:
+                head_dim += f", multiple of {caps.head_dim_multiple}"
+            dropout = "yes" if caps.dropout else "no"
+            if caps.dropout_step:
+                dropout = f"multiples of {caps.dropout_step:g}"
+            window, segments = ("yes" if has else "no" for has in (caps.window, caps.segments))
+            last = f"`{backend.fallback}`" if backend.fallback else "nothing"
+            cells = (names, device, dtypes, head_dim, window, segments, dropout, last)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -122,7 +122,6 @@ EFFICIENT = _pinned(
     "PyTorch SDPA pinned to its memory-efficient kernel",
     SDPBackend.EFFICIENT_ATTENTION,
     Caps(("cuda",), HALF, (8, 0), "2.3", head_dim_multiple=8),
-    Caps(("cuda",), ("float32",), (8, 0), "2.3", head_dim_multiple=4),
     Caps(("cuda",), ("float16",), (5, 0), "2.3", head_dim_multiple=8),
     Caps(("cuda",), ("float32",), (5, 0), "2.3", head_dim_multiple=4),
 )

@@ -9,14 +9,14 @@ from settings import UserError, exit_on_user_error, read
 
 
 def main(argv: list[str]) -> int:
-    names = [a for a in argv if not a.startswith("-") and not a.endswith(".py")]
-    options = [a for a in argv if a not in names[:1]]
-    config = read(PrepareConfig, options).settings
-    if not names:
-        raise UserError(f"name a dataset: python -m data {{{','.join(DATASETS)}}}")
-    prepare(names[0], config)
+    named = bool(argv) and not argv[0].startswith("-")
+    config = read(PrepareConfig, argv[1:] if named else argv).settings
+    if not named:
+        raise UserError(f"name a dataset first: python -m data {{{','.join(DATASETS)}}}")
+    prepare(argv[0], config)
     return 0
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "-m data NAME"  # what settings.py tells the user to type
     exit_on_user_error(lambda: main(sys.argv[1:]))

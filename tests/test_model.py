@@ -1,0 +1,867 @@
+"""The model: against GPT-2 as transformers has it, against itself in float64, token by token."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attention
+import checkpoint
+import cpu_matmul
+import model as model_module
+from attention import BACKENDS, BackendUnavailable, Machine, packages
+from attention.probe import _once
+from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy, sample_next
+from settings import UserError
+
+TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def tokens(B: int = 2, T: int = 16, vocab_size: int = 37, seed: int = 0) -> Tensor:
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
+    """A model whose weights do not sit at their initial values, where much is zero or one."""
+    torch.manual_seed(1)
+    model = GPT(replace(config, **changes))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * scale * torch.randn(p.shape)
+    return model
+
+
+def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None = None,
+              seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The loss and the gradient of every parameter."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    _, loss = model(idx, targets, segments)
+    assert loss is not None
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_within(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype, m: int) -> None:
+    """The policy of oracle.check: m times what plain PyTorch is off by, and one rounding."""
+    got, plain, truth = (t.detach().double() for t in (got, plain, truth))
+    assert got.isfinite().all() and plain.isfinite().all()
+    error = float((got - truth).abs().max())
+    allowed = m * float((plain - truth).abs().max())
+    allowed += torch.finfo(dtype).eps * float(truth.abs().max())
+    assert error <= allowed, f"off by {error:.3g}, allowed is {allowed:.3g}"
+
+
+# --- sizes ---
+
+
+def test_gpt2_124m_has_as_many_parameters_as_it_should() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50304, bias=False))
+    assert model.num_params() == 124_373_760
+    assert model.num_params(positions=False) == 123_587_328
+
+
+@pytest.mark.parametrize("size, total", [
+    ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
+    ("gpt2-xl", 1_557_611_200)])  # fmt: skip
+def test_the_four_gpt2s(size, total) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig.named(size, vocab_size=50257))
+    assert model.num_params() == total
+    assert model.config.head_dim == 64
+
+
+def test_the_initial_weights() -> None:
+    torch.manual_seed(0)
+    model = GPT(replace(TINY, n_layer=8, n_embd=128))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif p.dim() == 1:
+            assert (p == 1).all(), name
+        else:
+            want = 0.02 / math.sqrt(16) if name.endswith("c_proj.weight") else 0.02
+            assert float(p.detach().std()) == pytest.approx(want, rel=0.06), name
+    _, loss = model(tokens(), tokens(seed=1))
+    assert float(loss.detach()) == pytest.approx(math.log(37), abs=0.15)  # it knows nothing yet
+
+
+# --- GPT-2 as transformers has it ---
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        module = pytest.importorskip("transformers")
+        module.logging.set_verbosity_error()
+        module.logging.disable_progress_bar()
+        yield module
+
+
+def theirs(transformers: Any, folder: Path, **changes: Any) -> Any:
+    """A GPT2LMHeadModel with random weights, biases and norms included, saved to `folder`."""
+    sizes = {"vocab_size": 37, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
+             "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    config = transformers.GPT2Config(**{**sizes, **changes}, attn_implementation="eager")
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("gelu", ["gelu_new", "gelu"])
+def test_logits_and_gradients_of_gpt2lmheadmodel(gelu, transformers, tmp_path) -> None:
+    them = theirs(transformers, tmp_path, activation_function=gelu)
+    us = GPT.from_pretrained(str(tmp_path))
+    assert us.config == replace(TINY, gelu={"gelu_new": "tanh", "gelu": "exact"}[gelu])
+    idx = tokens()
+    out = them(idx, labels=idx)
+    logits, none = us(idx)
+    assert none is None
+    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
+
+    out.loss.backward()
+    targets = torch.cat([idx[:, 1:], torch.full((2, 1), IGNORE)], dim=1)  # they shift, we do not
+    loss, grads = gradients(us, idx, targets)
+    torch.testing.assert_close(loss, out.loss, rtol=0, atol=1e-5)
+    wanted = {n: p.grad for n, p in them.named_parameters()}
+    assert wanted.keys() == grads.keys()
+    for name, grad in grads.items():
+        want = wanted[name].t() if checkpoint._is_conv1d(name) else wanted[name]
+        torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_two_gelus_differ_enough_to_be_told_apart(transformers, tmp_path) -> None:
+    """Else the test above would not see one taken for the other."""
+    them = theirs(transformers, tmp_path, activation_function="gelu_new")
+    us = checkpoint.load_hf(str(tmp_path), gelu="exact")
+    off = (us(tokens())[0] - them(tokens()).logits).detach().abs().max()
+    assert float(off) > 3e-4  # what is allowed above is 1e-4
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gelu", ["tanh", "exact"])
+def test_what_is_exported_gives_the_same_logits_there(bias, gelu, transformers, tmp_path) -> None:
+    us = build(bias=bias, gelu=gelu, dropout=0.25).eval()
+    checkpoint.save_hf(us, tmp_path)
+    them = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(them(tokens()).logits, us(tokens())[0], rtol=0, atol=1e-4)
+    config = them.config
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.25
+    back = GPT.from_pretrained(str(tmp_path), dropout=0.25, attention_backend="manual").eval()
+    torch.testing.assert_close(back(tokens())[0], us(tokens())[0], rtol=0, atol=1e-4)
+
+
+def test_a_model_that_gpt2_cannot_be_is_not_exported(tmp_path) -> None:
+    for changes in ({"n_kv_head": 2}, {"attention_window": 4}):
+        with pytest.raises(UserError, match="no GPT-2 format to go to"):
+            checkpoint.save_hf(build(**changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_as_the_hub_has_it(transformers, tmp_path) -> None:
+    """Names without "transformer.", and the masks that an old version kept beside the weights."""
+    them = theirs(transformers, tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = {k.removeprefix("transformer."): v.clone() for k, v in load_file(path).items()}
+    weights.pop("lm_head.weight", None)
+    for i in range(2):
+        weights[f"h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+        weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, path, metadata={"format": "pt"})
+    us = GPT.from_pretrained(str(tmp_path))
+    torch.testing.assert_close(us(tokens())[0], them(tokens()).logits, rtol=0, atol=1e-4)
+
+
+def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> None:
+    them = theirs(transformers, tmp_path)
+    us = GPT.from_pretrained(str(tmp_path), block_size=5, dropout=0.1)
+    assert (us.config.block_size, us.config.dropout) == (5, 0.1)
+    assert us.transformer.wpe.weight.shape == (5, 32)
+    got, want = us.eval()(tokens(T=5))[0], them(tokens(T=5)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="6 tokens do not fit into block_size 5"):
+        us(tokens(T=6))
+    with pytest.raises(UserError, match=r"block_size can be at most 16 with .*, got 17"):
+        GPT.from_pretrained(str(tmp_path), block_size=17)
+    for bad in (0, 6):
+        with pytest.raises(ValueError, match=f"can only be cropped, from 5; got {bad}"):
+            us.crop_block_size(bad)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"model_type": "llama"}, "is a 'llama' model, only 'gpt2' can be loaded"),
+    ({"model_type": None}, "is a None model, only 'gpt2' can be loaded"),
+    ({"n_inner": 96}, "has n_inner=96; the model here has None"),
+    ({"layer_norm_epsilon": 1e-6}, "has layer_norm_epsilon=1e-06; the model here has 1e-05"),
+    ({"activation_function": "relu"}, "has activation_function='relu'; the model here has 'gelu_"),
+    ({"scale_attn_weights": False}, "has scale_attn_weights=False"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
+    ({"tie_word_embeddings": False}, "has tie_word_embeddings=False"),
+    ({"n_head": 5}, "n_embd must be a multiple of n_head"),
+    ({"n_layer": 3}, "are of another model: it lacks transformer.h.2"),
+    ({"n_positions": 8}, r"transformer.wpe.weight is \(16, 32\), the model's is \(8, 32\)"),
+    ({"n_layer": "two"}, "n_layer must be an integer, got 'two'"),
+    ({"n_embd": ...}, "config.json lacks n_embd"),
+])  # fmt: skip
+def test_what_is_no_gpt2_is_refused(change, words, tmp_path) -> None:
+    checkpoint.save_hf(build(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    config = {k: v for k, v in config.items() if v is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words) as e:
+        GPT.from_pretrained(str(tmp_path))
+    assert str(tmp_path) in str(e.value)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="does not describe a model"):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_n_inner_of_four_times_is_what_the_model_has(tmp_path) -> None:
+    checkpoint.save_hf(build(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"n_inner": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert GPT.from_pretrained(str(tmp_path)).config.n_embd == 32
+
+
+# --- the loss ---
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(model_module, "chunk_rows", lambda N, V, device: rows)
+
+
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What it must equal: all logits at once."""
+    return F.cross_entropy(F.linear(x, weight), targets, ignore_index=IGNORE)
+
+
+def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor,
+                       factor: float) -> list[Tensor]:  # fmt: skip
+    x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+    value = loss(x, weight, targets)
+    return [value.detach(), *torch.autograd.grad(value * factor, (x, weight))]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 50, 64])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 65536.0])
+@pytest.mark.parametrize("ignored", ["none", "some", "all but one", "a whole chunk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "pure bfloat16"])
+def test_linear_cross_entropy(rows, factor, ignored, dtype, monkeypatch) -> None:
+    """N = 50 rows: no multiple of 7 or 32. The half precision cases run under autocast, where the
+    inputs are float32, except "pure bfloat16"; 65536 is where GradScaler starts."""
+    rows_of(monkeypatch, rows)
+    draw = torch.Generator().manual_seed(rows)
+    low = getattr(torch, dtype.removeprefix("pure "))
+    x, w = (torch.randn(n, 24, generator=draw).to(low).float() for n in (50, 91))
+    targets = torch.randint(91, (50,), generator=draw)
+    keep = {"none": slice(0, 50), "some": slice(0, 50, 3), "all but one": slice(3, 4),
+            "a whole chunk": slice(7, 32)}[ignored]  # fmt: skip
+    targets = torch.full_like(targets, IGNORE).index_put((torch.arange(50)[keep],), targets[keep])
+
+    truth = loss_and_gradients(cross_entropy, x.double(), w.double(), targets, factor)
+    if dtype == "pure bfloat16":
+        x, w = x.bfloat16(), w.bfloat16()
+    with torch.autocast("cpu", dtype=low, enabled=dtype in AUTOCAST):
+        plain = loss_and_gradients(cross_entropy, x, w, targets, factor)
+        got = loss_and_gradients(linear_cross_entropy, x, w, targets, factor)
+    assert got[0].dtype == torch.float32 and got[0].shape == ()
+    if factor == 65536 and ignored == "all but one" and dtype == "float16":
+        # Divided by one row only, this is more than float16 has: plain PyTorch gives inf, which
+        # makes GradScaler take a smaller factor. Here the large one does no harm.
+        assert not all(p.isfinite().all() for p in plain)
+        plain = truth
+    for name, m, g, p, t in zip(("loss", "dx", "dw"), (2, 3, 3), got, plain, truth, strict=True):
+        assert g.dtype == p.dtype or name == "loss" or plain is truth
+        assert_within(g, p, t, low, m)
+
+
+def test_linear_cross_entropy_in_float64_to_the_last_digits(monkeypatch) -> None:
+    rows_of(monkeypatch, 3)
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 5, dtype=torch.float64, generator=draw) for n in (8, 6))
+    targets = torch.tensor([0, 5, IGNORE, 2, 2, IGNORE, 1, 3])
+    got, want = (loss_and_gradients(f, x, w, targets, 3.0)
+                 for f in (linear_cross_entropy, cross_entropy))  # fmt: skip
+    for g, t in zip(got, want, strict=True):
+        assert g.dtype == torch.float64
+        torch.testing.assert_close(g, t, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "both", "none"])
+def test_gradients_only_for_what_wants_them(wanted) -> None:
+    x = torch.randn(6, 4, requires_grad=wanted in ("x", "both"))
+    w = torch.randn(9, 4, requires_grad=wanted in ("weight", "both"))
+    targets = torch.tensor([1, 2, IGNORE, 4, 5, 8])
+    loss = linear_cross_entropy(x, w, targets)
+    assert loss.requires_grad == (wanted != "none")
+    leaves = [t for t in (x, w) if t.requires_grad]
+    if leaves:
+        got = torch.autograd.grad(loss, leaves)
+        want = torch.autograd.grad(cross_entropy(x, w, targets), leaves)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_half_precision_sum_over_many_rows_does_not_overflow() -> None:
+    """Every row adds -0.5 * 30 to the same gradient: 150,000 in all, and float16 ends at 65504."""
+    x, w = torch.full((10_000, 2), 30.0, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = linear_cross_entropy(x, w, torch.zeros(10_000, dtype=torch.int64))
+    loss.backward()
+    assert w.grad is not None
+    want = torch.tensor([[-15.0, -15.0], [15.0, 15.0]])
+    torch.testing.assert_close(w.grad, want, rtol=1e-3, atol=0)
+
+
+def test_float16_gradients_do_not_underflow_in_a_large_vocabulary() -> None:
+    """At the start of a training every p is 1 / V: over V = 50304 and N = 256 rows 8e-8, which is
+    the very least that float16 has."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 16, generator=draw).half().float()
+    w = (0.02 * torch.randn(50304, 16, generator=draw)).half().float()
+    targets = torch.randint(50304, (256,), generator=draw)
+    truth = loss_and_gradients(cross_entropy, x.double(), w.double(), targets, 1.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        got = loss_and_gradients(linear_cross_entropy, x, w, targets, 1.0)
+    for g, t in zip(got, truth, strict=True):
+        assert float((g - t).norm() / t.norm()) < 2e-3
+    never = torch.ones(50304, dtype=torch.bool).index_fill(0, targets, False)
+    assert float((got[2] - truth[2])[never].norm() / truth[2][never].norm()) < 2e-3
+
+
+def test_nothing_to_predict_is_nan_with_zero_gradients_as_torch_gives() -> None:
+    for loss in (cross_entropy, linear_cross_entropy):
+        x, w = torch.randn(3, 4), torch.randn(5, 4)
+        value, dx, dw = loss_and_gradients(loss, x, w, torch.full((3,), IGNORE), 1.0)
+        assert value.isnan() and not dx.any() and not dw.any()
+
+
+@pytest.mark.parametrize("bad", [-100, -2, 5])
+def test_a_target_that_is_no_token_is_an_error(bad) -> None:
+    """Hugging Face ignores -100; here it must not be taken for a token."""
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        linear_cross_entropy(torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, bad]))
+
+
+def test_a_second_backward_is_refused_rather_than_wrong() -> None:
+    """The first one scales the stored gradients in place, to save their memory."""
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = linear_cross_entropy(x, torch.randn(5, 4), torch.tensor([0, 1, 2]))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the size of every tensor that an operation gives, and counts the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.products = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        self.products += "mm" in func.overloadpacket.__name__
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
+    rows, V = 5, 1000
+    rows_of(monkeypatch, rows)
+    config = GPTConfig(16, V, 1, 1, 4, attention_backend="sdpa")
+    model, idx = GPT(config), tokens(4, 16, V)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+        model(idx, idx)  # the backend is probed
+        with Recorder() as seen:
+            model(idx, idx)[1].backward()
+    assert seen.largest == rows * V  # and V * C = 4000 is less; all logits would be 64,000
+    with Recorder() as seen:
+        model(idx)
+    assert seen.largest == 64 * V
+
+
+def test_evaluation_computes_no_gradients(monkeypatch) -> None:
+    """One product a chunk; training takes three."""
+    rows_of(monkeypatch, 4)
+    x, w = torch.randn(16, 8), torch.randn(30, 8, requires_grad=True)
+    targets = torch.arange(16)
+    with torch.no_grad(), Recorder() as seen:
+        loss = linear_cross_entropy(x, w, targets)
+    assert seen.products == 4 and not loss.requires_grad
+    with Recorder() as seen:
+        again = linear_cross_entropy(x, w, targets)
+    assert seen.products == 12 and torch.equal(again, loss)
+
+
+def test_chunk_rows() -> None:
+    cpu, cuda = (model_module.chunk_rows(10**6, 50304, device) for device in ("cpu", "cuda"))
+    assert cpu * 50304 <= 2**24 and cpu < cuda < 10**6
+    assert model_module.chunk_rows(100, 65, "cpu") == 100
+    assert model_module.chunk_rows(100, 2**40, "cpu") == 1
+
+
+def test_targets_that_count_for_nothing() -> None:
+    model, idx = build(), tokens()
+    targets = tokens(seed=1)
+    targets[0, 3:9] = IGNORE
+    _, loss = model(idx, targets)
+    logits, _ = model(idx)
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    torch.testing.assert_close(loss, want)
+
+
+# --- every backend ---
+
+HERE = Machine.here("cpu", packages())
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gqa": {"n_kv_head": 2},
+    "mqa-window": {"n_kv_head": 1, "attention_window": 5},
+    "window-no-bias": {"attention_window": 3, "bias": False, "gelu": "tanh"},
+}
+
+
+def segments() -> Tensor:
+    return torch.tensor([[0] * 5 + [1] * 11, [7] * 12 + [2] * 4], dtype=torch.int32)
+
+
+def runs_here(name: str, model: GPT, with_segments: bool = False) -> bool:
+    dtype = str(model.transformer.wte.weight.dtype).removeprefix("torch.")
+    spec = model.config.spec(dtype, segments=with_segments)
+    return not BACKENDS[name].why_not(spec, HERE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("segmented", [False, True], ids=["", "segments"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented, dtype) -> None:
+    """Against the same weights in float64; the yardstick is manual in the same dtype."""
+    strict = {"attention_backend": name, "attention_fallback": False, **SHAPES[shape]}
+    model = build(**strict).to(dtype)
+    data = tokens(), tokens(seed=1), segments() if segmented else None
+    if not runs_here(name, model, segmented):
+        with pytest.raises(BackendUnavailable, match=f"'{name}' cannot run here"):
+            model(*data)
+        return
+    plain = copy.deepcopy(model)
+    plain.config = replace(model.config, attention_backend="manual")
+    truth = copy.deepcopy(plain).double()
+    got, yardstick, exact = (gradients(m, *data) for m in (model, plain, truth))
+    assert model.attention(segmented)[0].backend.name == name
+    assert exact[0].dtype == torch.float64
+    assert_within(got[0], yardstick[0], exact[0], dtype, 2)
+    for n, grad in got[1].items():
+        assert_within(grad, yardstick[1][n], exact[1][n], dtype, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_by_onednn_are_as_exact(shape) -> None:
+    """Where there is no oneDNN the switch is without effect, and so is this."""
+    model = build(attention_backend="manual", **SHAPES[shape])
+    data = tokens(), tokens(seed=1), segments()
+    plain, exact = gradients(model, *data), gradients(copy.deepcopy(model).double(), *data)
+    model.use_onednn(True)
+    if not cpu_matmul.trial().exact:
+        pytest.skip("oneDNN takes shorter numbers on this processor")
+    precision = torch.get_float32_matmul_precision()
+    got = gradients(model, *data)
+    assert torch.get_float32_matmul_precision() == precision  # put back
+    assert_within(got[0], plain[0], exact[0], torch.float32, 2)
+    for n, grad in got[1].items():
+        assert_within(grad, plain[1][n], exact[1][n], torch.float32, 3)
+
+
+def names_here(**asked: Any) -> list[str]:
+    spec = TINY.spec("float32", **asked)
+    return [name for name, b in BACKENDS.items() if not b.why_not(spec, HERE)]
+
+
+def test_some_backends_run_here() -> None:
+    assert {"manual", "sdpa"} <= set(names_here()) & set(names_here(segments=True))
+
+
+@pytest.mark.parametrize("name", names_here())
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_canary_a_later_token_moves_nothing_before_it(name, window, training) -> None:
+    model = build(attention_backend=name, attention_window=window).train(training)
+    idx = tokens()
+    with torch.set_grad_enabled(training):
+        before = model(idx)[0]
+        for t in (1, 7, 15):
+            changed = idx.clone()
+            changed[:, t] = (changed[:, t] + 1) % 37
+            after = model(changed)[0]
+            assert torch.equal(before[:, :t], after[:, :t])
+            assert not torch.equal(before[:, t], after[:, t])
+
+
+@pytest.mark.parametrize("name", names_here())
+def test_canary_nothing_reaches_farther_than_the_windows_do(name) -> None:
+    """Each of L layers looks W - 1 tokens back: token 0 reaches as far as L (W - 1), no farther."""
+    model = build(attention_backend=name, attention_window=4).eval()
+    idx = tokens()
+    changed = idx.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 37
+    before, after = model(idx)[0], model(changed)[0]
+    moved = (before != after).any(dim=-1).all(dim=0)
+    assert moved.tolist() == [t <= 2 * (4 - 1) for t in range(16)]
+
+
+@pytest.mark.parametrize("name", names_here(segments=True))
+def test_canary_another_segment_moves_nothing(name) -> None:
+    model, idx, seg = build(attention_backend=name).eval(), tokens(), segments()
+    before = model(idx, segments=seg)[0]
+    for row in range(2):
+        for one in seg[row].unique():
+            inside = seg[row] == one
+            changed = idx.clone()
+            changed[row, inside] = (changed[row, inside] + 1) % 37
+            after = model(changed, segments=seg)[0]
+            assert torch.equal(before[row, ~inside], after[row, ~inside])
+            assert not torch.equal(before[row, inside], after[row, inside])
+    assert not torch.equal(before, model(idx)[0])  # without segments they do see each other
+
+
+def test_grouped_heads_are_not_all_heads() -> None:
+    full, grouped = (GPT(replace(TINY, n_kv_head=n)) for n in (None, 2))
+    assert full.transformer.h[0].attn.c_attn.weight.shape == (96, 32)
+    assert grouped.transformer.h[0].attn.c_attn.weight.shape == (32 + 2 * 16, 32)
+
+
+def test_one_batch_overfits() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    idx, targets = tokens(4), tokens(4, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(150):
+        loss = model(idx, targets)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.05
+
+
+# --- dropout, recomputation ---
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+def test_dropout_is_for_training_and_repeats_with_the_seed(name) -> None:
+    model, idx = build(dropout=0.3, attention_backend=name), tokens()
+    quiet = build(attention_backend=name).eval()
+    torch.manual_seed(5)
+    first, second = model(idx)[0], model(idx)[0]
+    torch.manual_seed(5)
+    assert torch.equal(first, model(idx)[0]) and not torch.equal(first, second)
+    assert torch.equal(model.eval()(idx)[0], quiet(idx)[0])
+    assert not torch.equal(first, quiet(idx)[0])
+
+
+@pytest.mark.parametrize("where", ["embeddings", "attention", "after attention", "mlp"])
+def test_dropout_is_in_four_places(where) -> None:
+    """Switch off all but one of them: it still moves the output."""
+    model, idx = build(dropout=0.3, attention_backend="manual"), tokens()
+    parts = {"embeddings": [model.transformer.drop]}
+    parts["after attention"] = [block.attn.dropout for block in model.transformer.h]
+    parts["mlp"] = [block.mlp.dropout for block in model.transformer.h]
+    for name, modules in parts.items():
+        for m in modules:
+            m.p = m.p if name == where else 0.0
+    if where != "attention":
+        model.config = replace(model.config, dropout=0.0)
+    quiet = build(attention_backend="manual").eval()(idx)[0]
+    assert not torch.equal(model(idx)[0], quiet)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+def test_gradient_checkpointing_changes_no_bit(name, dropout) -> None:
+    data = tokens(), tokens(seed=1), segments()
+    results, calls = [], []
+    for on in (False, True):
+        model = build(dropout=dropout, attention_backend=name, gradient_checkpointing=on)
+        model.transformer.h[0].register_forward_pre_hook(lambda *a: calls.append(1))
+        results.append(gradients(model, *data))
+        results[-1][1]["random state"] = torch.get_rng_state()
+    assert len(calls) == 1 + 2  # it did compute the block again
+    assert torch.equal(results[0][0], results[1][0])
+    for name_, grad in results[0][1].items():
+        assert torch.equal(grad, results[1][1][name_]), name_
+
+
+# --- which backend, and when that is decided ---
+
+
+@pytest.fixture
+def selected(monkeypatch) -> list[Any]:
+    """Every question to attention.select."""
+    asked: list[Any] = []
+    select = attention.select
+
+    def note(name: str, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((name, spec))
+        return select(name, spec, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "select", note)
+    return asked
+
+
+def test_attention_is_resolved_once_a_phase(selected) -> None:
+    model, idx = build(dropout=0.1), tokens()
+    assert selected == []  # not when it is built: it may move yet
+    for _ in range(3):
+        model(idx, idx)[1].backward()
+    assert len(selected) == 1
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            model(idx, idx)
+        model.generate(idx, 5)
+    assert len(selected) == 2
+    model.train()
+    model(idx, idx)
+    assert len(selected) == 2  # it is remembered
+    training, evaluation = (spec for _, spec in selected)
+    assert (training.grad, training.dropout) == (True, 0.1)
+    assert (evaluation.grad, evaluation.dropout) == (False, 0.0)
+
+
+def test_attention_is_resolved_anew_for_another_dtype_or_segments(selected) -> None:
+    model, idx = build(), tokens()
+    model(idx, idx)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(idx, idx)
+        model(idx, idx)
+    model(idx, idx, segments())
+    model.to(torch.float64)
+    model(idx, idx)
+    assert [(s.dtype, s.segments) for _, s in selected] == [
+        ("float32", False), ("bfloat16", False), ("float32", True), ("float64", False)]  # fmt: skip
+    model.compiled = True
+    model(idx, idx)
+    assert [s.compiled for _, s in selected] == [False] * 4 + [True]
+
+
+def test_a_backend_that_cannot_run_is_replaced_aloud_once_or_refused(caplog, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    _once.cache_clear()
+    caplog.set_level(logging.INFO, logger="nanoattn")
+    model, idx = build(attention_backend="sdpa_cudnn"), tokens()
+    for _ in range(2):
+        model(idx, idx)
+        model(idx, idx, segments())
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    infos = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("sdpa_cudnn requested but it runs on cuda, not on cpu.")
+    assert infos and all(i.startswith("Attention backend: sdpa (") for i in infos)
+    assert len(infos) == len(set(infos))
+    strict = build(attention_backend="sdpa_cudnn", attention_fallback=False)
+    with pytest.raises(BackendUnavailable, match="'sdpa_cudnn' cannot run here"):
+        strict(idx)
+
+
+def test_what_was_named_is_what_is_called(monkeypatch) -> None:
+    """All layers call the resolved backend, and with the Spec that it was resolved for."""
+    model, idx = build(attention_backend="manual"), tokens()
+    chosen, spec = model.attention()
+    calls = []
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args[3])
+        return chosen.backend.attend(*args, **kwargs)
+
+    want = model(idx)[0]
+    key = next(iter(model._resolved))
+    model._resolved[key] = (replace(chosen, backend=replace(chosen.backend, attend=spy)), spec)
+    assert torch.equal(model(idx)[0], want)
+    assert calls == [spec] * 2
+
+
+# --- torch.compile ---
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name, compiler, autocast, segmented", [
+    ("manual", "aot_eager", False, False), ("manual", "eager", True, True),
+    ("sdpa", "aot_eager", True, False), ("sdpa", "eager", False, True)])  # fmt: skip
+def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fresh_compiler) -> None:
+    """fullgraph=True: a graph break is an error. Forward, the chunked loss and the backward."""
+    model = build(attention_backend=name)
+    data = tokens(), tokens(seed=1), segments() if segmented else None
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        want = gradients(model, *data)
+        model.compiled = True
+        model.attention(segmented)  # the probe cannot be traced
+        compiled = torch.compile(model, fullgraph=True, backend=compiler)
+        model.zero_grad()
+        _, loss = compiled(*data)
+        loss.backward()
+    torch.testing.assert_close(loss.detach(), want[0], rtol=1e-6, atol=1e-6)
+    tolerance = 2e-2 if autocast else 1e-5
+    for n, p in model.named_parameters():
+        assert p.grad is not None
+        scale = float(want[1][n].abs().max())
+        torch.testing.assert_close(p.grad, want[1][n], rtol=0, atol=tolerance * scale, msg=n)
+
+
+# --- generation ---
+
+
+def greedy(model: GPT, idx: Tensor, n: int) -> Tensor:
+    """The plain way: the whole text through the model for each token."""
+    for _ in range(n):
+        logits = model(idx[:, -model.config.block_size :])[0]
+        idx = torch.cat([idx, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return idx
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5}])  # fmt: skip
+def test_greedy(sampling) -> None:
+    """5 + 30 tokens through a block_size of 16: the window slides."""
+    model, idx = build().eval(), tokens(T=5)
+    want = greedy(model, idx, 30)
+    got = model.generate(idx, 30, **sampling)
+    assert got.shape == (2, 35) and got.dtype == torch.int64 and torch.equal(got, want)
+    assert torch.equal(torch.stack(list(model.stream(idx, 30, **sampling)), 1), want[:, 5:])
+    assert torch.equal(model.generate(idx, 0), idx)
+
+
+def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
+    model, idx = build().eval(), tokens(T=5)
+
+    def draw(seed: int) -> Tensor:
+        return model.generate(idx, 30, generator=torch.Generator().manual_seed(seed))
+
+    state = torch.get_rng_state()
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    assert torch.equal(state, torch.get_rng_state())  # a generator of one's own is the only source
+    assert torch.is_grad_enabled() and not draw(1).requires_grad
+    for _ in model.stream(idx, 2):
+        assert torch.is_grad_enabled()  # between the tokens the caller's mode holds
+
+
+def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+    model, idx = build().eval(), tokens(T=5, vocab_size=9)
+    with torch.no_grad():
+        model.transformer.wte.weight[9:] *= 30  # what would be drawn
+    for sampling in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}):
+        assert model.generate(idx, 20, vocab_size=9, **sampling).max() < 9
+    assert model.generate(idx, 20).max() >= 9
+
+
+def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
+    """How often each token was drawn, as a share."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample_next(logits.expand(n, -1), generator=generator, **sampling)
+    assert drawn.shape == (n,) and drawn.dtype == torch.int64
+    return torch.bincount(drawn, minlength=logits.shape[-1]) / n
+
+
+@pytest.mark.parametrize("sampling, want", [
+    ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+    ({"temperature": 0.5}, [0.16, 0.09, 0.0225, 0.01, 0.0025]),
+    ({"temperature": 2.0}, [0.4**0.5, 0.3**0.5, 0.15**0.5, 0.1**0.5, 0.05**0.5]),
+    ({"top_k": 2}, [0.4, 0.3, 0, 0, 0]),
+    ({"top_k": 5}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+    ({"top_k": 9}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+    ({"top_p": 0.39}, [0.4, 0, 0, 0, 0]),
+    ({"top_p": 0.41}, [0.4, 0.3, 0, 0, 0]),
+    ({"top_p": 0.69}, [0.4, 0.3, 0, 0, 0]),
+    ({"top_p": 0.71}, [0.4, 0.3, 0.15, 0, 0]),
+    ({"top_p": 1.0}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+    ({"top_k": 2, "top_p": 0.6}, [0.4, 0.3, 0, 0, 0]),  # 0.4 / 0.7 is less than 0.6
+    ({"top_k": 2, "top_p": 0.5}, [0.4, 0, 0, 0, 0]),  # and more than 0.5
+])  # fmt: skip
+def test_the_shares_of_what_is_drawn(sampling, want) -> None:
+    """Shuffled, so that order is no help. Each share is a binomial mean: 5 of its deviations."""
+    p = torch.tensor(want) / sum(want)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    logits = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()[order] + 7
+    got = draws(logits, **sampling)
+    assert ((got - p[order]).abs() <= 5 * (p[order] * (1 - p[order]) / 40_000).sqrt()).all()
+    assert torch.equal(got > 0, p[order] > 0)  # the set itself is exact
+
+
+def test_of_equal_logits_no_more_than_k_stay() -> None:
+    assert int((draws(torch.zeros(8), top_k=3) > 0).sum()) == 3
+    one = draws(torch.tensor([1.0, 2.0, 2.0, 2.0]), top_k=1)
+    assert int((one > 0).sum()) == 1 and one[0] == 0
+
+
+def test_each_row_is_drawn_from_its_own_logits() -> None:
+    logits = torch.full((3, 4), -1e9)
+    logits[[0, 1, 2], [2, 0, 3]] = 0.0
+    for sampling in ({}, {"top_k": 2}, {"top_p": 0.9}, {"temperature": 0}):
+        assert sample_next(logits, **sampling).tolist() == [2, 0, 3]
+
+
+# --- mistakes in the configuration ---
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"n_embd": 30}, "n_embd must be a multiple of n_head, got n_embd=30, n_head=4"),
+    ({"block_size": 0}, "block_size must be at least 1, got 0"),
+    ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+    ({"n_layer": -1}, "n_layer must be at least 1, got -1"),
+    ({"n_head": 0}, "n_head must be at least 1, got 0"),
+    ({"n_embd": 0}, "n_embd must be at least 1, got 0"),
+    ({"n_kv_head": 3}, "n_head must be a positive multiple of n_kv_head, got n_head=4, n_kv_h"),
+    ({"n_kv_head": 0}, "n_head must be a positive multiple of n_kv_head, got n_head=4, n_kv_h"),
+    ({"n_kv_head": 8}, "got n_head=4, n_kv_head=8"),
+    ({"attention_window": 0}, "window must be None or at least 1, got 0"),
+    ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
+    ({"gelu": "fast"}, "gelu must be 'exact' or 'tanh', got 'fast'"),
+    ({"attention_backend": "spda"}, "unknown attention backend 'spda'; did you mean 'sdpa'"),
+])  # fmt: skip
+def test_a_mistake_is_one_sentence(changes, words) -> None:
+    with pytest.raises(ValueError, match=words) as e:
+        replace(TINY, **changes)
+    assert "\n" not in str(e.value)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError) as e:
+        replace(TINY, attention_backend="nothing of the kind")
+    assert all(name in str(e.value) for name in ("auto", "eager", *BACKENDS))
+    with pytest.raises(ValueError) as e:
+        GPTConfig.named("gpt3")
+    assert all(name in str(e.value) for name in ("'gpt3'", *SIZES))
+
+
+def test_a_named_size_can_be_changed() -> None:
+    assert GPTConfig.named("gpt2-xl", n_layer=2).n_layer == 2
+    assert GPTConfig.named("gpt2-xl").n_head == 25

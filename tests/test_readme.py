@@ -1,0 +1,75 @@
+"""The README and the config headers say what is true: their commands parse, their table is generated."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention.__main__ import Options, split_name, support_table
+from data.prepare import DATASETS, PrepareConfig
+from sample import SampleConfig
+from settings import read
+from train import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+ALIASES = {"attn_implementation": "attention_backend"}
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the shell blocks, comments cut off."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    lines = (line.split("  #")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def in_headers() -> list[str]:
+    """The launch lines in the headers of config/."""
+    lines: list[str] = []
+    for path in sorted((ROOT / "config").glob("*.py")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if found := re.match(r"#   ((?:python|torchrun) .*)", line):
+                lines.append(found[1].split("  #")[0].strip())
+    return lines
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", commands(README) + in_headers())
+def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        assert words[1] in targets
+        return
+    if words[0] == "torchrun":
+        words = ["python", *[w for w in words[1:] if not w.startswith(("--standalone", "--nproc"))]]
+    if not words[0].endswith("python"):
+        assert re.search(r"python3|pip|ruff|git", words[0]), f"unknown command: {line}"
+        return
+    rest = [w for w in words[1:] if w != "--help"]
+    kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig}
+    if rest[0] in kinds:
+        read(kinds[rest[0]], rest[1:], aliases=ALIASES)
+    elif rest[:2] == ["-m", "data"]:
+        assert rest[2] in DATASETS
+        read(PrepareConfig, rest[3:])
+    elif rest[:2] == ["-m", "attention"]:
+        read(Options, split_name(rest[2:])[1])
+    else:
+        assert rest[:2] == ["-m", "pytest"] or (ROOT / rest[0]).is_file(), f"unknown: {line}"
+
+
+def test_the_support_table_is_the_one_that_caps_give() -> None:
+    assert support_table() in README
+
+
+def test_every_file_that_the_pages_name_is_there() -> None:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,475 @@
+"""Nothing is lost: kills, signals, a second machine, and a resumed run that is the same run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train import TEXT, Run, argv, close, make_data, refusal, run, run_line
+
+import checkpoint
+import cpu_matmul
+import metrics
+from model import GPT
+
+ROOT = Path(__file__).parent.parent
+# Dropout, two micro-steps and evaluations in between: whatever draws random numbers or keeps state.
+FULL: dict[str, Any] = {
+    "max_iters": 40, "eval_interval": 10, "dropout": 0.2, "gradient_accumulation_steps": 2,
+    "n_layer": 2, "eval_on_start": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing interrupts."""
+    r = run(data_dir, tmp_path_factory.mktemp("straight") / "out", **FULL)
+    assert r.code == 0 and list(r.losses()) == list(range(1, 41))
+    assert list(r.evaluations()) == [0, 10, 20, 30, 40]
+    return r
+
+
+def same(r: Run, straight: Run) -> None:
+    """Fails where a loss differs by a bit, or a row is doubled, missing or out of order."""
+    assert r.losses() == straight.losses()
+    assert r.evaluations() == straight.evaluations()
+    assert [row["iter"] for row in r.rows] == [row["iter"] for row in straight.rows]
+
+
+def process(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, in the repository."""
+    line = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    quiet = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**quiet, "OMP_NUM_THREADS": "1"}
+
+
+def line_to_go_on(r: Run) -> list[str]:
+    """The arguments that a stopped run tells to go on with."""
+    (line,) = [x for x in r.out.splitlines() if "to go on: python train.py" in x]
+    words = shlex.split(line.split("to go on: ")[1])
+    assert words[:2] == ["python", "train.py"] and "--init_from=resume" in words
+    return words[2:]
+
+
+# --- killed ---
+
+# Trains, and sends itself the signals right after the row of step AT was written.
+KILL = """
+import os, signal, sys
+import metrics, train
+at, signals, log = int(sys.argv[1]), sys.argv[2].split(","), metrics.Metrics.log
+def then_die(self, **row):
+    log(self, **row)
+    if row["iter"] == at:
+        for name in signals:
+            os.kill(os.getpid(), getattr(signal, "SIG" + name))
+metrics.Metrics.log = then_die
+sys.exit(train.main(sys.argv[3:]))
+"""
+
+
+def test_killed_between_checkpoints_the_losses_are_the_same(data_dir, tmp_path, straight):
+    out = tmp_path / "out"
+    killed = process(KILL, 27, "KILL", *argv(data_dir, out, **FULL))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert max(row["iter"] for row in metrics.read(out / "metrics.jsonl")) == 27
+    assert checkpoint.load(checkpoint.latest(out)).step == 20
+    r = run_line(["--init_from=resume", f"--out_dir={out}"], out)
+    assert r.code == 0 and "after step 20" in r.out
+    same(r, straight)
+
+
+def test_killed_within_a_row_and_right_after_a_checkpoint(data_dir, tmp_path, straight):
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        dying(patch, step=21, error=RuntimeError("as if killed"))
+        with pytest.raises(RuntimeError, match="as if killed"):
+            run(data_dir, out, **FULL)
+    with (out / "metrics.jsonl").open("a") as f:
+        f.write('{"iter": 21, "lo')  # a row that was cut short
+    r = run_line(["--init_from=resume", f"--out_dir={out}"], out)
+    same(r, straight)
+
+
+def dying(patch: pytest.MonkeyPatch, step: int, error: Exception | None = None,
+          signals: tuple[int, ...] = ()) -> None:  # fmt: skip
+    """In training step `step` of a run of FULL, in the first of two micro-steps: raise, or send."""
+    forward, calls = GPT.forward, [0]
+
+    def spy(self: GPT, *args: Any) -> Any:
+        calls[0] += self.training
+        if self.training and calls[0] == 2 * step - 1:
+            for s in signals:
+                os.kill(os.getpid(), s)
+            if error is not None:
+                raise error
+        return forward(self, *args)
+
+    patch.setattr(GPT, "forward", spy)
+
+
+# --- asked to stop ---
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
+    signum, data_dir, tmp_path, straight, monkeypatch
+):
+    out = tmp_path / "a folder with spaces"
+    dying(monkeypatch, step=13, signals=(signum,))
+    r = run(data_dir, out, **FULL)
+    assert r.code == 128 + signum
+    assert max(r.losses()) == 13
+    assert checkpoint.load(checkpoint.latest(out)).step == 13
+    monkeypatch.undo()
+    same(run_line(line_to_go_on(r), out), straight)
+
+
+def test_a_second_signal_stops_at_once(data_dir, tmp_path, straight):
+    out = tmp_path / "out"
+    killed = process(KILL, 13, "TERM,INT", *argv(data_dir, out, **FULL))
+    assert killed.returncode == -signal.SIGINT
+    assert "once more stops at once" in killed.stderr and "Traceback" not in killed.stderr
+    assert checkpoint.load(checkpoint.latest(out)).step == 10
+    same(run_line(["--init_from=resume", f"--out_dir={out}"], out), straight)
+
+
+def test_stopped_again_and_again(data_dir, tmp_path, straight):
+    out = tmp_path / "out"
+    line = argv(data_dir, out, **FULL)
+    for stop in (7, 8, 20, 33):
+        with pytest.MonkeyPatch.context() as patch:
+            done = max([0, *(row["iter"] for row in metrics.read(out / "metrics.jsonl"))])
+            dying(patch, step=stop - done, signals=(signal.SIGTERM,))
+            r = run_line(line, out)
+        assert r.code == 128 + signal.SIGTERM and max(r.losses()) == stop
+        line = line_to_go_on(r)
+    same(run_line(line, out), straight)
+    best = min(val for _, val in straight.evaluations().values())
+    state = checkpoint.load(checkpoint.latest(out)).state
+    assert state["best_val_loss"] == best  # of all parts of the run
+    assert state["sequences_seen"] == 40 * 8
+    assert state["attention_backend"] == "sdpa" and state["attention_kernels"]
+
+
+def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
+    """One so large that the first steps overflow, and that grows again soon."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=7)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    knobs = {**FULL, "dtype": "float16", "max_iters": 30}
+    want = run(data_dir, tmp_path / "straight", **knobs)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        dying(patch, step=15, signals=(signal.SIGTERM,))
+        r = run(data_dir, out, **knobs)
+    saved = checkpoint.load(checkpoint.latest(out)).optimizer()["scaler"]
+    assert saved["scale"] != 2.0**24 and saved["_growth_tracker"] > 0
+    same(run_line(line_to_go_on(r), out), want)
+    ends = [checkpoint.load(checkpoint.latest(p)).optimizer() for p in (out, tmp_path / "straight")]
+    assert ends[0]["scaler"] == ends[1]["scaler"]
+
+
+# --- what a resumed run takes from where ---
+
+
+@pytest.fixture(scope="module")
+def ten(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The out_dir of 10 finished steps; to be copied."""
+    out = tmp_path_factory.mktemp("ten") / "out"
+    assert run(data_dir, out, max_iters=10, eval_interval=5).code == 0
+    return out
+
+
+@pytest.fixture
+def out(ten: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ten, tmp_path / "out"))
+
+
+def resume(out: Path, *words: str) -> Run:
+    return run_line(["--init_from=resume", f"--out_dir={out}", *words], out)
+
+
+def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
+    seen: list[list[dict[str, Any]]] = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: Any, *args: Any) -> Any:
+        seen.append([{k: v for k, v in g.items() if k != "params"} for g in self.param_groups])
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
+               "--learning_rate=1e-5", "--decay_lr=False")  # fmt: skip
+    assert r.code == 0
+    (groups,) = seen
+    assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
+    assert all(tuple(g["betas"]) == (0.7, 0.8) and g["lr"] == 1e-5 for g in groups)
+    assert "weight_decay" in r.out and "command line" in r.out and "step-00000010" in r.out
+
+
+def test_a_run_whose_steps_are_done_says_so(out):
+    before = (out / "metrics.jsonl").read_bytes()
+    r = resume(out)
+    assert r.code == 0 and "nothing to do" in r.out and "--max_iters" in r.out
+    assert (out / "metrics.jsonl").read_bytes() == before
+    more = resume(out, "--max_iters=12")
+    assert more.code == 0 and list(more.losses()) == list(range(1, 13))
+
+
+def test_with_nothing_to_resume(tmp_path):
+    said = refusal(resume(tmp_path / "nothing"))
+    assert f"no checkpoint in {tmp_path / 'nothing'}" in said and "python train.py" in said
+
+
+@pytest.mark.parametrize("word", ["--n_layer=3", "--n_embd=24", "--bias=True", "--block_size=8"])
+def test_another_model_is_refused(word, out):
+    said = refusal(resume(out, "--max_iters=12", word))
+    name, value = word.removeprefix("--").split("=")
+    assert name in said and value in said and "command line" in said
+
+
+def test_the_models_own_size_said_again_is_no_mistake(out):
+    sizes = checkpoint.load(checkpoint.latest(out)).config()
+    words = [f"--{k}={getattr(sizes, k)}" for k in ("n_layer", "vocab_size", "bias")]
+    r = resume(out, "--max_iters=11", "--n_kv_head=2", *words)
+    assert r.code == 0, r.err
+
+
+def test_a_folder_that_was_moved(out, tmp_path, monkeypatch):
+    """The checkpoint remembers another out_dir; the one that was asked for counts."""
+    monkeypatch.chdir(tmp_path)
+    assert out == tmp_path / "out"  # the default of --out_dir
+    r = run_line(["--init_from=resume", "--max_iters=12"], out)
+    assert r.code == 0 and max(r.losses()) == 12
+    assert checkpoint.load(checkpoint.latest(out)).step == 12
+
+
+def test_settings_of_another_version_are_one_sentence(out):
+    path = checkpoint.latest(out) / "settings.json"
+    settings = json.loads(path.read_text())
+    saved = settings["train"]
+    for changed in ({**saved, "flux": 1}, {**saved, "n_layer": "one"}, {**saved, "n_layer": 0}):
+        path.write_text(json.dumps({**settings, "train": changed}))
+        assert str(path.parent) in refusal(resume(out, "--max_iters=12"))
+    short = {k: v for k, v in saved.items() if k not in ("bias", "dropout")}
+    path.write_text(json.dumps({**settings, "train": short}))
+    assert resume(out, "--max_iters=12", "--bias=False").code == 0  # those are the defaults
+
+
+def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
+    """As many characters, but others: the ids would mean something else."""
+    other = make_data(tmp_path / "other", TEXT.replace("q", "Q"))
+    said = refusal(resume(out, "--max_iters=12", f"--data_dir={other}"))
+    assert "tokenizer" in said or "vocabulary" in said
+
+
+def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
+    """A resume after it must not go on with the run before it."""
+    fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
+    assert fresh.code == 0
+    assert checkpoint.load(checkpoint.latest(out)).step == 4
+    r = resume(out, "--max_iters=6")
+    assert r.code == 0 and "after step 4" in r.out
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_choice_that_was_timed_is_not_timed_again(faster, data_dir, tmp_path, monkeypatch):
+    """Which library multiplies decides the last bits: a resumed run keeps to what ran."""
+    used: list[bool] = []
+    use = GPT.use_onednn
+    monkeypatch.setattr(GPT, "use_onednn", lambda self, on: (used.append(on), use(self, on))[1])
+
+    def trial(speedup: float) -> None:
+        found = cpu_matmul.Trial(speedup, 1e-7, 1e-7)
+        monkeypatch.setattr(cpu_matmul, "trial", lambda: found)
+
+    trial(2.0 if faster else 0.5)
+    knobs = {**FULL, "max_iters": 6, "onednn": "none"}
+    want = run(data_dir, tmp_path / "straight", **knobs)
+    with monkeypatch.context() as patch:
+        dying(patch, step=3, signals=(signal.SIGTERM,))
+        r = run(data_dir, tmp_path / "out", **knobs)
+    trial(0.5 if faster else 2.0)
+    same(run_line(line_to_go_on(r), tmp_path / "out"), want)
+    assert used == [faster] * 3
+
+
+# --- more processes ---
+
+# Each process: several runs one after the other, what they gave into result.<rank>.json.
+WORKER = """
+import contextlib, io, json, os, signal, sys, threading
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+import train
+from model import GPT
+from settings import UserError
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+line = sys.argv[2:]
+result = {"reduced": 0, "unsynced": 0}
+
+def count(state, bucket):
+    result["reduced"] += bucket.is_last()
+    return default_hooks.allreduce_hook(state, bucket)
+
+init, no_sync, forward = DDP.__init__, DDP.no_sync, GPT.forward
+def counting_init(self, *args, **how):
+    init(self, *args, **how)
+    self.register_comm_hook(None, count)
+def counting_no_sync(self):
+    result["unsynced"] += 1
+    return no_sync(self)
+DDP.__init__, DDP.no_sync = counting_init, counting_no_sync
+
+# Under one torchrun the processes can meet only once: the runs share the group.
+meet, part, met = dist.init_process_group, dist.destroy_process_group, []
+dist.init_process_group = lambda *args: met.append(meet(*args)) if not met else None
+dist.destroy_process_group = lambda: None
+
+def main(name, *more):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = train.main([*line, f"--out_dir={folder / name}", *more])
+        except UserError as e:
+            code = str(e)
+    result[name] = {"code": code, "out": out.getvalue()}
+    (folder / f"result.{rank}.json").write_text(json.dumps(result))
+
+main("plain")
+result["reduced_in_plain"], result["unsynced_in_plain"] = result["reduced"], result["unsynced"]
+main("half", "--max_iters=4", "--lr_decay_iters=8")
+main("dropout", "--dropout=0.2")
+
+calls = 0
+def stopping(self, *args):
+    global calls
+    calls += self.training
+    if rank == 1 and self.training and calls == 2 * 5 - 1:  # this process alone, within step 5
+        os.kill(os.getpid(), signal.SIGTERM)
+    return forward(self, *args)
+GPT.forward = stopping
+main("stopped", "--dropout=0.2")
+GPT.forward = forward
+main("stopped", "--init_from=resume")
+main("odd", "--gradient_accumulation_steps=3")
+
+calls = 0
+def spoiled(self, *args):
+    global calls
+    logits, loss = forward(self, *args)
+    calls += self.training
+    if rank == 1 and self.training and calls == 2 * 3:  # in step 3, which is not logged
+        loss = loss + torch.inf  # its gradient is finite
+    return logits, loss
+GPT.forward = spoiled
+threading.Timer(20, os._exit, (1,)).start()  # rather than wait for one another for half an hour
+main("spoiled", "--log_interval=100")
+part()
+os._exit(0)
+"""
+
+TWO: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_iters": 8, "eval_interval": 4,
+                       "n_layer": 2}  # fmt: skip
+
+
+Two = tuple[Path, Callable[[], Any]]
+
+
+@pytest.fixture(scope="module")
+def two(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Two:
+    """Two gloo processes: the folder of their runs, and what each process said of them."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "worker.py").write_text(WORKER)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(folder / "worker.py"), str(folder),
+            *argv(data_dir, folder, **TWO)]  # fmt: skip
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    subprocess.run(line, cwd=folder, env=env, capture_output=True, timeout=120)
+
+    def said() -> Any:
+        return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in (0, 1)]
+
+    return folder, said
+
+
+def losses(out: Path) -> dict[int, float]:
+    return Run(0, "", "", metrics.read(out / "metrics.jsonl")).losses()
+
+
+def evaluations(out: Path) -> dict[int, float]:
+    found = Run(0, "", "", metrics.read(out / "metrics.jsonl")).evaluations()
+    return {k: v for k, (_, v) in found.items()}
+
+
+def test_two_processes_learn_what_one_learns(two, data_dir, tmp_path):
+    folder, said = two
+    one = run(data_dir, tmp_path / "one", **TWO)
+    assert [r["plain"]["code"] for r in said()] == [0, 0]
+    assert "2 processes" in said()[0]["plain"]["out"] and said()[1]["plain"]["out"] == ""
+    assert len(one.losses()) == 8 and one.losses()[8] < one.losses()[1]
+    assert close(one.losses(), losses(folder / "plain"))
+    val = {k: v for k, (_, v) in one.evaluations().items()}
+    assert close(val, evaluations(folder / "plain")) and list(val) == [4, 8]
+
+
+def test_gradients_are_synchronized_once_a_step(two):
+    _, said = two
+    for r in said():
+        assert r["reduced_in_plain"] == 8  # steps
+        assert r["unsynced_in_plain"] == 8  # two micro-steps of each process, but the last
+
+
+def test_two_processes_resume_the_same_run(two):
+    """One of them was told to stop; both stopped after the same step."""
+    folder, said = two
+    assert [r["dropout"]["code"] for r in said()] == [0, 0]
+    assert [r["stopped"]["code"] for r in said()] == [0, 0]
+    assert "after step 5" in said()[0]["stopped"]["out"]
+    assert losses(folder / "stopped") == losses(folder / "dropout")
+    assert losses(folder / "dropout") != losses(folder / "plain")
+
+
+def test_one_process_goes_on_for_two(two, data_dir):
+    folder, _ = two
+    r = resume(folder / "half", "--max_iters=8")
+    assert r.code == 0
+    assert close(r.losses(), losses(folder / "plain"))
+
+
+def test_micro_steps_that_two_processes_cannot_share(two):
+    _, said = two
+    for r in said():
+        assert "gradient_accumulation_steps (3)" in r["odd"]["code"] and "(2)" in r["odd"]["code"]
+
+
+def test_a_loss_that_is_not_finite_in_one_process_stops_both(two):
+    folder, said = two
+    assert [r.get("spoiled", {}).get("code") for r in said()] == [1, 1]
+    assert not checkpoint.folders(folder / "spoiled")
+    assert all(math.isfinite(x) for x in losses(folder / "spoiled").values())

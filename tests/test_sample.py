@@ -1,0 +1,262 @@
+"""sample.py: the same text every time, from every kind of model, and clear words where not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import torch
+from test_train import TEXT, enter, make_data, nanogpt_file, run
+
+import checkpoint
+import sample
+from model import GPT, GPTConfig
+
+BAR = "\n---------------\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned a little, out of which the best and the latest checkpoint differ."""
+    folder = tmp_path_factory.mktemp("trained")
+    r = run(make_data(folder / "data"), folder / "out", max_iters=120, eval_interval=40, n_embd=32)
+    assert r.code == 0
+    return folder / "out"
+
+
+def text_of(*words: str) -> list[str]:
+    """The texts that sample.py prints, prompts included."""
+    code, out, err = enter(sample.main, ["--device=cpu", *words])
+    assert code == 0, err
+    assert out.endswith(BAR)
+    return out.split(BAR)[:-1]
+
+
+def refused(*words: str) -> str:
+    """The one sentence of a mistake of the user's."""
+    code, out, err = enter(sample.main, ["--device=cpu", *words])
+    assert code == 2, (out, err)
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ") and "Traceback" not in out + err
+    return line
+
+
+def of(out: Path, *words: str, n: int = 40) -> tuple[str, ...]:
+    return (f"--out_dir={out}", f"--max_new_tokens={n}", *words)
+
+
+# --- the same every time ---
+
+
+def test_a_seed_gives_the_same_text_every_time(trained):
+    (a,), (b,), (c,) = (text_of(*of(trained, f"--seed={seed}")) for seed in (3, 3, 4))
+    assert a == b != c
+    assert len(a) == 41 and a.startswith("\n")
+    assert set(a) <= set(TEXT)
+
+
+def test_samples_of_a_prompt_differ_and_each_has_its_own_seed(trained):
+    three = text_of(*of(trained, "--num_samples=3", "--start=The", "--seed=5"))
+    assert len(set(three)) == 3 and all(t.startswith("The") for t in three)
+    assert three[1:2] == text_of(*of(trained, "--start=The", "--seed=6"))
+
+
+@pytest.mark.parametrize("how", [(), ("--temperature=0",), ("--top_p=0.7", "--top_k=none")])
+def test_a_stream_is_the_same_text(how, trained):
+    words = of(trained, "--num_samples=2", "--start=Ann", *how)
+    assert text_of(*words) == text_of(*words, "--stream=True")
+
+
+def test_a_stream_comes_token_by_token(trained, monkeypatch):
+    """What is printed before the model's next forward pass is all that was drawn so far."""
+    printed: list[str] = []
+    seen: list[int] = []
+    hidden = GPT.hidden
+
+    def spy(self: GPT, *args: Any) -> Any:
+        seen.append(len("".join(printed)))
+        return hidden(self, *args)
+
+    monkeypatch.setattr(GPT, "hidden", spy)
+    monkeypatch.setattr("builtins.print", lambda text="", end="\n", **k: printed.append(text + end))
+    enter(sample.main, ["--device=cpu", *of(trained, "--start=Ann", "--stream=True", n=5)])
+    assert seen == [3, 4, 5, 6, 7]
+
+
+def test_temperature_0_takes_the_likeliest_whatever_the_seed(trained):
+    (a,), (b,) = (text_of(*of(trained, "--temperature=0", f"--seed={s}")) for s in (1, 2))
+    assert a == b
+    saved = checkpoint.load(checkpoint.latest(trained))
+    model, vocabulary = saved.model().eval(), saved.settings["tokenizer"]["vocabulary"]
+    ids = [vocabulary.index(c) for c in a]
+    with torch.no_grad():
+        for i in range(1, len(ids)):
+            logits, _ = model(torch.tensor([ids[max(0, i - 16) : i]]))
+            assert int(logits[0, -1].argmax()) == ids[i]
+    assert [a] == text_of(*of(trained, "--top_k=1", "--temperature=0.7"))
+
+
+# --- prompts ---
+
+
+@pytest.mark.parametrize("form", [["--start={}"], ["--start", "{}"]], ids=["equals", "space"])
+def test_every_prompt_is_answered(form, trained):
+    """In both forms that an option can have."""
+    prompts = ["Ann sees", "The king", "moon"]
+    words = [part.format(p) for p in prompts for part in form]
+    texts = text_of(*of(trained, "--num_samples=2", *words))
+    assert len(texts) == 6
+    for p, pair in zip(prompts, (texts[:2], texts[2:4], texts[4:])):
+        assert all(t.startswith(p) for t in pair)
+    assert texts[2:3] == text_of(*of(trained, "--start=The king"))  # whatever stood before it
+
+
+def test_prompts_in_mixed_forms(trained):
+    texts = text_of(*of(trained, "--start=Ann", "--start", "Bob", "--start=moon"))
+    assert [t[:3] for t in texts] == ["Ann", "Bob", "moo"]
+
+
+def test_a_prompt_from_a_file(trained, tmp_path):
+    path = tmp_path / "a prompt.txt"
+    path.write_text("Bob keeps the\nmoon")
+    (a,) = text_of(*of(trained, f"--start=FILE:{path}"))
+    assert a.startswith("Bob keeps the\nmoon")
+    assert [a] == text_of(*of(trained, "--start=Bob keeps the\nmoon"))
+    assert str(tmp_path / "no.txt") in refused(*of(trained, f"--start=FILE:{tmp_path / 'no.txt'}"))
+    assert str(tmp_path) in refused(*of(trained, f"--start=FILE:{tmp_path}"))
+    path.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in refused(*of(trained, f"--start=FILE:{path}"))
+
+
+def test_prompts_that_cannot_be(trained):
+    said = refused(*of(trained, "--start=Ann §"))
+    assert "'§'" in said and "vocabulary" in said
+    assert "empty" in refused(*of(trained, "--start="))
+    code, out, _ = enter(sample.main, ["--device=cpu", *of(trained, "--start=Ann", "--start=§")])
+    assert (code, out) == (2, "")  # found before the first text is made
+
+
+def test_a_prompt_longer_than_the_context(trained):
+    (a,) = text_of(*of(trained, "--start=" + TEXT[:100], "--temperature=0", n=5))
+    (b,) = text_of(*of(trained, "--start=" + TEXT[84:100], "--temperature=0", n=5))
+    assert len(a) == 105 and a[100:] == b[16:]
+
+
+# --- which model ---
+
+
+def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
+    """The best by validation loss is made to be another than the latest, and of other weights."""
+    out = Path(shutil.copytree(trained, tmp_path / "out"))
+    old, new = checkpoint.folders(out)[-2:]
+    state = (new / "train_state.json").read_text()
+    (new / "train_state.json").write_text(re.sub(r'"val_loss": [\d.]+', '"val_loss": 9.0', state))
+    words = of(out, "--seed=2")
+    latest, best = text_of(*words, "--checkpoint=latest"), text_of(*words, "--checkpoint=best")
+    assert latest != best
+    assert latest == text_of(*words) == text_of(f"--init_from={new}", *words)
+    assert best == text_of(f"--init_from={old}", *words)
+    assert text_of(f"--init_from={out}", *words) == latest
+    assert text_of(f"--init_from={out}", *words, "--checkpoint=best") == best
+
+
+def test_the_backend_that_is_asked_for_runs(trained):
+    words = of(trained, "--temperature=0")
+    assert text_of(*words) == text_of(*words, "--attention_backend=manual")
+    assert text_of(*words) == text_of(*words, "--attn_implementation=eager")
+    assert "unknown attention backend" in refused(*words, "--attention_backend=sdp")
+    said = refused(*words, "--attention_backend=sdpa_cudnn", "--attention_fallback=False")
+    assert "sdpa_cudnn" in said and "cuda" in said
+
+
+def test_a_window_that_was_trained_with_stays(tmp_path):
+    r = run(make_data(tmp_path / "data"), tmp_path / "out", attention_window=2)
+    assert r.code == 0
+    config = sample.SampleConfig(out_dir=str(tmp_path / "out"), device="cpu")
+    model, _ = sample.load(config)
+    assert model.config.attention_window == 2 and not model.training
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--out_dir=nowhere"], "no checkpoint in nowhere"),
+        (["--init_from=no/such/folder"], "no/such/folder"),
+        (["--temperature=-1"], "temperature must be at least 0"),
+        (["--top_p=0"], "top_p must be in (0, 1]"),
+        (["--top_k=0"], "top_k must be at least 1"),
+        (["--num_samples=0"], "num_samples must be at least 1"),
+        (["--max_new_tokens=0"], "max_new_tokens must be at least 1"),
+        (["--temprature=1"], "did you mean '--temperature'"),
+        (["--checkpoint=newest"], "latest, best"),
+        (["--device=cuda:7"], "there is no device 'cuda:7'"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, said, trained, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert said in refused(f"--out_dir={trained}", *words)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "settings.json"])
+def test_a_damaged_checkpoint_is_one_sentence(name, trained, tmp_path):
+    out = Path(shutil.copytree(trained, tmp_path / "out"))
+    path = checkpoint.latest(out) / name
+    path.write_bytes(path.read_bytes()[:-10])
+    assert str(path) in refused(*of(out))
+
+
+# --- a model with GPT-2's vocabulary ---
+
+
+@pytest.fixture
+def bpe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as GPT-2's: the bytes, then pairs of them. No download is needed."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for i in range(256, 50256):
+        ranks[bytes([(i - 256) // 256, (i - 256) % 256])] = i
+    encoding = tiktoken.Encoding(
+        "pairs", pat_str=r"(?s).+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
+    )
+    monkeypatch.setattr("data.tokenizer._gpt2_encoding", lambda: encoding)
+
+
+def gpt2_like(path: Path, vocab_size: int = 50304) -> Path:
+    """A nanoGPT ckpt.pt with random weights: a model that says nothing of its tokenizer."""
+    torch.manual_seed(0)
+    return nanogpt_file(path, GPT(GPTConfig(8, vocab_size, n_layer=1, n_head=1, n_embd=8)))
+
+
+def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
+    path = gpt2_like(tmp_path / "ckpt.pt")
+    words = [f"--init_from={path}", "--max_new_tokens=30", "--top_k=none", "--temperature=1.5"]
+    a = text_of(*words, "--start=Grüße")
+    assert a == text_of(*words, "--start=Grüße")
+    assert a[0].startswith("Grüße") and len(a[0]) > 20
+    # Tokens here are random bytes: many are no characters, alone or at all.
+    assert "\N{REPLACEMENT CHARACTER}" in a[0]
+    assert a == text_of(*words, "--start=Grüße", "--stream=True")
+
+
+def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
+    path = gpt2_like(tmp_path / "ckpt.pt")
+    tokens = iter([[65], [66], [50256], [67]])
+    monkeypatch.setattr("model.sample_next", lambda *a: torch.tensor(next(tokens)))
+    assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):
+    said = refused(f"--init_from={gpt2_like(tmp_path / 'ckpt.pt', 100)}")
+    assert "vocabulary of 100 tokens" in said and "tokenizer" in said
+
+
+def test_from_a_folder_of_transformers(bpe, tmp_path):
+    torch.manual_seed(0)
+    config = GPTConfig(8, 50257, n_layer=1, n_head=1, n_embd=8, gelu="tanh")
+    checkpoint.save_hf(GPT(config), tmp_path / "hf")
+    (text,) = text_of(f"--init_from={tmp_path / 'hf'}", "--start=x", "--max_new_tokens=5")
+    assert len(text) > 1

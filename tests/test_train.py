@@ -1,0 +1,828 @@
+"""The training loop: what a step does, what a run says, and every way to start or refuse one.
+
+`run` and `make_data` serve the other tests of whole runs too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import math
+import re
+import shutil
+import signal
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import checkpoint
+import data
+import flops
+import train
+from data.prepare import PrepareConfig, prepare
+from metrics import read as read_rows
+from model import GPT, GPTConfig
+from settings import exit_on_user_error
+from train import TrainConfig, build_model, build_optimizer, learning_rate, update
+
+TEXT = "".join(
+    f"{who} {does} the {what},\nand so {n} days went by.\n\n"
+    for n, (who, does, what) in enumerate(
+        (who, does, what)
+        for who in ("Ann", "Bob", "The king", "My fool", "A wise old queen")
+        for does in ("sees", "hath lost", "keeps", "would mend")
+        for what in ("crown", "quick brown fox", "jug of wine", "moon")
+    )
+)
+TINY: dict[str, Any] = {
+    "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "max_iters": 8,
+    "eval_interval": 100, "eval_iters": 2, "log_interval": 1, "warmup_iters": 2,
+    "learning_rate": 1e-2, "device": "cpu", "peak_tflops": 1.0, "onednn": False,
+}  # fmt: skip
+
+
+def make_data(folder: Path, text: str = TEXT) -> Path:
+    """A data_dir with the dataset "tiny"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "text.txt"
+    source.write_text(text, encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = PrepareConfig(source=str(source), out_dir=str(folder / "tiny"))
+        prepare("shakespeare_char", config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an entry point gave back."""
+
+    code: int
+    out: str
+    err: str
+    rows: list[dict[str, Any]]  # of metrics.jsonl
+
+    def losses(self) -> dict[int, float]:
+        found = [(r["iter"], r["loss"]) for r in self.rows if "loss" in r]
+        assert len(found) == len(dict(found)), f"a step is logged twice: {found}"
+        return dict(found)
+
+    def evaluations(self) -> dict[int, tuple[float, float]]:
+        rows = [r for r in self.rows if "val_loss" in r]
+        found = [(r["iter"], (r["train_loss"], r["val_loss"])) for r in rows]
+        assert len(found) == len(dict(found)), f"an evaluation is logged twice: {found}"
+        return dict(found)
+
+
+def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, str]:
+    """Run an entry point's main in this process as `python <file>.py` would.
+
+    Returns:
+        exit code, stdout, stderr.
+    """
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    threads = torch.get_num_threads()
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        torch.set_num_threads(1)
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as left,
+        ):
+            exit_on_user_error(lambda: main(argv))
+    finally:
+        torch.set_num_threads(threads)
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    return int(left.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def argv(data_dir: Path, out: Path, **changes: Any) -> list[str]:
+    """The command line of a tiny run."""
+    knobs = {**TINY, "data_dir": data_dir, "dataset": "tiny", "out_dir": out, **changes}
+    return [f"--{name}={value}" for name, value in knobs.items()]
+
+
+def run_line(line: list[str], out: Path) -> Run:
+    return Run(*enter(train.main, line), read_rows(out / "metrics.jsonl"))
+
+
+def run(data_dir: Path, out: Path, **changes: Any) -> Run:
+    return run_line(argv(data_dir, out, **changes), out)
+
+
+def refusal(r: Run) -> str:
+    """What a run says that a mistake of the user's ended; fails on any other end."""
+    lines = r.err.strip().splitlines()
+    assert r.code == 2, (r.code, r.out, r.err)
+    assert len(lines) == 1 and lines[0].startswith("error: "), r.err
+    assert "Traceback" not in r.out + r.err
+    return lines[0]
+
+
+# --- the learning rate ---
+
+
+def config(**changes: Any) -> TrainConfig:
+    return TrainConfig(**{**TINY, **changes})
+
+
+def rates(steps: int = 30, **changes: Any) -> list[float]:
+    knobs = {"learning_rate": 1.0, "min_lr": 0.1, "warmup_iters": 5, "max_iters": 20}
+    c = config(**{**knobs, **changes})
+    return [learning_rate(step, c) for step in range(steps)]
+
+
+def test_the_rate_rises_in_a_line_then_falls_as_a_cosine_then_stays():
+    lr = rates()
+    assert lr[:5] == pytest.approx([i / 6 for i in range(1, 6)])  # no step is lost to a rate of 0
+    assert lr[5] == 1.0
+    assert all(a < b for a, b in itertools.pairwise(lr[:6]))
+    assert all(a > b for a, b in itertools.pairwise(lr[5:21]))
+    assert lr[20:] == [0.1] * 10
+    cosine = [0.55 + 0.45 * math.cos(math.pi * i / 15) for i in range(16)]
+    assert lr[5:21] == pytest.approx(cosine)
+
+
+def test_the_edges_of_the_rate():
+    assert rates(1, warmup_iters=0)[0] == 1.0
+    assert rates(3, warmup_iters=0, max_iters=1) == [1.0, 0.1, 0.1]
+    assert rates(2, warmup_iters=1, max_iters=1) == [0.5, 0.1]
+    assert rates(8, warmup_iters=5, lr_decay_iters=5)[4:7] == pytest.approx([5 / 6, 0.1, 0.1])
+    assert rates(8, warmup_iters=5, lr_decay_iters=2)[4:7] == pytest.approx([5 / 6, 0.1, 0.1])
+    assert rates(9, lr_decay_iters=8)[8] == 0.1 < rates(9, lr_decay_iters=None)[8]
+    assert rates(decay_lr=False)[4:] == [5 / 6] + [1.0] * 25
+    assert rates(22, min_lr=None)[20:] == [0.1] * 2  # a tenth of the highest
+    assert rates(22, min_lr=0.0)[20:] == [0.0] * 2
+
+
+def test_a_rate_below_zero_is_refused(data_dir, tmp_path):
+    assert "min_lr" in refusal(run(data_dir, tmp_path / "out", min_lr=-1e-3))
+
+
+def test_the_rate_is_what_the_optimizer_gets(data_dir, tmp_path, monkeypatch):
+    seen = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: Any, *args: Any) -> Any:
+        seen.append({g["lr"] for g in self.param_groups})
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    r = run(data_dir, tmp_path / "out", max_iters=4)
+    wanted = [learning_rate(i, config(max_iters=4)) for i in range(4)]
+    assert seen == [{lr} for lr in wanted]
+    assert [row["lr"] for row in r.rows if "lr" in row] == wanted
+
+
+# --- one update ---
+
+
+def tensors(seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=g) for s in ((5, 7), (7,), (3, 2))]
+
+
+def state_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
+    """Copies of the weights and of all that the optimizer keeps."""
+    kept = [t for p in params for _, t in sorted(optimizer.state[p].items())]
+    return [t.detach().clone() for t in [*params, *kept]]
+
+
+def adamw(params: list[Tensor], **how: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **how)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
+def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
+    ours, theirs = ([p.requires_grad_() for p in tensors(0)] for _ in range(2))
+    a, b = adamw(ours, fused=fused), adamw(theirs, foreach=False)
+    bad = torch.zeros(())
+    for i in range(4):
+        for p, q, g in zip(ours, theirs, tensors(i + 1)):
+            p.grad, q.grad = g * 10**i, g * 10**i  # norms that differ: Adam itself ignores a scale
+        update(a, ours, torch.tensor(1.0), clip, bad, fused)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(theirs, clip)
+        b.step()
+        torch.testing.assert_close(state_of(a, ours), state_of(b, theirs), rtol=1e-5, atol=1e-7)
+    assert not bad
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_what_is_not_finite_never_reaches_the_weights(fused, clip, value, where):
+    params = [p.requires_grad_() for p in tensors(0)]
+    optimizer, bad = adamw(params, fused=fused), torch.zeros(())
+
+    def step(seed: int, loss: float = 1.0, spoil: float | None = None) -> None:
+        for p, g in zip(params, tensors(seed)):
+            p.grad = g
+        if spoil is not None:
+            assert params[1].grad is not None
+            params[1].grad[3] = spoil
+        update(optimizer, params, torch.tensor(loss), clip, bad, fused)
+
+    step(1)
+    assert not bad
+    before = state_of(optimizer, params)
+    step(2, spoil=value) if where == "gradient" else step(2, loss=value)
+    assert bad
+    step(3)  # all is well again, but the loop has yet to see what happened
+    assert bad
+    for a, b in zip(before, state_of(optimizer, params), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = GPT(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8, bias=True))
+    optimizer = build_optimizer(model, config(weight_decay=0.3), torch.device("cpu"))
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in plain["params"]} == {1}
+    grouped = [id(p) for g in optimizer.param_groups for p in g["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each of them, once
+    assert optimizer.defaults["fused"] is True
+    assert optimizer.defaults["betas"] == (0.9, 0.95)
+
+
+# --- the same step in other ways ---
+
+
+def close(a: Mapping[int, float], b: Mapping[int, float], rtol: float = 1e-5) -> bool:
+    return a.keys() == b.keys() and all(math.isclose(a[i], b[i], rel_tol=rtol) for i in a)
+
+
+def test_gradient_accumulation_does_not_change_the_losses(data_dir, tmp_path):
+    results = []
+    for micro, steps in ((8, 1), (4, 2), (2, 4)):
+        out = tmp_path / str(micro)
+        r = run(data_dir, out, batch_size=micro, gradient_accumulation_steps=steps)
+        assert r.code == 0
+        results.append(r.losses())
+    assert len(results[0]) == 8
+    assert results[0][8] < results[0][1]
+    assert close(results[0], results[1]) and close(results[0], results[2])
+
+
+def test_gradient_checkpointing_gives_the_same_bits(data_dir, tmp_path):
+    plain, again = (
+        run(data_dir, tmp_path / str(on), n_layer=2, dropout=0.2, gradient_checkpointing=on)
+        for on in (False, True)
+    )
+    assert plain.losses() == again.losses() and len(plain.losses()) == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_learns_what_float32_learns(dtype, data_dir, tmp_path, monkeypatch):
+    seen = []
+    forward = GPT.hidden
+
+    def spy(self: GPT, *args: Any, **kwargs: Any) -> Tensor:
+        x = forward(self, *args, **kwargs)
+        seen.append(self.head(x[:, :1]).dtype)
+        return x
+
+    monkeypatch.setattr(GPT, "hidden", spy)
+    want = run(data_dir, tmp_path / "a", max_iters=60).losses()
+    assert set(seen) == {torch.float32}
+    seen.clear()
+    r = run(data_dir, tmp_path / "b", max_iters=60, dtype=dtype)
+    assert r.code == 0 and dtype in r.out
+    assert set(seen) == {getattr(torch, dtype)}
+    losses = r.losses()
+    assert losses[60] < losses[1] - 0.5
+    assert losses[1] == pytest.approx(want[1], rel=1e-2)
+    assert losses[60] == pytest.approx(want[60], rel=0.05)
+
+
+def test_without_a_compiler_compile_is_off_and_says_why(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, *a, **k: None)
+    r = run(data_dir, tmp_path / "out", max_iters=1, compile=True)
+    assert r.code == 0
+    assert "compile: off (there is no C++ compiler on this machine)" in r.out
+    monkeypatch.setattr(shutil, "which", lambda name, *a, **k: f"/usr/bin/{name}")
+    r = run(data_dir, tmp_path / "out", max_iters=1, compile=False)
+    assert "compile: off (--compile=False)" in r.out
+    r = run(data_dir, tmp_path / "out", max_iters=1)
+    assert "compile: off" in r.out and "--compile=True turns it on" in r.out
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
+)
+def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
+    plain = run(data_dir, tmp_path / "a", max_iters=7, log_interval=7)
+    try:
+        r = run(data_dir, tmp_path / "b", max_iters=7, log_interval=7, compile=True)
+    finally:
+        torch.compiler.reset()
+    assert r.code == 0 and "compile: on" in r.out
+    assert close(plain.losses(), r.losses(), rtol=1e-4)
+    assert close(
+        {k: v[1] for k, v in plain.evaluations().items()},
+        {k: v[1] for k, v in r.evaluations().items()},
+        rtol=1e-4,
+    )
+
+
+# --- evaluation ---
+
+
+def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
+    """Weights that stay: each evaluation gives the same bits, while the training loss moves."""
+    r = run(data_dir, tmp_path / "out", learning_rate=1e-30, dropout=0.3, eval_interval=2,
+            eval_on_start=True)  # fmt: skip
+    found = r.evaluations()
+    assert list(found) == [0, 2, 4, 6, 8]
+    assert len(set(found.values())) == 1
+    assert len(set(r.losses().values())) == 8
+
+
+def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
+    out = tmp_path / "out"
+    r = run(data_dir, out, eval_iters=3, eval_interval=8)
+    model = checkpoint.load(checkpoint.latest(out)).model().eval()
+    for split, told in zip(("train", "val"), r.evaluations()[8], strict=True):
+        tokens = data.load(data_dir / "tiny", split, 16, model.config.vocab_size)
+        x, y = next(data.eval_batches(tokens, 16, 1, 3 * 4))
+        with torch.no_grad():
+            assert told == pytest.approx(float(model(x, y)[1]), rel=1e-6)
+
+
+def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
+    out = tmp_path / "out"
+    done = run(data_dir, out, eval_interval=4)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    train_loss, val_loss = done.evaluations()[8]
+    said = f"step 8: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+    for _ in range(2):
+        r = run(data_dir, out, init_from="resume", eval_only=True)
+        assert r.code == 0 and said in r.out and "iter " not in r.out
+    fresh = run(data_dir, tmp_path / "fresh", eval_only=True)
+    said_at_0 = re.search(r"step 0: train loss \d\.\d{4}, val loss \d\.\d{4}", fresh.out)
+    assert fresh.code == 0 and said_at_0
+    assert not (tmp_path / "fresh").exists() or not any((tmp_path / "fresh").iterdir())
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+# --- what a run says and leaves behind ---
+
+LINE = re.compile(
+    r"iter (?P<iter>\d+): loss \d+\.\d{4}, lr \d\.\de[+-]\d\d, "
+    r"(warming up|[\d,]+\.\d ms, [\d,]+ tok/s, mfu \d+\.\d% \(causal \d+\.\d%\)"
+    r"(?P<of> of measured peak)?)"
+    r", mem \d+\.\d GB"
+)
+TIMED = {"iter", "loss", "lr", "ms", "tokens_per_s", "mfu", "mfu_causal", "mem_bytes"}
+
+
+def test_the_line_of_the_documentation_fits_the_pattern():
+    line = (
+        "iter 120: loss 2.3145, lr 9.8e-04, 45.1 ms, 17,032 tok/s, mfu 41.2% (causal 38.5%), "
+        "mem 1.2 GB"
+    )
+    assert LINE.fullmatch(line)
+    assert LINE.fullmatch(line.replace("),", ") of measured peak,"))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_lines_rows_and_the_picture(measured, data_dir, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    peak = flops.Peak(0.05, "measured: by a test")
+    monkeypatch.setattr(flops, "measured_peak", lambda *a: peak)
+    r = run(data_dir, out, max_iters=9, log_interval=3, eval_interval=6,
+            peak_tflops="none" if measured else 2.0)  # fmt: skip
+    lines = [line for line in r.out.splitlines() if line.startswith("iter ")]
+    found = [LINE.fullmatch(line) for line in lines]
+    assert all(found), lines
+    assert [int(m["iter"]) for m in found if m] == [1, 3, 6, 9]
+    assert "warming up" in lines[0] and "warming up" not in lines[-1]
+    assert [bool(m["of"]) for m in found[-2:] if m] == [measured] * 2
+
+    steps = [row for row in r.rows if "loss" in row]
+    assert [row["iter"] for row in steps] == [1, 3, 6, 9]
+    assert steps[0].keys() == {"iter", "loss", "lr", "mem_bytes"}
+    assert all(row.keys() == TIMED for row in steps[-2:])
+    evaluations = [row for row in r.rows if "val_loss" in row]
+    assert all(row.keys() == {"iter", "train_loss", "val_loss"} for row in evaluations)
+    assert [row["iter"] for row in evaluations] == [6, 9]
+    for row, line in zip(steps[-2:], lines[-2:]):  # the line and the row say the same
+        assert f"loss {row['loss']:.4f}, lr {row['lr']:.1e}, {row['ms']:,.1f} ms" in line
+        assert row["tokens_per_s"] == pytest.approx(64e3 / row["ms"])
+        size = GPTConfig(16, len(set(TEXT)), 1, 2, 16, bias=False)
+        used = peak if measured else flops.Peak(2.0, "given")
+        want = flops.mfu(size, 16, row["tokens_per_s"], used)
+        assert (row["mfu"], row["mfu_causal"]) == pytest.approx(want)
+        assert 0 < row["mfu_causal"] < row["mfu"] < 1
+        assert 2**20 < row["mem_bytes"] < 2**40
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"step 9: train loss {evaluations[-1]['train_loss']:.4f}" in r.out
+    assert re.search(r"unigram model \d\.\d\d, bigram model \d\.\d\d", r.out)
+    for words in ("max_iters", "(command line)", "float32, 1 process", "64 tokens a step"):
+        assert words in r.out
+
+
+def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypatch):
+    """A clock that only the model moves: 100 s in each of the first two steps, then 1 ms."""
+    now = [0.0]
+    steps = [0]
+    forward = GPT.forward
+
+    def slow(self: GPT, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            steps[0] += 1
+            now[0] += 100.0 if steps[0] <= 2 else 1e-3
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", slow)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=5)
+    timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row}
+    assert timed.keys() >= {10, 15, 20}
+    assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
+    steps[0] = 0
+    r = run(data_dir, tmp_path / "out", max_iters=40, log_interval=5, init_from="resume")
+    timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row and row["iter"] > 20}
+    assert timed.keys() >= {30, 35, 40}
+    assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
+
+
+def test_a_sample_at_the_end(data_dir, tmp_path):
+    r = run(data_dir, tmp_path / "out", sample_tokens=20)
+    assert "20 tokens of what it has learned" in r.out
+    again = run(data_dir, tmp_path / "out2", sample_tokens=20)
+    assert r.out.split("learned ---")[1] == again.out.split("learned ---")[1]
+
+
+def test_a_sample_of_a_text_without_line_breaks(tmp_path):
+    text = make_data(tmp_path / "data", TEXT.replace("\n", " "))
+    r = run(text, tmp_path / "out", sample_tokens=5)
+    assert r.code == 0, r.err
+
+
+# --- where a run begins ---
+
+
+def mean_loss(model: GPT, data_dir: Path, block: int = 16) -> float:
+    """The validation loss of 2 batches of 4."""
+    tokens = data.load(data_dir / "tiny", "val", block, model.config.vocab_size)
+    x, y = next(data.eval_batches(tokens, block, 1, 8))
+    with torch.no_grad():
+        return float(model.eval()(x, y)[1])
+
+
+def first_loss(data_dir: Path, out: Path, **changes: Any) -> float:
+    r = run(data_dir, out, eval_on_start=True, max_iters=1, **changes)
+    assert r.code == 0, r.err
+    return r.evaluations()[0][1]
+
+
+def test_from_a_checkpoint_folder(data_dir, tmp_path):
+    one = run(data_dir, tmp_path / "one", n_layer=2)
+    for i, source in enumerate((tmp_path / "one", checkpoint.latest(tmp_path / "one"))):
+        loss = first_loss(data_dir, tmp_path / str(i), init_from=source, n_layer=2)
+        assert loss == one.evaluations()[8][1]
+
+
+def test_from_a_checkpoint_folder_the_window_stays(data_dir, tmp_path):
+    """What the weights were trained with is kept where nothing else is asked for."""
+    one = run(data_dir, tmp_path / "one", attention_window=3)
+    assert checkpoint.load(checkpoint.latest(tmp_path / "one")).model().config.attention_window == 3
+    two = first_loss(data_dir, tmp_path / "two", init_from=tmp_path / "one")
+    assert two == one.evaluations()[8][1]
+
+
+def nanogpt_file(path: Path, model: GPT) -> Path:
+    """What nanoGPT's train.py saves of a compiled model."""
+    weights = {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}
+    weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
+    mask = torch.ones(1, 1, model.config.block_size, model.config.block_size).tril()
+    weights["_orig_mod.transformer.h.0.attn.bias"] = mask
+    sizes = asdict(model.config)
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    args = {name: sizes[name] for name in names}
+    torch.save({"model": weights, "model_args": args, "iter_num": 7, "config": {"a": 1}}, path)
+    return path
+
+
+def test_from_nanogpts_file_with_the_context_cropped(data_dir, tmp_path):
+    torch.manual_seed(5)
+    size = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=2, n_embd=16, bias=True)
+    model = GPT(size)
+    path = nanogpt_file(tmp_path / "ckpt.pt", model)
+    knobs = {"init_from": path, "n_layer": 2, "bias": True}
+    loss = first_loss(data_dir, tmp_path / "out", **knobs, block_size=16)
+    assert loss == pytest.approx(mean_loss(model, data_dir), rel=1e-6)
+    saved = checkpoint.load(checkpoint.latest(tmp_path / "out")).config()
+    assert (saved.block_size, saved.vocab_size, saved.bias, saved.n_layer) == (16, 64, True, 2)
+    loss = first_loss(data_dir, tmp_path / "out2", **knobs, block_size=32)
+    assert loss == pytest.approx(mean_loss(model, data_dir, 32), rel=1e-6)
+    r = run(data_dir, tmp_path / "out3", **knobs, block_size=33)
+    assert "block_size" in refusal(r) and "33" in refusal(r) and "32" in refusal(r)
+
+
+def test_from_a_folder_of_transformers(data_dir, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(6)
+    size = transformers.GPT2Config(
+        vocab_size=len(set(TEXT)) + 3, n_positions=24, n_embd=16, n_layer=2, n_head=2
+    )
+    theirs = transformers.GPT2LMHeadModel(size).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    tokens = data.load(data_dir / "tiny", "val", 16, size.vocab_size)
+    x, y = next(data.eval_batches(tokens, 16, 1, 8))
+    with torch.no_grad():
+        logits = theirs(x).logits
+    want = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
+    loss = first_loss(data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True,
+                      gelu="tanh")  # fmt: skip
+    assert loss == pytest.approx(want, rel=1e-5)
+
+    size.vocab_size = len(set(TEXT)) - 1
+    transformers.GPT2LMHeadModel(size).save_pretrained(tmp_path / "small")
+    said = refusal(run(data_dir, tmp_path / "out2", init_from=tmp_path / "small"))
+    assert f"{size.vocab_size} tokens" in said and "tokenizer" in said
+
+
+@pytest.mark.parametrize(
+    "knob", [{"n_layer": 3}, {"n_embd": 32}, {"bias": True}, {"vocab_size": 99}]
+)
+def test_a_size_that_the_weights_do_not_have_is_refused(knob, data_dir, tmp_path):
+    """Given on the command line, it must not be dropped in silence."""
+    run(data_dir, tmp_path / "one", max_iters=1)
+    (name,) = knob
+    r = run(data_dir, tmp_path / "two", init_from=tmp_path / "one", **knob)
+    assert name in refusal(r)
+
+
+def test_a_name_that_is_nowhere_is_refused(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with contextlib.suppress(ImportError):
+        import huggingface_hub.constants
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    said = refusal(run(data_dir, tmp_path / "out", init_from="gpt2-huge"))
+    assert "'gpt2-huge' is no local folder or file" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_large_vocabulary_is_rounded_up_and_a_small_one_is_not():
+    sizes = {"n_layer": 1, "n_embd": 2, "n_head": 1, "block_size": 4}
+    assert build_model(TrainConfig(**sizes), 65).config.vocab_size == 65
+    assert build_model(TrainConfig(**sizes), 1025).config.vocab_size == 1088
+    assert build_model(TrainConfig(**sizes, vocab_size=70), 65).config.vocab_size == 70
+
+
+def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
+    a, b, c = (
+        run(data_dir, tmp_path / str(i), dropout=0.2, seed=seed).losses()
+        for i, seed in enumerate((7, 7, 8))
+    )
+    assert a == b
+    assert set(a.values()).isdisjoint(c.values())
+
+
+# --- a loss that is not finite ---
+
+
+class Spoiled:
+    """Patches GPT.forward: in training step `step` something is not finite."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int, how: str) -> None:
+        self.calls, self.before = 0, {}  # type: ignore[var-annotated]
+        forward = GPT.forward
+
+        def spoiled(model: GPT, x: Tensor, y: Tensor | None = None, *rest: Any) -> Any:
+            logits, loss = forward(model, x, y, *rest)
+            if loss is None or not model.training:
+                return logits, loss
+            self.model = model
+            self.calls += 1
+            if self.calls == step:
+                self.before = {k: v.clone() for k, v in model.state_dict().items()}
+                if how == "loss":  # its gradient is finite
+                    loss = loss + torch.inf
+                elif how == "gradient":
+                    loss.register_hook(lambda g: g * torch.nan)
+                else:
+                    loss = loss * torch.nan
+            return logits, loss
+
+        monkeypatch.setattr(GPT, "forward", spoiled)
+
+
+def finite(out: Path) -> None:
+    """Fails where a checkpoint has anything in it that is not finite."""
+    for folder in checkpoint.folders(out):
+        saved = checkpoint.load(folder)
+        assert all(bool(w.isfinite().all()) for w in saved.weights().values()), folder
+        moments = saved.optimizer()["optimizer"]["state"].values()
+        assert all(bool(t.isfinite().all()) for s in moments for t in s.values()), folder
+        for name in ("val_loss", "best_val_loss"):
+            value = saved.state[name]
+            assert value is None or math.isfinite(value), (folder, name, value)
+
+
+@pytest.mark.parametrize("log_interval", [1, 4])
+@pytest.mark.parametrize(
+    "how, dtype",
+    [("both", "float32"), ("loss", "float32"), ("gradient", "float32"), ("both", "float16"),
+     ("loss", "float16")],
+)  # fmt: skip
+def test_a_loss_that_is_not_finite_stops_the_run(
+    how, dtype, log_interval, data_dir, tmp_path, monkeypatch
+):
+    """With float16 a gradient that overflows is daily bread: its step is left out, no more."""
+    out = tmp_path / "out"
+    spoiled = Spoiled(monkeypatch, 6, how)
+    r = run(data_dir, out, max_iters=20, eval_interval=3, log_interval=log_interval, dtype=dtype,
+            attention_backend="sdpa")  # fmt: skip
+    assert r.code == 1
+    (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
+    lr = learning_rate(5, config(max_iters=20))
+    for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
+                  "--init_from=resume"):  # fmt: skip
+        assert words in line
+    assert "Traceback" not in r.err
+    for name, weight in spoiled.model.state_dict().items():
+        assert torch.equal(weight, spoiled.before[name]), name
+    assert [p.name for p in checkpoint.folders(out)] == ["step-00000003"]
+    finite(out)
+    assert all(math.isfinite(x) for x in r.losses().values()) and max(r.losses()) < 6
+    monkeypatch.undo()
+    assert run(data_dir, out, max_iters=20, init_from="resume").code == 0  # as the line says
+
+
+@pytest.mark.parametrize("eval_interval", [1, 50])
+def test_a_rate_that_explodes_leaves_no_bad_checkpoint(eval_interval, data_dir, tmp_path):
+    out = tmp_path / "out"
+    r = run(data_dir, out, learning_rate=1e30, warmup_iters=0, eval_interval=eval_interval)
+    assert r.code == 1 and "not finite" in r.err
+    finite(out)
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+    assert "Infinity" not in (out / "metrics.jsonl").read_text()
+
+
+# --- what is refused ---
+
+BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"n_layers": 2}, ("'--n_layers'", "did you mean '--n_layer'")),
+    ({"n_layer": "two"}, ("--n_layer must be an integer", "'two'")),
+    ({"bias": "maybe"}, ("--bias must be True or False",)),
+    ({"dtype": "int8"}, ("--dtype must be one of", "bfloat16")),
+    ({"learning_rate": "nan"}, ("--learning_rate must be a finite number",)),
+    ({"n_embd": 15}, ("n_embd", "n_head", "15", "multiple")),
+    ({"block_size": 0}, ("block_size must be at least 1, got 0",)),
+    ({"batch_size": 0}, ("batch_size must be at least 1",)),
+    ({"max_iters": 0}, ("max_iters must be at least 1",)),
+    ({"vocab_size": 0}, ("vocab_size must be at least 1",)),
+    ({"lr_decay_iters": -1}, ("lr_decay_iters",)),
+    ({"seed": 2**64}, ("seed",)),
+    ({"dropout": 1.0}, ("dropout",)),
+    ({"vocab_size": 5}, ("train.bin", "the model's vocabulary ends at 4")),
+    ({"block_size": 5000}, ("--block_size=5000", "lower --block_size")),
+    ({"dataset": "nowhere"}, ("no dataset", "nowhere", "python -m data")),
+    ({"device": "cuda:7"}, ("no device 'cuda:7'", "cpu")),
+    ({"device": "cuda"}, ("no device 'cuda'", "cpu")),
+    ({"device": "gpu"}, ("no device 'gpu'", "cpu")),
+    ({"attention_backend": "sdp"}, ("unknown attention backend 'sdp'", "did you mean 'sdpa'")),
+    ({"attention_backend": "sdpa_cudnn", "attention_fallback": False}, ("sdpa_cudnn", "cuda")),
+]
+
+
+@pytest.mark.parametrize("knobs, words", BAD, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_a_bad_value_is_one_sentence(knobs, words, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = refusal(run(data_dir, tmp_path / "out", **knobs))
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "out").exists(), "a refused run must leave nothing behind"
+
+
+def test_a_bad_config_file_is_one_sentence(data_dir, tmp_path):
+    path = tmp_path / "my.py"
+    for line, words in {
+        "lerning_rate = 1": ("my.py:2", "'lerning_rate'", "did you mean 'learning_rate'"),
+        "n_layer = '2'": ("my.py:2: n_layer must be an integer",),
+        "import os": ("my.py:2", "refused"),
+    }.items():
+        path.write_text(f"seed = 1\n{line}\n")
+        said = refusal(run_line([str(path), *argv(data_dir, tmp_path / "out")], tmp_path / "out"))
+        assert all(w in said for w in words), said
+
+
+def test_a_damaged_dataset_is_one_sentence(data_dir, tmp_path):
+    folder = tmp_path / "data" / "tiny"
+
+    def fresh() -> Path:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(data_dir / "tiny", folder)
+        return folder
+
+    def said() -> str:
+        return refusal(run(tmp_path / "data", tmp_path / "out"))
+
+    whole = (data_dir / "tiny" / "train.bin").read_bytes()
+    for cut in (1, 100):
+        (fresh() / "train.bin").write_bytes(whole[:-cut])
+        assert "train.bin" in said() and "python -m data" in said()
+    (fresh() / "val.bin").unlink()
+    assert "val.bin is missing" in said()
+    (fresh() / "meta.json").write_text("{")
+    assert "meta.json" in said()
+    (fresh() / "meta.json").unlink()
+    assert "no meta.json" in said()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "settings.json",
+                                  "train_state.json"])  # fmt: skip
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_one_sentence(name, damage, data_dir, tmp_path):
+    out = tmp_path / "out"
+    run(data_dir, out, max_iters=2, eval_interval=1)
+    path = checkpoint.latest(out) / name
+    path.write_bytes(path.read_bytes()[:-20])
+    if damage == "gone":
+        path.unlink()
+    rows = (out / "metrics.jsonl").read_text()
+    said = refusal(run(data_dir, out, init_from="resume", max_iters=4))
+    assert str(path) in said and "step-00000001" in said
+    assert (out / "metrics.jsonl").read_text() == rows
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(data_dir, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    assert "file" in refusal(run(data_dir, tmp_path / "file"))
+    assert "file" in refusal(run(data_dir, tmp_path / "file" / "out"))
+
+
+def test_a_full_disk_ends_the_run_and_the_old_checkpoint_stays(data_dir, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    straight = run(data_dir, tmp_path / "straight")
+    save_file = checkpoint.save_file
+
+    def full(weights: Any, path: Path, **how: Any) -> None:
+        if "step-00000006" in str(path):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(weights, path, **how)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    r = run(data_dir, out, eval_interval=3)
+    said = refusal(r)
+    for words in ("step-00000006", "No space left", "step-00000003 is still good"):
+        assert words in said
+    assert [p.name for p in out.iterdir() if "step" in p.name] == ["step-00000003"]
+    monkeypatch.undo()
+    again = run(data_dir, out, init_from="resume", max_iters=8)
+    assert again.code == 0
+    assert again.losses() == straight.losses()
+
+
+def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
+    def forward(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    said = refusal(run(data_dir, tmp_path / "out"))
+    assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
+    assert "--batch_size=2 with --gradient_accumulation_steps=2" in said
+
+
+@pytest.mark.parametrize(
+    "cuda, mps, wanted, device",
+    [(True, False, "auto", "cuda"), (False, True, "auto", "mps"), (False, False, "auto", "cpu"),
+     (True, True, "cpu", "cpu"), (True, False, "cuda:1", "cuda:1")],
+)  # fmt: skip
+def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert str(train.pick_device(wanted)) == device
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
+    assert train.pick_dtype("auto", torch.device("cuda")) is dtype
+    assert train.pick_dtype("float32", torch.device("cuda")) is torch.float32
+    assert train.pick_dtype("auto", torch.device("cpu")) is torch.float32
