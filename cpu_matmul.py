@@ -1,15 +1,15 @@
-"""float32 matrix products on the CPU, by oneDNN where that is faster than PyTorch's choice and as exact.
+"""float32 matrix products on the CPU, by oneDNN where that is faster than PyTorch's choice.
 
-On x86 PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at half the rate
-of oneDNN, although both are part of PyTorch (measured: docs/LOG.md). PyTorch has one public switch to
-oneDNN, set_float32_matmul_precision("medium"): the permission to round the inputs to bfloat16. oneDNN
-makes use of that permission only on processors with bfloat16 matrix units (AMX); elsewhere the
-products stay float32 through and through.
+On x86 PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at half the
+rate of oneDNN, although both are part of PyTorch (measured: docs/LOG.md). PyTorch has one public
+switch to oneDNN, set_float32_matmul_precision("medium"): the permission to round the inputs to
+bfloat16. oneDNN makes use of that permission only on processors with bfloat16 matrix units (AMX);
+elsewhere the products stay float32 through and through.
 
-So the switch is turned on around single products only, and only on AMD's AVX-512 processors, after a
-look at the error on this very machine. (Not after a stopwatch: a resumed run must come to the same
-decision.) It must not stay on for a whole step: PyTorch's CPU attention kernel multiplies tiny tiles,
-for which oneDNN's set-up costs several times the product.
+So the switch is turned on around single products only, and only on AMD's AVX-512 processors, after
+a look at the error on this very machine. (Not after a stopwatch: a resumed run must come to the
+same decision.) It must not stay on for a whole step: PyTorch's CPU attention kernel multiplies tiny
+tiles, for which oneDNN's set-up costs several times the product.
 """
 
 from __future__ import annotations
@@ -75,11 +75,13 @@ class _Linear(torch.autograd.Function):
 
 @lru_cache(maxsize=1)
 def errors() -> tuple[float, float]:
-    """The largest error over the largest value, against float64, of oneDNN's and of PyTorch's choice."""
+    """The errors of oneDNN and of PyTorch's choice: the largest over the largest float64 value."""
     own = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
-    ours, plain = (float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (product, torch.mm))
+    ours, plain = (
+        float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (product, torch.mm)
+    )
     return ours, plain
 
 
@@ -97,5 +99,6 @@ def why_not() -> str | None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
     if not exact():
-        return "its products are not exact here: error %.1e against %.1e" % errors()
+        ours, plain = errors()
+        return f"its products are not exact here: error {ours:.1e} against {plain:.1e}"
     return None

@@ -296,7 +296,7 @@ class GPT(nn.Module):
         self._resolved[key] = (chosen, spec)
 
     def use_onednn(self, on: bool) -> None:
-        """Take oneDNN for the float32 products of the linear layers and the loss; see cpu_matmul.py.
+        """Take oneDNN for float32 products in the linear layers and the loss: cpu_matmul.py.
 
         On the CPU only; it does nothing under autocast and torch.compile.
         """

@@ -1,7 +1,7 @@
 """Prompts in, text out.
 
-    python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
-    python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
+python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
+python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import checkpoint
 import cpu_matmul
 import data
 from model import GPT
+from runtime import pick_device, show_log
 from settings import UserError, exit_on_user_error, read
-from train import pick_device, show_log
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class SampleConfig:
 
     # --- model ---
     out_dir: str = "out"  # folder of the run to sample from
-    init_from: str = "resume"  # resume (the run in out_dir), gpt2[-...], a checkpoint folder or ckpt.pt
+    init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
-    start: str = "\n"  # the prompt, or FILE:prompt.txt; give --start several times for several prompts
+    start: str = "\n"  # the prompt, or FILE:prompt.txt; may be given several times
     num_samples: int = 1  # texts for each prompt
     max_new_tokens: int = 500  # tokens to generate; less where the model ends the text
     temperature: float = 0.8  # below 1 plays safe, above dares; 0 takes the likeliest token
@@ -79,8 +79,8 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"{source} has a vocabulary of {model.config.vocab_size} tokens and no tokenizer of its "
-            "own; GPT-2's, which would be used, has more"
+            f"{source} has a vocabulary of {model.config.vocab_size} tokens and no tokenizer of "
+            "its own; GPT-2's, which would be used, has more"
         )
     return model, tokenizer
 
@@ -100,7 +100,9 @@ def prompts(config: SampleConfig, argv: list[str]) -> list[str]:
     return texts
 
 
-def complete(model: GPT, tokenizer: Any, ids: list[int], config: SampleConfig, i: int) -> Iterator[int]:
+def complete(
+    model: GPT, tokenizer: Any, ids: list[int], config: SampleConfig, i: int
+) -> Iterator[int]:
     """The tokens of sample number i."""
     device = model.transformer.wte.weight.device
     generator = torch.Generator(device).manual_seed(config.seed + i)
@@ -126,7 +128,9 @@ def main(argv: list[str]) -> int:
     for text in prompts(config, argv):
         ids = tokenizer.encode(text)
         if not ids:
-            raise UserError("the prompt is empty; leave --start out, or give it at least one character")
+            raise UserError(
+                "the prompt is empty; leave --start out, or give it at least one character"
+            )
         for i in range(config.num_samples):
             tokens = complete(model, tokenizer, ids, config, i)
             print(text, end="", flush=True)

@@ -232,7 +232,7 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
 
 
 def support_table() -> str:
-    """What each backend declares, as the Markdown table of the README; a row for each row of Caps."""
+    """What each backend declares, as the README's Markdown table: a row for each row of Caps."""
     lines = ["| name | device | dtypes | head_dim | window | segments | dropout | falls back to |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for backend in BACKENDS.values():

@@ -3,11 +3,11 @@
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python bench/against_nanogpt.py --nanogpt=../nanoGPT
 
-Both loops run as their users run them, each in a fresh process, on the same files of tokens, at the
-same sizes, in float32: A B A B ..., so that a drifting clock hits both alike. Reported are medians of
-tokens/s and of the largest resident memory, and the median, lowest and highest of the ratios pair by
-pair. The first steps, which touch fresh memory, are left out on both sides. The checkout is only
-read, and nothing of it is copied here.
+Both loops run as their users run them, each in a fresh process, on the same files of tokens, at
+the same sizes, in float32: A B A B ..., so that a drifting clock hits both alike. Reported are
+medians of tokens/s and of the largest resident memory, and the median, lowest and highest of the
+ratios pair by pair. The first steps, which touch fresh memory, are left out on both sides. The
+checkout is only read, and nothing of it is copied here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Size:
 
 SIZES = {
     "a": Size("4 layers, 128 wide, block 64, batch 12", "shakespeare_char", 4, 4, 128, 64, 12, 400),
-    "b": Size("6 layers, 384 wide, block 256, batch 16", "shakespeare_char", 6, 6, 384, 256, 16, 15),
+    "b": Size(
+        "6 layers, 384 wide, block 256, batch 16", "shakespeare_char", 6, 6, 384, 256, 16, 15
+    ),
     "c": Size("GPT-2 124M, block 512, batch 2", "shakespeare", 12, 12, 768, 512, 2, 6),
 }
 
@@ -121,7 +123,7 @@ def theirs(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
 
 
 def prepare(config: BenchConfig, work: Path) -> None:
-    """A folder that both can work in: datasets with the metadata each wants, and nanoGPT's files."""
+    """A folder that both can work in: datasets with the metadata each wants."""
     checkout = Path(config.nanogpt).resolve()
     for name in ("train.py", "model.py", "configurator.py"):
         if not (checkout / name).is_file():
@@ -163,7 +165,10 @@ def main() -> int:
         "|---|---|---|---|---|---|",
     ]
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(console=console, transient=True) as progress,
+    ):
         work = Path(folder)
         task = progress.add_task("preparing data", total=config.rounds * len(config.sizes))
         prepare(config, work)

@@ -1,10 +1,12 @@
-# A character-level GPT of 10.7 million parameters on the plays of Shakespeare, with the settings that
-# nanoGPT uses for its example of this name.
+# A character-level GPT of 10.7 million parameters on the plays of Shakespeare, with the settings
+# that nanoGPT uses for its example of this name.
 #
 #   python -m data shakespeare_char
 #   python train.py config/train_shakespeare_char.py
 #
-# To compare losses with nanoGPT, take its text: python -m data shakespeare_char --source=tinyshakespeare
+# To compare losses with nanoGPT, take its text:
+#
+#   python -m data shakespeare_char --source=tinyshakespeare
 #
 # Hardware: one GPU, a few minutes (nanoGPT reports 3 on an A100). Not yet timed here.
 # Expect:   on tinyshakespeare nanoGPT reports a best validation loss of 1.47 nats a character; it

@@ -63,7 +63,9 @@ def test_a_model_gives_the_same_loss_and_gradients() -> None:
         loss = model(idx, idx)[1]
         assert loss is not None
         loss.backward()
-        results.append((loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        results.append(
+            (loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        )
     (plain, plain_grads), (fast, fast_grads) = results
     torch.testing.assert_close(fast, plain, rtol=1e-6, atol=0)
     assert len(fast_grads) == len(plain_grads) > 0
@@ -71,7 +73,9 @@ def test_a_model_gives_the_same_loss_and_gradients() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_products_go_through_the_switch_only_where_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_go_through_the_switch_only_where_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entered: list[bool] = []
     enter = cpu_matmul.onednn.__enter__
 
