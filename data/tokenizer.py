@@ -57,7 +57,8 @@ class CharTokenizer:
             known = "".join(c for c in self.vocabulary if c.isprintable())
             known = known if len(known) <= 100 else known[:100] + "..."
             raise UserError(
-                f"the character {e.args[0]!r} is not in the model's vocabulary: {known!r} and line breaks"
+                f"the character {e.args[0]!r} is not in the model's vocabulary: {known!r} and "
+                "line breaks"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -93,7 +94,7 @@ class GPT2Tokenizer:
         return self.bpe.decode(list(ids))
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they come; a character that spans tokens comes when it is whole."""
+        """The text of the ids as they come; a character of several tokens comes whole."""
         whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for i in ids:
             if text := whole.decode(self.bpe.decode_single_token_bytes(i)):
@@ -151,8 +152,8 @@ def _gpt2_encoding() -> Any:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as e:  # requests' errors are OSErrors
         raise UserError(
-            f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set TIKTOKEN_CACHE_DIR to a "
-            "folder that has it"
+            f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set "
+            "TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from e
 
 

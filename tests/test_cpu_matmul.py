@@ -1,4 +1,4 @@
-"""oneDNN's float32 products: the same numbers and gradients as F.linear, and nothing left switched on."""
+"""oneDNN's float32 products: the numbers and gradients of F.linear, and no switch left on."""
 
 from __future__ import annotations
 

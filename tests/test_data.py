@@ -147,7 +147,7 @@ def test_the_plays_are_speeches(plays: str) -> None:
     assert "HAMLET:\nTo be, or not to be: that is the question:\n" in plays
     # A stage direction (_Exit PHILOSTRATE_) does not break the speech around it.
     assert "The pale companion is not for our pomp.\nHippolyta, I woo'd thee" in plays
-    for direction in ("Enter HAMLET", "Exeunt", "Aside", "ACT I"):
+    for direction in ("Enter HAMLET", "Exeunt", "Aside", "SCENE I", "ACT I"):
         assert not re.search(rf"^\W*{direction}\W*$", plays, flags=re.M), direction
 
 

@@ -1,4 +1,4 @@
-"""The README and the config headers say what is true: their commands parse, their table is generated."""
+"""What the README and the config headers say is true: commands parse, the table is generated."""
 
 from __future__ import annotations
 
