@@ -177,6 +177,29 @@ def _superfluous(out_dir: Path, keep: int) -> list[Path]:
     return [p for p in older if p != best]
 
 
+def set_aside(out_dir: str | Path) -> Path | None:
+    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, so that a new
+    run in the same folder is not mixed with it.
+
+    Returns:
+        where they are now; None: there were no checkpoints.
+    """
+    out_dir = Path(out_dir)
+    if not (found := folders(out_dir)):
+        return None
+    n = 1
+    while (target := out_dir / f"earlier-{n}").exists():
+        n += 1
+    try:
+        target.mkdir()
+        for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
+            if path.exists():
+                path.rename(target / path.name)
+    except OSError as e:
+        raise UserError(f"the earlier run in {out_dir} cannot be moved to {target} ({e})") from e
+    return target
+
+
 def best_folder(out_dir: str | Path) -> Path | None:
     """The checkpoint of the lowest validation loss, None where none was evaluated."""
     losses = []

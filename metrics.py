@@ -12,6 +12,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from settings import UserError
+
 log = logging.getLogger("nanoattn")
 
 
@@ -20,7 +22,10 @@ class Metrics:
 
     def __init__(self, out_dir: Path, step: int, settings: dict[str, Any], config: Any) -> None:
         """Begin after `step` steps: lines of later steps, of a run that was killed, are dropped."""
-        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"--out_dir={out_dir} cannot be written ({e.strerror})") from e
         self.path = out_dir / "metrics.jsonl"
         earlier = [r for r in read(self.path) if r["iter"] <= step] if step else []
         partial = self.path.with_suffix(".partial")

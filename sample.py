@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+import attention
 import checkpoint
 import cpu_matmul
 import data
@@ -66,11 +67,11 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
         "allow_mps_sdpa": config.allow_mps_sdpa,
         "gradient_checkpointing": False,
     }
-    source = config.init_from
-    if source == "resume":
-        folder = checkpoint.latest(config.out_dir)
+    source = config.out_dir if config.init_from == "resume" else config.init_from
+    if config.init_from == "resume" or checkpoint.folders(source):
+        folder = checkpoint.latest(source)
         if config.checkpoint == "best":
-            folder = checkpoint.best_folder(config.out_dir) or folder
+            folder = checkpoint.best_folder(source) or folder
         source = str(folder)
     model = checkpoint.init_model(source, **changes).to(device).eval()
     if device.type == "cpu":
@@ -87,7 +88,12 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
 
 def prompts(config: SampleConfig, argv: list[str]) -> list[str]:
     """Every --start that was given, files read."""
-    starts = [a.removeprefix("--start=") for a in argv if a.startswith("--start=")]
+    words = list(zip(argv, [*argv[1:], ""], strict=True))
+    starts = [
+        word.removeprefix("--start=") if word.startswith("--start=") else after
+        for word, after in words
+        if word.startswith("--start=") or word == "--start"
+    ]
     texts = []
     for start in starts or [config.start]:
         if start.startswith("FILE:"):
@@ -121,16 +127,23 @@ def complete(
 
 
 def main(argv: list[str]) -> int:
+    try:
+        return run(argv)
+    except attention.BackendUnavailable as e:
+        raise UserError(str(e)) from e
+
+
+def run(argv: list[str]) -> int:
+    """Answer every prompt; the exit code."""
     show_log()
     aliases = {"attn_implementation": "attention_backend"}
     config = read(SampleConfig, argv, aliases=aliases).settings
     model, tokenizer = load(config)
-    for text in prompts(config, argv):
-        ids = tokenizer.encode(text)
-        if not ids:
-            raise UserError(
-                "the prompt is empty; leave --start out, or give it at least one character"
-            )
+    texts = prompts(config, argv)
+    encoded = [tokenizer.encode(text) for text in texts]
+    if not all(encoded):
+        raise UserError("a prompt is empty; leave --start out, or give it a character")
+    for text, ids in zip(texts, encoded, strict=True):
         for i in range(config.num_samples):
             tokens = complete(model, tokenizer, ids, config, i)
             print(text, end="", flush=True)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import attention
 import checkpoint
 import data
 import flops
@@ -43,7 +45,7 @@ from runtime import (
     why_not_compile,
     why_not_onednn,
 )
-from settings import Loaded, UserError, exit_on_user_error, read
+from settings import Loaded, UserError, exit_on_user_error, from_dict, read
 
 # ----------------------------------------------------------------------------- the knobs
 
@@ -117,15 +119,18 @@ class TrainConfig:
         for name in ("learning_rate", "peak_tflops"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")
-        for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens", "min_lr",
+                     "lr_decay_iters", "seed"):  # fmt: skip
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.vocab_size is not None and self.vocab_size > 2**16:
             raise ValueError(f"vocab_size can be at most 65536, got {self.vocab_size}")
-        self.model(self.vocab_size or 1)  # checks the sizes
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
         """The part that is the model's."""
@@ -134,8 +139,8 @@ class TrainConfig:
         return GPTConfig(**{**shared, "vocab_size": vocab_size})
 
 
-# what a checkpoint's model was made with, and cannot change when it is resumed
-SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size")
+# what weights were made with, and settings cannot change
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -166,49 +171,59 @@ def settle(argv: list[str]) -> Loaded[TrainConfig]:
     if loaded.settings.init_from != "resume":
         return loaded
     saved = checkpoint.load(checkpoint.latest(loaded.settings.out_dir))
-    before = saved.settings["train"]
-    for name in SHAPE:
-        if name in loaded.origins and getattr(loaded.settings, name) != before[name]:
-            raise UserError(
-                f"the model in {saved.folder} has {name}={before[name]}, it cannot be resumed with "
-                f"{getattr(loaded.settings, name)} ({loaded.origins[name]})"
-            )
+    before = from_dict(TrainConfig, saved.settings["train"], f"{saved.folder}/settings.json")
     given = {name: getattr(loaded.settings, name) for name in loaded.origins}
     try:
-        merged = TrainConfig(**{**before, **given})
-    except (TypeError, ValueError) as e:
-        raise UserError(f"the settings in {saved.folder} do not fit this version: {e}") from e
-    origins = {name: str(saved.folder) for name in before} | loaded.origins
+        merged = replace(before, **{**given, "out_dir": loaded.settings.out_dir})
+    except ValueError as e:
+        raise UserError(f"{e} (resuming {saved.folder})") from e
+    origins = {f.name: str(saved.folder) for f in fields(TrainConfig)} | loaded.origins
     return Loaded(merged, origins)
 
 
-def build_model(config: TrainConfig, vocab_size: int) -> GPT:
+def build_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
     """A new model, or one with the weights that init_from names, on the CPU.
 
     Args:
-        vocab_size: the dataset's.
+        meta: the dataset's meta.json.
+
+    Raises:
+        UserError: the weights cannot be had, or do not fit the settings or the dataset.
     """
+    config, V = loaded.settings, meta["vocab_size"]
     if config.init_from == "scratch":
-        rounded = vocab_size if vocab_size <= 1024 else -(-vocab_size // 64) * 64
-        return GPT(config.model(config.vocab_size or rounded))
-    runtime = ("dropout", "gradient_checkpointing", "attention_backend", "attention_window",
-               "attention_fallback", "allow_mps_sdpa")  # fmt: skip
-    changes = {name: getattr(config, name) for name in runtime}
-    if config.init_from == "resume":
-        saved = checkpoint.load(checkpoint.latest(config.out_dir))
-        return saved.model(**changes)
-    model = checkpoint.init_model(config.init_from, **changes)
+        return GPT(config.model(config.vocab_size or (V if V <= 1024 else -(-V // 64) * 64)))
+    source = config.init_from
+    if source == "resume":
+        source = str(checkpoint.latest(config.out_dir))
+    runtime = ["dropout", "gradient_checkpointing", "attention_backend", "attention_fallback",
+               "allow_mps_sdpa"]  # fmt: skip
+    if "attention_window" in loaded.origins:  # else the one that the weights were trained with
+        runtime.append("attention_window")
+    model = checkpoint.init_model(source, **{name: getattr(config, name) for name in runtime})
+    tokenizer = checkpoint.tokenizer_meta(source)
+    if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
+        raise UserError(
+            f"{source}, with a vocabulary of {model.config.vocab_size} tokens, was not trained "
+            f"with the tokenizer of the dataset {config.dataset!r}, which has {V}; prepare that "
+            "with the same one"
+        )
+    fixed = (*SHAPE, "block_size") if config.init_from == "resume" else SHAPE
+    for name in fixed:
+        have, want = getattr(model.config, name), getattr(config, name)
+        if name == "n_kv_head":
+            have, want = model.config.kv_heads, want or model.config.n_head
+        if name in loaded.origins and want is not None and want != have:
+            raise UserError(
+                f"{source} has {name}={have}, which cannot be changed to {want} "
+                f"({loaded.origins[name]})"
+            )
     if model.config.block_size < config.block_size:
         raise UserError(
             f"--block_size={config.block_size} is longer than the {model.config.block_size} "
-            f"tokens of {config.init_from}"
+            f"tokens of {source}"
         )
     model.crop_block_size(config.block_size)
-    if model.config.vocab_size < vocab_size:
-        raise UserError(
-            f"{config.init_from} has a vocabulary of {model.config.vocab_size} tokens, the dataset "
-            f"{config.dataset!r} one of {vocab_size}; prepare it with the same tokenizer"
-        )
     return model
 
 
@@ -236,6 +251,8 @@ def main(argv: list[str]) -> int:
     world = World.join(config.device)
     try:
         return train(loaded, world)
+    except attention.BackendUnavailable as e:
+        raise UserError(str(e)) from e
     except torch.OutOfMemoryError as e:
         raise UserError(
             f"out of memory ({str(e).splitlines()[0]}); try --batch_size="
@@ -266,7 +283,7 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     folder = Path(config.data_dir) / config.dataset
     meta = data.read_meta(folder)
-    model = build_model(config, meta["vocab_size"]).to(device)
+    model = build_model(loaded, meta).to(device)
     optimizer = build_optimizer(model, config, device)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -313,6 +330,8 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
 
     metrics = None
     if world.main and not config.eval_only:
+        if step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
+            say(f"an earlier run's checkpoints and metrics are now in {moved}")
         metrics = Metrics(Path(config.out_dir), step, asdict(config), config)
 
     def evaluate() -> float:
@@ -331,7 +350,7 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
                 losses[split] = loss / n
         model.train()
         say(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if metrics:
+        if metrics and math.isfinite(losses["train"] + losses["val"]):
             metrics.log(iter=step, train_loss=losses["train"], val_loss=losses["val"])
         return losses["val"]
 
@@ -385,6 +404,8 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
             with run.no_sync() if inner else contextlib.nullcontext():
                 with autocast:
                     part = run(mx, my)[1] / micro_steps
+                    # A loss that is not finite gets a gradient that is not: all will see it.
+                    part = part * torch.where(part.isfinite(), 1.0, torch.nan)
                 scaler.scale(part).backward()
             loss += part.detach()
         if scaler.is_enabled():
@@ -393,6 +414,10 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
             update(optimizer, params, loss, config.grad_clip, bad)
         optimizer.zero_grad(set_to_none=True)
         step += 1
+
+        if step == warm:
+            synchronize(device)
+            interval_start, interval_step = time.perf_counter(), step
 
         stopping = world.any(stop.signal is not None)
         last = stopping or step == config.max_iters
@@ -406,18 +431,14 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
         # From here on the device is synchronized.
         mean_loss, any_bad = world.sum([float(loss) / world.size, float(bad)])
         seconds = time.perf_counter() - interval_start
-        if any_bad:
-            say(
-                f"error: the loss or its gradient became not finite at step {step} or shortly "
-                f"before (loss {mean_loss}, lr {lr:.2e}, attention backend {chosen.backend.name}). "
-                "The weights and checkpoints are untouched by it. Next: "
-                "--attention_backend=manual, to see whether the kernel is to blame; "
-                "--init_from=resume with a lower --learning_rate, to go on.",
-                file=sys.stderr,
-            )
+        val_loss = None
+        if not any_bad and evaluating:
+            val_loss = evaluate()
+        if any_bad or not math.isfinite(mean_loss if val_loss is None else val_loss):
+            say(not_finite(step, mean_loss, val_loss, lr, chosen), file=sys.stderr)
             return 1
         if logging_now:
-            per_step = seconds / (step - interval_step)
+            per_step = seconds / max(1, step - interval_step)
             if step > warm:
                 timed_seconds += seconds
                 timed_steps += step - interval_step
@@ -428,7 +449,6 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
             say(log_line(row, speed if step > warm else None), flush=True)
             if metrics:
                 metrics.log(**row)
-        val_loss = evaluate() if evaluating else None
         if val_loss is not None:
             best_loss = min(best_loss, val_loss)
         if evaluating or last:
@@ -443,7 +463,7 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     if step < config.max_iters:
         say(
             f"stopped after step {step}; to go on: "
-            f"python train.py --init_from=resume --out_dir={config.out_dir}"
+            f"python train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
         )
         return 128 + (stop.signal or signal.SIGTERM)
     if timed_steps:
@@ -517,6 +537,18 @@ class Speed:
         return f"{self.tokens_per_s:,.0f} tok/s, {share}"
 
 
+def not_finite(step: int, loss: float, val_loss: float | None, lr: float,
+               chosen: attention.Resolution) -> str:  # fmt: skip
+    """What a run says that stops at a loss that is not finite."""
+    value = f"loss {loss}" if val_loss is None else f"loss {loss}, val loss {val_loss}"
+    return (
+        f"error: a loss or gradient became not finite at step {step} or shortly before ({value}, "
+        f"lr {lr:.2e}, attention backend {chosen.backend.name}). It reached no checkpoint. Next: "
+        "--attention_backend=manual, to see whether the kernel is to blame; --init_from=resume "
+        "with a lower --learning_rate, to go on."
+    )
+
+
 def log_line(row: dict[str, Any], speed: Speed | None) -> str:
     """The line of one logged step; speed is None while the run warms up."""
     rate = "warming up" if speed is None else f"{row['ms']:,.1f} ms, {speed}"
@@ -533,7 +565,10 @@ def resume(config: TrainConfig, optimizer: torch.optim.AdamW, scaler: torch.amp.
     """
     saved = checkpoint.load(checkpoint.latest(config.out_dir))
     tensors = saved.optimizer()
+    groups = [{**g, "params": None} for g in optimizer.param_groups]  # the settings of this run
     optimizer.load_state_dict(tensors["optimizer"])
+    for group, now in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: v for k, v in now.items() if k in ("weight_decay", "betas")})
     if scaler.is_enabled() and tensors["scaler"]:
         scaler.load_state_dict(tensors["scaler"])
     if len(tensors["rng"]) == world.size:
@@ -550,9 +585,13 @@ def resume(config: TrainConfig, optimizer: torch.optim.AdamW, scaler: torch.amp.
 def sample(model: GPT, meta: dict[str, Any], config: TrainConfig) -> str:
     """A little text from the trained model, to see what the loss means."""
     tokenizer = data.from_meta(meta["tokenizer"])
+    try:
+        ids = tokenizer.encode("\n")
+    except UserError:  # a vocabulary of characters without line breaks
+        ids = [0]
     device = model.transformer.wte.weight.device
     generator = torch.Generator(device).manual_seed(config.seed)
-    idx = torch.tensor([tokenizer.encode("\n")], device=device)
+    idx = torch.tensor([ids], device=device)
     model.eval()
     out = model.generate(idx, config.sample_tokens, temperature=0.8, top_k=200, generator=generator,
                          vocab_size=tokenizer.vocab_size)  # fmt: skip

@@ -20,7 +20,6 @@ import torch
 from test_train import TEXT, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
-import cpu_matmul
 import metrics
 from model import GPT
 
@@ -229,6 +228,14 @@ def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
     assert "weight_decay" in r.out and "command line" in r.out and "step-00000010" in r.out
 
 
+def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
+    best = checkpoint.load(checkpoint.latest(out)).state["val_loss"]
+    r = resume(out, "--max_iters=40", "--learning_rate=3", "--decay_lr=False", "--log_interval=40")
+    assert r.code == 0 and all(val > best for _, val in list(r.evaluations().values())[2:])
+    assert checkpoint.load(checkpoint.latest(out)).state["best_val_loss"] == best
+    assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "35", "40"]
+
+
 def test_a_run_whose_steps_are_done_says_so(out):
     before = (out / "metrics.jsonl").read_bytes()
     r = resume(out)
@@ -292,28 +299,6 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     assert checkpoint.load(checkpoint.latest(out)).step == 4
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_a_choice_that_was_timed_is_not_timed_again(faster, data_dir, tmp_path, monkeypatch):
-    """Which library multiplies decides the last bits: a resumed run keeps to what ran."""
-    used: list[bool] = []
-    use = GPT.use_onednn
-    monkeypatch.setattr(GPT, "use_onednn", lambda self, on: (used.append(on), use(self, on))[1])
-
-    def trial(speedup: float) -> None:
-        found = cpu_matmul.Trial(speedup, 1e-7, 1e-7)
-        monkeypatch.setattr(cpu_matmul, "trial", lambda: found)
-
-    trial(2.0 if faster else 0.5)
-    knobs = {**FULL, "max_iters": 6, "onednn": "none"}
-    want = run(data_dir, tmp_path / "straight", **knobs)
-    with monkeypatch.context() as patch:
-        dying(patch, step=3, signals=(signal.SIGTERM,))
-        r = run(data_dir, tmp_path / "out", **knobs)
-    trial(0.5 if faster else 2.0)
-    same(run_line(line_to_go_on(r), tmp_path / "out"), want)
-    assert used == [faster] * 3
 
 
 # --- more processes ---

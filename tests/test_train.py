@@ -26,11 +26,12 @@ from torch import Tensor
 import checkpoint
 import data
 import flops
+import runtime
 import train
 from data.prepare import PrepareConfig, prepare
 from metrics import read as read_rows
 from model import GPT, GPTConfig
-from settings import exit_on_user_error
+from settings import Loaded, exit_on_user_error
 from train import TrainConfig, build_model, build_optimizer, learning_rate, update
 
 TEXT = "".join(
@@ -103,6 +104,8 @@ def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
             pytest.raises(SystemExit) as left,
         ):
             exit_on_user_error(lambda: main(argv))
+    except KeyboardInterrupt:  # would end all of pytest
+        pytest.fail("the signal was not handled")
     finally:
         torch.set_num_threads(threads)
         for s, handler in handlers.items():
@@ -215,7 +218,7 @@ def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
     for i in range(4):
         for p, q, g in zip(ours, theirs, tensors(i + 1)):
             p.grad, q.grad = g * 10**i, g * 10**i  # norms that differ: Adam itself ignores a scale
-        update(a, ours, torch.tensor(1.0), clip, bad, fused)
+        update(a, ours, torch.tensor(1.0), clip, bad)
         if clip:
             torch.nn.utils.clip_grad_norm_(theirs, clip)
         b.step()
@@ -237,7 +240,7 @@ def test_what_is_not_finite_never_reaches_the_weights(fused, clip, value, where)
         if spoil is not None:
             assert params[1].grad is not None
             params[1].grad[3] = spoil
-        update(optimizer, params, torch.tensor(loss), clip, bad, fused)
+        update(optimizer, params, torch.tensor(loss), clip, bad)
 
     step(1)
     assert not bad
@@ -585,9 +588,14 @@ def test_a_name_that_is_nowhere_is_refused(data_dir, tmp_path, monkeypatch):
 
 def test_a_large_vocabulary_is_rounded_up_and_a_small_one_is_not():
     sizes = {"n_layer": 1, "n_embd": 2, "n_head": 1, "block_size": 4}
-    assert build_model(TrainConfig(**sizes), 65).config.vocab_size == 65
-    assert build_model(TrainConfig(**sizes), 1025).config.vocab_size == 1088
-    assert build_model(TrainConfig(**sizes, vocab_size=70), 65).config.vocab_size == 70
+
+    def size(V: int, **more: int) -> int:
+        loaded = Loaded(TrainConfig(**sizes, **more), {})
+        return build_model(loaded, {"vocab_size": V}).config.vocab_size
+
+    assert size(65) == 65
+    assert size(1025) == 1088
+    assert size(65, vocab_size=70) == 70
 
 
 def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
@@ -817,12 +825,12 @@ def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert str(train.pick_device(wanted)) == device
+    assert str(runtime.pick_device(wanted)) == device
 
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
 def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capability)
-    assert train.pick_dtype("auto", torch.device("cuda")) is dtype
-    assert train.pick_dtype("float32", torch.device("cuda")) is torch.float32
-    assert train.pick_dtype("auto", torch.device("cpu")) is torch.float32
+    assert runtime.pick_dtype("auto", torch.device("cuda")) is dtype
+    assert runtime.pick_dtype("float32", torch.device("cuda")) is torch.float32
+    assert runtime.pick_dtype("auto", torch.device("cpu")) is torch.float32
