@@ -340,14 +340,14 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
         model.eval()
         with torch.no_grad(), autocast:
             for split, tokens in splits.items():
-                total = [0.0, 0.0]  # loss, sequences
+                total, n = torch.zeros((), device=device), 0
                 for x, y in data.eval_batches(
                     tokens, T, config.eval_iters, config.batch_size, world.rank, world.size, device
                 ):
-                    total[0] += float(run(x, y)[1]) * len(x)
-                    total[1] += len(x)
-                loss, n = world.sum(total)
-                losses[split] = loss / n
+                    total += run(x, y)[1] * len(x)
+                    n += len(x)
+                loss, sequences = world.sum([float(total), n])
+                losses[split] = loss / sequences
         model.train()
         say(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
         if metrics and math.isfinite(losses["train"] + losses["val"]):
