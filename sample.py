@@ -74,6 +74,8 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
             folder = checkpoint.best_folder(source) or folder
         source = str(folder)
     model = checkpoint.init_model(source, **changes).to(device).eval()
+    with torch.no_grad():
+        model.attention()  # says what runs, before the text begins
     if device.type == "cpu":
         model.use_onednn(cpu_matmul.why_not() is None)
     meta = checkpoint.tokenizer_meta(source)

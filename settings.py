@@ -100,6 +100,8 @@ def read(
         sys.exit(0)
     for name, text in options:
         field = _known(name.replace("-", "_"), fields, "", "--")
+        if text is None and bool in (hints[field], *typing.get_args(hints[field])):
+            text = "True"  # a bare --stream
         if text is None:
             wanted = _describe(hints[field])
             raise UserError(f"--{name} needs a value: write --{name}=..., {wanted}")

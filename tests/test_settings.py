@@ -214,10 +214,10 @@ SEE = "(python train.py --help lists them all)"
         (["--windows=1,b"], "--windows must be a list (each an integer), got '1,b'"),
         (["--compile=yes"], "--compile must be True or False, got 'yes'"),
         (["--dtype=fp8"], "--dtype must be one of float32, bfloat16, float16, got 'fp8'"),
-        (["--compile"], "--compile needs a value: write --compile=..., True or False"),
+        (["--n_layer"], "--n_layer needs a value: write --n_layer=..., an integer"),
         (
-            ["--compile", "--n_layer=4"],
-            "--compile needs a value: write --compile=..., True or False",
+            ["--n_layer", "--compile=True"],
+            "--n_layer needs a value: write --n_layer=..., an integer",
         ),
         (["--n_embd=6"], "n_embd must be a multiple of 4, got 6"),
     ],
@@ -540,3 +540,9 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert err == f"error: unknown setting '--n_layr'; did you mean '--n_layer'? {SEE}\n"
     code, out, err = run("--help")
     assert (code, err) == (0, "") and "--n_layer=12" in out and "blocks" in out
+
+
+@pytest.mark.parametrize("argv", [["--compile"], ["--compile", "--n_layer=4"]])
+def test_a_bare_switch_is_true(argv: list[str]) -> None:
+    settings = read(Knobs, argv).settings
+    assert settings.compile is True
