@@ -9,12 +9,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from attention import manual, sdpa
+from attention import manual, sdpa, tiled
 from attention.spec import Backend, Machine, Resolution, Spec
 
 BACKENDS: dict[str, Backend] = {
     b.name: b
-    for b in (manual.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH)
+    for b in (
+        manual.BACKEND,
+        tiled.BACKEND,
+        sdpa.BACKEND,
+        sdpa.FLASH,
+        sdpa.EFFICIENT,
+        sdpa.CUDNN,
+        sdpa.MATH,
+    )
 }
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 

@@ -190,7 +190,7 @@ def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) ->
     oracle.check(oracle.Result(out), plain, truth, getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("name", ["manual", "sdpa", "sdpa_flash", "sdpa_math"])
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
     """Without this, a backend whose caps refuse everything would pass the matrix."""
     specs = [case.spec(dtype) for case in CASES for dtype in DTYPES]
@@ -210,7 +210,7 @@ def test_required_backends_run(name: str) -> None:
 
 @pytest.mark.parametrize("name, kernels", [
     ("sdpa_math", ("math",)), ("sdpa_flash", ("flash (CPU)",)), ("sdpa", ("flash (CPU)",)),
-    ("manual", ())])  # fmt: skip
+    ("manual", ()), ("tiled", ())])  # fmt: skip
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in
                          ("64", "113x203", "1x97", "gqa", "window16", "packed", "D20")],
                          ids=lambda c: c.name)  # fmt: skip

@@ -501,7 +501,7 @@ def names_here(**asked: Any) -> list[str]:
 
 
 def test_some_backends_run_here() -> None:
-    assert {"manual", "sdpa"} <= set(names_here()) & set(names_here(segments=True))
+    assert {"manual", "tiled", "sdpa"} <= set(names_here()) & set(names_here(segments=True))
 
 
 @pytest.mark.parametrize("name", names_here())
@@ -569,7 +569,7 @@ def test_one_batch_overfits() -> None:
 # --- dropout, recomputation ---
 
 
-@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa"])
 def test_dropout_is_for_training_and_repeats_with_the_seed(name) -> None:
     model, idx = build(dropout=0.3, attention_backend=name), tokens()
     quiet = build(attention_backend=name).eval()
@@ -598,7 +598,7 @@ def test_dropout_is_in_four_places(where) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa"])
 def test_gradient_checkpointing_changes_no_bit(name, dropout) -> None:
     data = tokens(), tokens(seed=1), segments()
     results, calls = [], []

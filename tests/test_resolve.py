@@ -59,6 +59,7 @@ def test_later_gpus_run_every_sdpa_kernel_in_half_precision(machine) -> None:
         "sdpa_efficient",
         "sdpa_cudnn",
         "sdpa_math",
+        "tiled",
         "manual",
     ):
         for spec in (BF16, FP16, replace(BF16, n_kv_head=3)):

@@ -1,0 +1,250 @@
+"""tiled: FlashAttention in plain PyTorch. The formula of manual.py, never holding all of S or P.
+
+Softmax can be computed in pieces. Let a row's scores come a block at a time; keep their maximum m
+so far, the sum l of exp(s - m), and an output O that is not normalised yet. A new block of scores
+S_ij, with values V_j, gives
+
+    m_new = max(m_i, rowmax(S_ij))          P~_ij = exp(S_ij - m_new)
+    l_i   = e^(m_i - m_new) l_i + rowsum(P~_ij)
+    O_i   = e^(m_i - m_new) O_i + P~_ij V_j        the old sums, rescaled to the new maximum
+
+and after the last block O_i / l_i is exactly softmax(S) V. Only L_i = m_i + log l_i is kept for the
+backward pass, which computes P_ij = exp(S_ij - L_i) again, tile by tile, and with
+D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_i).
+
+              K_0 K_1 K_2 K_3
+        Q_0 [  /   .   .   .  ]     /  on the diagonal: masked entry by entry
+        Q_1 [  x   /   .   .  ]     x  wholly visible: no mask
+        Q_2 [  x   x   /   .  ]     .  wholly masked: skipped, forward and backward
+
+Memory  O(T): q, k, v, out and L stay for the backward pass; S and P exist for one B_r x B_c tile at
+        a time. A GPU kernel keeps that tile on chip: its gain is the traffic to main memory that it
+        saves. Here each step is an operator of its own, and only the memory is saved.
+FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (five products: S is computed
+        again), less the tiles that are skipped: nearly half of them if causal.
+Layout  (B, Hkv, H/Hkv, T, D) inside, as views; a tile of k or v is repeated for its query heads.
+Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
+        before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
+Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
+        Under torch.compile each call is a graph break, on purpose: PyTorch 2.13 can trace it
+        without dropout, but unrolled, a new copy of the loop body for every tile of every layer.
+Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
+        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are: over
+        query blocks outside in the forward, over key blocks in the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attention.spec import Backend, Caps, Spec, visible
+
+BLOCK_M = 64  # B_r: rows of a tile, queries
+BLOCK_N = 64  # B_c: columns of a tile, keys
+
+
+class Tile(NamedTuple):
+    """What forward_tiles() did at one tile, for all sequences and heads together.
+
+    The bytes are what a fused kernel moves to and from a GPU's main memory, at the inputs' size:
+    it reads Q_i with the first tile of row i that is not skipped, and K_j and V_j with each such
+    tile, once for all query heads that share them; it writes O_i and L_i after the last (of a row
+    that is skipped whole, the zeros). S and P stay on chip. Segments are not counted.
+    """
+
+    i: int  # block of queries
+    j: int  # block of keys
+    skipped: bool
+    m: Tensor  # (B, H, B_r) running maximum after this tile; the least finite number: nothing seen
+    l: Tensor  # (B, H, B_r) running sum of exp(s - m)
+    read: int  # bytes
+    written: int  # bytes
+
+
+@torch.compiler.disable
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+    """Attention tile by tile.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        segments: (B, Tk) int32; the queries are the last Tq positions.
+
+    Returns:
+        (B, Tq, H, D) in q's dtype.
+    """
+    assert cache is None, "tiled has no cache"
+    # From the CPU's generator wherever q is, so that reading it does not wait for the device.
+    seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0
+    return Tiled.apply(q, k, v, segments, spec, seed, BLOCK_M, BLOCK_N)
+
+
+class Tiled(torch.autograd.Function):
+    """Ties the two passes together; q, k, v, out, L (and segments) are all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
+                seed: int, B_r: int, B_c: int) -> Tensor:  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):  # float32 products are meant
+            out, L = forward_tiles(q, k, v, spec, segments, seed, B_r, B_c)
+        ctx.save_for_backward(q, k, v, out, L, segments)
+        ctx.options = spec, seed, B_r, B_c
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, L, segments = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            grads = backward_tiles(dout, q, k, v, out, L, segments, *ctx.options)
+        return *grads, None, None, None, None, None
+
+
+@torch.no_grad()
+def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
+                  seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
+                  trace: list[Tile] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward pass: FlashAttention-2, Algorithm 1.
+
+    Args:
+        q, k, v, segments: as in attend().
+        seed: of the dropout masks; a tile's own is this plus its number.
+        B_r, B_c: rows and columns of a tile.
+        trace: is given one Tile for each tile, in the order in which they are visited.
+
+    Returns:
+        out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
+        float32, or float64 for float64.
+    """
+    Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
+    acc = torch.promote_types(q.dtype, torch.float32)
+    Q, K, V = (by_kv_head(t, Hkv) for t in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    O = by_kv_head(out, Hkv)
+    L = torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
+    cols = blocks(Tk, B_c)
+    for i, I in enumerate(blocks(Tq, B_r)):
+        Q_i = Q[..., I, :].to(acc)  # (B, Hkv, H/Hkv, B_r, D)
+        O_i = torch.zeros_like(Q_i)
+        l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
+        # The least finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
+        m_i = torch.full_like(l_i, torch.finfo(acc).min)
+        todo = [j for j, J in enumerate(cols) if not wholly_masked(I, J, Tk - Tq, spec.window)]
+        for j, J in enumerate(cols):
+            if j in todo:
+                K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
+                S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+                S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+                m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
+                P_tilde_ij = torch.exp(S_ij - m_new)
+                rescale = torch.exp(m_i - m_new)
+                l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
+                Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
+                O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
+                m_i = m_new
+            if trace is not None:
+                first, last = (todo[0], todo[-1]) if todo else (None, len(cols) - 1)
+                read = (K[..., J, :].nbytes + V[..., J, :].nbytes) * (j in todo)
+                read += Q[..., I, :].nbytes * (j == first)
+                written = (O[..., I, :].nbytes + L[..., I, :].nbytes) * (j == last)
+                m, l = (t.flatten(1, 2).squeeze(-1) for t in (m_i, l_i))
+                trace.append(Tile(i, j, j not in todo, m, l, read, written))
+        l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
+        O[..., I, :] = (O_i / l_i).to(q.dtype)
+        L[..., I, :] = m_i + torch.log(l_i)
+    return out, L
+
+
+def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                   segments: Tensor | None, spec: Spec, seed: int, B_r: int,
+                   B_c: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward pass: FlashAttention-2, Algorithm 2. Gradients like q, k and v."""
+    Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
+    acc = L.dtype
+    Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
+    dq = torch.zeros(q.shape, dtype=acc, device=q.device)  # each key block adds to it
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
+    rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
+    D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1)
+    for j, J in enumerate(cols):
+        K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
+        dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
+        for i, I in enumerate(rows):
+            if wholly_masked(I, J, Tk - Tq, spec.window):
+                continue
+            Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
+            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            P_ij = torch.exp(S_ij - L[..., I, :])
+            Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
+            # Query heads that share a key/value head add to the same dK_j and dV_j.
+            dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
+            dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
+            dP_ij = Z_ij * (dO_i @ V_j.mT)
+            dS_ij = (P_ij * (dP_ij - D[..., I, :])).to(q.dtype).to(acc)
+            dQ[..., I, :] += tau * (dS_ij @ K_j)
+            dK_j += tau * (dS_ij.mT @ Q_i).sum(dim=2, keepdim=True)
+        dK[..., J, :], dV[..., J, :] = dK_j.to(k.dtype), dV_j.to(v.dtype)
+    return dq.to(q.dtype), dk, dv
+
+
+def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
+    """A view (B, Hkv, H/Hkv, T, D) of x (B, T, H, D); of k and v it is (B, Hkv, 1, T, D)."""
+    return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)
+
+
+def blocks(T: int, size: int) -> list[slice]:
+    """T positions cut into blocks; the last may be shorter."""
+    return [slice(t, min(t + size, T)) for t in range(0, T, size)]
+
+
+def differences(I: slice, J: slice) -> tuple[int, int]:
+    """The least and the largest j - i in a tile. Without segments visible() knows only j - i."""
+    return J.start - (I.stop - 1), (J.stop - 1) - I.start
+
+
+def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
+    """Whether no query of block I sees a key of block J, causality and window alone."""
+    least, largest = differences(I, J)
+    nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first seen
+    return not visible(0, nearest, offset, window)
+
+
+def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
+           segments: Tensor | None) -> Tensor:  # fmt: skip
+    """S_ij with -inf where the query does not see the key."""
+    if segments is None and all(visible(0, d, Tk - Tq, window) for d in differences(I, J)):
+        return S_ij
+    i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
+    j = torch.arange(J.start, J.stop, device=S_ij.device)
+    if segments is None:
+        seen = visible(i, j, Tk - Tq, window)
+    else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
+        seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]
+        seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
+    return S_ij.masked_fill(~seen, -math.inf)
+
+
+def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
+    """Z_ij: 0 with probability p, else 1 / (1 - p); the same seed gives the same again."""
+    if not p:
+        return 1.0
+    draw = torch.Generator(P_ij.device).manual_seed(seed)
+    kept = torch.rand(P_ij.shape, generator=draw, device=P_ij.device) >= p
+    return kept.to(P_ij.dtype) / (1 - p)
+
+
+BACKEND = Backend(
+    name="tiled",
+    title="FlashAttention's algorithm in plain PyTorch, O(S) memory",
+    attend=attend,
+    caps=(Caps(),),
+    fallback="manual",
+)
