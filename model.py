@@ -96,12 +96,15 @@ class GPTConfig:
 
     def spec(self, dtype: str, *, training: bool = True, **asked: Any) -> Spec:
         """What this model asks of an attention backend."""
+        window = self.attention_window
+        if window is not None and window >= self.block_size:
+            window = None  # as wide as every sequence: no window, and a kernel without one will do
         return Spec(
             self.n_head,
             self.kv_heads,
             self.head_dim,
             dtype,
-            window=self.attention_window,
+            window=window,
             dropout=self.dropout if training else 0.0,
             **asked,
         )

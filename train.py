@@ -461,9 +461,10 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     if metrics:
         metrics.close()
     if step < config.max_iters:
+        many = f"torchrun --standalone --nproc_per_node={world.size}"
         say(
-            f"stopped after step {step}; to go on: "
-            f"python train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
+            f"stopped after step {step}; to go on: {'python' if world.size == 1 else many} "
+            f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
         )
         return 128 + (stop.signal or signal.SIGTERM)
     if timed_steps:

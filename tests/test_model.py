@@ -865,3 +865,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_named_size_can_be_changed() -> None:
     assert GPTConfig.named("gpt2-xl", n_layer=2).n_layer == 2
     assert GPTConfig.named("gpt2-xl").n_head == 25
+
+
+def test_a_window_as_wide_as_the_context_is_no_window() -> None:
+    """A kernel that has no window can run it, and the probe sees the one that will run."""
+    sizes = {"block_size": 16, "vocab_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8}
+    assert GPTConfig(**sizes, attention_window=16).spec("float32").window is None
+    assert GPTConfig(**sizes, attention_window=99).spec("float32").window is None
+    assert GPTConfig(**sizes, attention_window=15).spec("float32").window == 15
