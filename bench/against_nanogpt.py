@@ -21,8 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,6 +36,7 @@ from rich.progress import Progress  # noqa: E402
 from attention.spec import cpu_name  # noqa: E402
 from settings import UserError, exit_on_user_error, read  # noqa: E402
 
+Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
 SKIP = 3  # first steps of each run, not counted
 
 
@@ -46,6 +49,7 @@ class BenchConfig:
     sizes: str = "abc"  # which of the sizes a, b and c
     compile: bool = False  # torch.compile, on both sides
     attention_backend: str = "auto"  # this project's
+    record: str | None = None  # also write bench/records/DATE_cpu_RECORD, with every round
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def prepare(config: BenchConfig, work: Path) -> None:
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
 
 
-def row(size: Size, pairs: list[tuple[tuple[float, int], tuple[float, int]]]) -> str:
+def row(size: Size, pairs: list[Pair]) -> str:
     """A line of the Markdown table."""
     tokens = size.batch_size * size.block_size
     speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
@@ -172,15 +176,60 @@ def main() -> int:
         work = Path(folder)
         task = progress.add_task("preparing data", total=config.rounds * len(config.sizes))
         prepare(config, work)
-        results: dict[str, list[tuple[tuple[float, int], tuple[float, int]]]] = {}
+        results: dict[str, list[Pair]] = {}
         for n in range(config.rounds):
             for s in config.sizes:
                 progress.update(task, description=f"round {n + 1} of {config.rounds}, size {s}")
                 pair = (ours(SIZES[s], config, work), theirs(SIZES[s], config, work))
                 results.setdefault(s, []).append(pair)
                 progress.advance(task)
-    print("\n".join([*lines, *(row(SIZES[s], results[s]) for s in config.sizes)]))
+    lines += [row(SIZES[s], results[s]) for s in config.sizes]
+    print("\n".join(lines))
+    if config.record:
+        print(f"\nrecord: {write_record(config, lines, results)}")
     return 0
+
+
+def write_record(config: BenchConfig, lines: list[str], results: dict[str, list[Pair]]) -> Path:
+    """What was measured, where and with what, every round of it; see docs/DESIGN.md."""
+
+    def git(folder: str | Path, *words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    folder = ROOT / "bench" / "records" / f"{date.today()}_cpu_{config.record}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = f"python bench/against_nanogpt.py --rounds={config.rounds} --sizes={config.sizes}"
+    content: dict[str, Any] = {
+        "command": command + (" --compile=True" if config.compile else ""),
+        "commit": git(ROOT, "rev-parse", "HEAD"),
+        "dirty": bool(git(ROOT, "status", "--porcelain", "--untracked-files=no")),
+        "device": cpu_name() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "attention_backend": config.attention_backend,
+        "dtype": "float32",
+        "warm_up_steps": SKIP,
+        "sizes": {s: asdict(SIZES[s]) for s in config.sizes},
+        "rounds": {
+            s: [
+                {
+                    "ours": {"s_per_step": a[0], "max_rss_bytes": a[1]},
+                    "nanogpt": {"s_per_step": b[0], "max_rss_bytes": b[1]},
+                }
+                for a, b in pairs
+            ]
+            for s, pairs in results.items()
+        },
+    }
+    (folder / "record.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    about = "# Training on the CPU, against nanoGPT\n\n" + "\n".join(lines) + "\n\n"
+    about += (
+        f"Commit {content['commit'][:10]}{' (dirty)' if content['dirty'] else ''}: `{command}`\n"
+    )
+    (folder / "README.md").write_text(about, encoding="utf-8")
+    return folder.relative_to(ROOT)
 
 
 if __name__ == "__main__":
