@@ -3,7 +3,7 @@
 #   python -m data shakespeare_char
 #   python train.py config/train_shakespeare_cpu.py
 #
-# Hardware: any laptop; two CPU cores take about a minute and a half.
+# Hardware: any laptop; two AMD EPYC cores took three quarters of a minute.
 # Expect:   validation loss about 1.9 nats a character; a unigram model has 3.3, a bigram 2.5.
 
 out_dir = "out/shakespeare_cpu"

@@ -30,7 +30,7 @@ needs_tiny = pytest.mark.skipif(not TINY.exists(), reason=f"{TINY} is not there"
 def run(dataset: str, out_dir: Path, **settings: object) -> dict:
     """Prepare, with two workers at most; the meta.json."""
     settings.setdefault("workers", 1)
-    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), **settings))  # type: ignore
+    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), **settings))  # type: ignore[arg-type]
     return data.read_meta(out_dir)
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(dataset: str, out_dir: Path, **options: object) -> dict:
-    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), workers=1, **options))  # type: ignore
+    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), workers=1, **options))  # type: ignore[arg-type]
     return data.read_meta(out_dir)
 
 
