@@ -57,6 +57,9 @@ class GPTConfig:
     attention_backend: str = "auto"
     attention_window: int | None = None  # keys that a query sees, itself included; None: all
     attention_fallback: bool = True  # False: a backend that is refused is an error
+    attention_deterministic: bool = False  # the backward gives the same bits each time
+    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
+    sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # what PyTorch's own flash kernel is
     allow_mps_sdpa: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +73,7 @@ class GPTConfig:
             )
         if self.gelu not in ("exact", "tanh"):
             raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
-        if self.attention_backend != "auto":
+        if self.attention_backend not in attention.RULES:
             attention.get(self.attention_backend)  # an unknown name lists the known ones
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
 
@@ -106,6 +109,8 @@ class GPTConfig:
             dtype,
             window=window,
             dropout=self.dropout if training else 0.0,
+            deterministic=self.attention_deterministic,
+            hub_kernels=self.attention_hub_kernels,
             **asked,
         )
 

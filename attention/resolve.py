@@ -24,6 +24,7 @@ BACKENDS: dict[str, Backend] = {
         sdpa.MATH,
     )
 }
+RULES = ("auto", "fastest")  # not kernels: they choose one. autotune.py measures for "fastest"
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
 MPS_GUARD = (
@@ -43,18 +44,26 @@ def get(name: str) -> Backend:
         ValueError: unknown name; the message lists the known ones.
     """
     if name not in _BY_ANY_NAME:
-        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, "auto"], n=1)
+        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown attention backend {name!r}; {hint}known: auto, {', '.join(_BY_ANY_NAME)}"
-        )
+        known = ", ".join([*RULES, *_BY_ANY_NAME])
+        raise ValueError(f"unknown attention backend {name!r}; {hint}known: {known}")
     return _BY_ANY_NAME[name]
+
+
+def _rule(spec: Spec, machine: Machine) -> str:
+    """Where "auto" begins."""
+    if machine.device == "cuda":
+        for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
+            if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
+                return name
+    return "sdpa"
 
 
 def packages() -> tuple[str, ...]:
     """The import names of all packages that some backend needs."""
     rows = (c for b in BACKENDS.values() for c in b.caps)
-    return tuple(dict.fromkeys(p for c in rows for p in c.packages))
+    return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
 def resolve(name: str, spec: Spec, machine: Machine, fallback: bool = True, *,
@@ -63,7 +72,9 @@ def resolve(name: str, spec: Spec, machine: Machine, fallback: bool = True, *,
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name or alias, or "auto": PyTorch's SDPA, on Apple's Metal manual.
+        name: a backend's name or alias, or "auto": on CUDA the latest FlashAttention that is
+            installed and can do this, else PyTorch's SDPA; on Apple's Metal manual. What "auto"
+            passes over because it is not installed, or not made for this, is not reported.
         fallback: go on to the next name when one is refused; False makes a refusal an error.
             "auto" names no kernel, so it may always go on.
         allow_mps_sdpa: lift the guard that keeps SDPA off Apple's Metal.
@@ -74,8 +85,8 @@ def resolve(name: str, spec: Spec, machine: Machine, fallback: bool = True, *,
         BackendUnavailable: refused, and nothing left that may be tried; lists every reason.
     """
     failed = failed or {}
-    strict = not fallback and name != "auto"
-    backend = get("sdpa" if name == "auto" else name)
+    strict = not fallback and name not in RULES
+    backend = get(_rule(spec, machine) if name in RULES else name)
     rejected: dict[str, tuple[str, ...]] = {}
     while True:
         why = [*backend.why_not(spec, machine), *failed.get(backend.name, ())]

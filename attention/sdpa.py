@@ -107,29 +107,71 @@ BACKEND = Backend(
     name="sdpa",
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
-    caps=(Caps(min_torch="2.0"),),
+    caps=(
+        Caps(("cuda",), min_torch="2.0", deterministic=False),
+        Caps(("cpu", "mps"), min_torch="2.0"),
+    ),
     fallback="manual",
 )
 FLASH = _pinned(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
     SDPBackend.FLASH_ATTENTION,
-    Caps(("cuda",), HALF, (8, 0), "2.3", head_dim_max=256, window=False, segments=False),
+    Caps(
+        ("cuda",),
+        HALF,
+        min_capability=(8, 0),
+        min_torch="2.3",
+        head_dim_max=256,
+        window=False,
+        segments=False,
+        deterministic=False,
+    ),  # fmt: skip
     Caps(("cpu",), min_torch="2.3", dropout=False),
 )
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
     SDPBackend.EFFICIENT_ATTENTION,
-    Caps(("cuda",), HALF, (8, 0), "2.3", head_dim_multiple=8),
-    Caps(("cuda",), ("float16",), (5, 0), "2.3", head_dim_multiple=8),
-    Caps(("cuda",), ("float32",), (5, 0), "2.3", head_dim_multiple=4),
+    Caps(
+        ("cuda",),
+        HALF,
+        min_capability=(8, 0),
+        min_torch="2.3",
+        head_dim_multiple=8,
+        deterministic=False,
+    ),
+    Caps(
+        ("cuda",),
+        ("float16",),
+        min_capability=(5, 0),
+        min_torch="2.3",
+        head_dim_multiple=8,
+        deterministic=False,
+    ),
+    Caps(
+        ("cuda",),
+        ("float32",),
+        min_capability=(5, 0),
+        min_torch="2.3",
+        head_dim_multiple=4,
+        deterministic=False,
+    ),
 )
 CUDNN = _pinned(
     "sdpa_cudnn",
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
-    Caps(("cuda",), HALF, (8, 0), "2.5", 128, 8, dropout_step=1 / 16),
+    Caps(
+        ("cuda",),
+        HALF,
+        min_capability=(8, 0),
+        min_torch="2.5",
+        head_dim_max=128,
+        head_dim_multiple=8,
+        dropout_step=1 / 16,
+        deterministic=False,
+    ),  # fmt: skip
 )
 MATH = _pinned(
     "sdpa_math",

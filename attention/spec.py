@@ -6,13 +6,15 @@ For every query i of head h, over the keys j that it may see (see :func:`visible
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
-multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients.
+multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A segment is one run
+of neighbouring positions, as packed documents and padding are.
 
 This file imports no torch: any machine's decision can be computed, and tested, on any other.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +24,7 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+UNKNOWN_VERSION = "unknown version"  # of a package that imports and does not say
 
 
 def visible(i: Any, j: Any, offset: Any = 0, window: int | None = None,
@@ -71,6 +74,9 @@ class Spec:
     grad: bool = True  # will backward() be called?
     cache: str = "none"
     compiled: bool = False  # will it run inside torch.compile?
+    deterministic: bool = False  # must the backward give the same bits each time?
+    page_size: int | None = None  # tokens a page, with cache="paged"
+    hub_kernels: bool = False  # may prebuilt kernels be downloaded, and run?
 
     def __post_init__(self) -> None:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
@@ -88,6 +94,13 @@ class Spec:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.cache not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {self.cache!r}")
+        if (self.page_size is not None) != (self.cache == "paged"):
+            raise ValueError(
+                f"page_size belongs to the 'paged' cache, got page_size={self.page_size} and "
+                f"cache={self.cache!r}"
+            )
+        if self.page_size is not None and self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {self.page_size}")
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class Machine:
     packages: Mapping[str, str] = field(default_factory=dict)
     # ^ import name -> version, or the text of the error that its import gave; a missing name is
     #   not installed.
+    interpreted: bool = False  # do Triton kernels run in Triton's interpreter, on the CPU?
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
@@ -123,7 +137,10 @@ class Machine:
         elif kind == "cpu":
             name = cpu_name() or name
         found = {p: v for p in packages if (v := _import_version(p)) is not None}
-        return cls(kind, name, capability, torch.__version__, torch.version.cuda, found)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return cls(
+            kind, name, capability, torch.__version__, torch.version.cuda, found, interpreted
+        )
 
 
 def cpu_name() -> str | None:
@@ -149,7 +166,12 @@ def _import_version(package: str) -> str | None:
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b", and there is no a
         return f"{type(e).__name__}: {e}"
-    return str(getattr(module, "__version__", "unknown version"))
+    return str(getattr(module, "__version__", UNKNOWN_VERSION))
+
+
+def dotted(capability: tuple[int, int] | None) -> str:
+    """(9, 0) as people write it: "9.0"."""
+    return "{}.{}".format(*capability) if capability else "none"
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -165,6 +187,7 @@ class Caps:
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
     min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None  # the last that it knows
     min_torch: str | None = None
     head_dim_max: int | None = None
     head_dim_multiple: int = 1
@@ -173,8 +196,12 @@ class Caps:
     dropout_step: float | None = None  # dropout must be a multiple of this
     segments: bool = True
     grad: bool = True
+    deterministic: bool = True
     caches: tuple[str, ...] = ("none",)
-    packages: tuple[str, ...] = ()
+    page_multiple: int = 1  # page_size must be a multiple of this
+    packages: tuple[str, ...] = ()  # import names, each with a least version if need be: "a>=2.1"
+    hub_kernels: bool = False  # takes its kernels from the hub: only for a Spec that allows it
+    interpreted: bool = False  # only in Triton's interpreter
 
     def why_not(self, spec: Spec, machine: Machine) -> list[str]:
         """Every reason why this cannot do `spec` on `machine`; empty means that it can."""
@@ -183,15 +210,33 @@ class Caps:
             why.append(f"it runs on {' and '.join(self.devices)}, not on {machine.device}")
         if self.min_torch and version(machine.torch) < version(self.min_torch):
             why.append(f"it needs torch >= {self.min_torch}, this is {machine.torch}")
-        for package in self.packages:
-            if package not in machine.packages:
+        if self.interpreted and not machine.interpreted:
+            why.append(
+                f"it runs on {machine.device} in Triton's interpreter only, which is slow and for "
+                "tests (TRITON_INTERPRET=1)"
+            )
+        for package, least in (p.partition(">=")[::2] for p in self.packages):
+            found = machine.packages.get(package)
+            if found is None:
                 why.append(f"package '{package}' is not installed")
-            elif not version(found := machine.packages[package]) and found != "unknown version":
+            elif not version(found) and found != UNKNOWN_VERSION:
                 why.append(f"package '{package}' is installed but does not import ({found})")
-        if self.min_capability and (machine.capability or (0, 0)) < self.min_capability:
-            need = "{}.{}".format(*self.min_capability)
-            have = "{}.{}".format(*machine.capability) if machine.capability else "none"
-            why.append(f"it needs compute capability >= {need}, {machine.name} has {have}")
+            elif least and version(found) and version(found) < version(least):
+                why.append(f"package '{package}' must be >= {least}, this is {found}")
+        if self.hub_kernels and not spec.hub_kernels:
+            why.append("it may not download a kernel (--attention_hub_kernels=True)")
+        low, high = self.min_capability, self.max_capability
+        if low and high and not low <= (machine.capability or (0, 0)) <= high:
+            need = dotted(low) + (f" to {dotted(high)}" if high != low else "")
+            why.append(
+                f"it needs compute capability {need}, {machine.name} has "
+                f"{dotted(machine.capability)}"
+            )
+        elif low and (machine.capability or (0, 0)) < low:
+            why.append(
+                f"it needs compute capability >= {dotted(low)}, {machine.name} has "
+                f"{dotted(machine.capability)}"
+            )
         if spec.dtype not in self.dtypes:
             takes = " and ".join(self.dtypes)
             why.append(f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
@@ -211,8 +256,16 @@ class Caps:
             why.append(f"dropout must be a multiple of {self.dropout_step:g}, not {spec.dropout:g}")
         if spec.grad and not self.grad:
             why.append("it has no backward pass")
-        if spec.cache not in self.caches:
+        if spec.deterministic and not self.deterministic:
+            why.append("its backward pass adds up in no fixed order (--attention_deterministic)")
+        if spec.cache not in self.caches and spec.cache == "none":
+            why.append(f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)")
+        elif spec.cache not in self.caches:
             why.append(f"it has no '{spec.cache}' cache")
+        elif spec.page_size and spec.page_size % self.page_multiple:
+            why.append(
+                f"page_size must be a multiple of {self.page_multiple}, not {spec.page_size}"
+            )
         return why
 
 
@@ -222,7 +275,8 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 whose last Tq positions are the
-    queries', and gives out ``(B, Tq, H, D)`` in q's dtype.
+    queries', and gives out ``(B, Tq, H, D)`` in q's dtype. With a cache (cache.py) k and v are
+    this call's own ``(B, Tq, Hkv, D)``: they are stored, and q sees all that was stored.
     """
 
     name: str
@@ -232,6 +286,7 @@ class Backend:
     fallback: str | None  # the next name to try
     aliases: tuple[str, ...] = ()
     install: str | None = None  # the command that would get it
+    fullgraph: bool = True  # does torch.compile take the call into the model's graph?
 
     def why_not(self, spec: Spec, machine: Machine) -> list[str]:
         """Every reason why this cannot do `spec` on `machine`; empty means that it can.

@@ -247,4 +247,5 @@ BACKEND = Backend(
     attend=attend,
     caps=(Caps(),),
     fallback="manual",
+    fullgraph=False,
 )

@@ -156,7 +156,7 @@ def test_a_cache_that_nobody_has_is_an_error_that_lists_all(name) -> None:
 
 
 def test_all_reasons_are_listed_at_once() -> None:
-    asked = Spec(4, 4, 320, "float32", window=9, segments=True, cache="paged")
+    asked = Spec(4, 4, 320, "float32", window=9, segments=True, cache="paged", page_size=16)
     with pytest.raises(BackendUnavailable) as e:
         resolve("sdpa_flash", asked, TITAN, fallback=False)
     assert str(e.value) == (
@@ -179,7 +179,7 @@ def test_names_and_aliases() -> None:
     assert all(name in str(e.value) for name in ("auto", "eager", *BACKENDS))
     with pytest.raises(ValueError) as e:
         get("xyzzy")
-    assert "did you mean" not in str(e.value) and "known: auto, manual" in str(e.value)
+    assert "did you mean" not in str(e.value) and "known: auto, fastest, manual" in str(e.value)
 
 
 def test_every_backend_leads_to_manual() -> None:
@@ -202,6 +202,10 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
     "min_capability": (
         {"min_capability": (9, 0)}, {"min_capability": (10, 0)}, ANY,
         ">= 10.0, NVIDIA H100 80GB HBM3 has 9.0"),
+    "max_capability": (
+        {"min_capability": (8, 0), "max_capability": (9, 0)},
+        {"min_capability": (8, 0), "max_capability": (8, 9)}, ANY,
+        "8.0 to 8.9, NVIDIA H100 80GB HBM3 has 9.0"),
     "min_torch": ({"min_torch": "2.13"}, {"min_torch": "2.14"}, ANY, ">= 2.14, this is 2.13.0"),
     "head_dim_max": ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY, "up to 63, not 64"),
     "head_dim_multiple": (
@@ -216,6 +220,13 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
     "caches": (
         {"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static"),
         "no 'static' cache"),
+    "deterministic": (
+        {}, {"deterministic": False}, replace(ANY, deterministic=True), "no fixed order"),
+    "page_multiple": (
+        {"caches": ("paged",), "page_multiple": 16}, {"caches": ("paged",), "page_multiple": 256},
+        replace(ANY, cache="paged", page_size=128), "a multiple of 256, not 128"),
+    "hub_kernels": ({}, {"hub_kernels": True}, ANY, "(--attention_hub_kernels=True)"),
+    "interpreted": ({}, {"interpreted": True}, ANY, "(TRITON_INTERPRET=1)"),
     "packages": ({"packages": ("there",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
 }  # fmt: skip
 
