@@ -250,7 +250,7 @@ class GPT(nn.Module):
         T = idx.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
-        chosen, spec = self.attention(segments is not None)
+        chosen, spec = self.attention(segments is not None, (idx.shape[0], T))
         attend = chosen.backend.attend
         pos = torch.arange(T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
@@ -266,10 +266,16 @@ class GPT(nn.Module):
         """(..., C) -> (..., V) logits."""
         return F.linear(x, self.transformer.wte.weight)
 
-    def attention(self, segments: bool = False) -> tuple[Resolution, Spec]:
+    def attention(
+        self, segments: bool = False, shape: tuple[int, int] | None = None
+    ) -> tuple[Resolution, Spec]:
         """The backend for this phase, device and dtype: resolved when first asked for, and kept.
 
         Call it once before torch.compile, which cannot trace the probe.
+
+        Args:
+            segments: whether there will be any.
+            shape: batch size and tokens of a sequence; None: one sequence of block_size tokens.
         """
         weight = self.transformer.wte.weight
         device = weight.device
@@ -277,11 +283,11 @@ class GPT(nn.Module):
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         key = (str(device), dtype, self.training, torch.is_grad_enabled(), segments, self.compiled)
         if key not in self._resolved:
-            self._resolve(key)
+            self._resolve(key, shape or (1, self.config.block_size))
         return self._resolved[key]
 
     @torch.compiler.disable
-    def _resolve(self, key: tuple[Any, ...]) -> None:
+    def _resolve(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
         device, dtype, training, grad, segments, compiled = key
         config = self.config
         spec = config.spec(
@@ -297,6 +303,7 @@ class GPT(nn.Module):
             device,
             config.attention_fallback,
             allow_mps_sdpa=config.allow_mps_sdpa,
+            shape=shape,
         )
         known = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
         other = known and (chosen.backend.name, chosen.kernels) not in known

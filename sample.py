@@ -33,6 +33,7 @@ class SampleConfig:
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
+    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
     start: str = "\n"  # the prompt, or FILE:prompt.txt; may be given several times
@@ -64,6 +65,7 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     changes = {
         "attention_backend": config.attention_backend,
         "attention_fallback": config.attention_fallback,
+        "attention_hub_kernels": config.attention_hub_kernels,
         "allow_mps_sdpa": config.allow_mps_sdpa,
         "gradient_checkpointing": False,
     }

@@ -87,6 +87,9 @@ class TrainConfig:
     attention_backend: str = "auto"  # a name from python -m attention
     attention_window: int | None = None  # keys that a query sees, itself included; none: all
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
+    attention_deterministic: bool = False  # its backward gives the same bits each time
+    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
+    sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
     max_iters: int = 600000  # steps in all
@@ -197,6 +200,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
     if source == "resume":
         source = str(checkpoint.latest(config.out_dir))
     runtime = ["dropout", "gradient_checkpointing", "attention_backend", "attention_fallback",
+               "attention_deterministic", "attention_hub_kernels", "sdpa_flash_impl",
                "allow_mps_sdpa"]  # fmt: skip
     if "attention_window" in loaded.origins:  # else the one that the weights were trained with
         runtime.append("attention_window")
@@ -308,9 +312,10 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     no_compile = why_not_compile(config.compile, device)
     model.compiled = no_compile is None
     with autocast:
-        chosen, _ = model.attention()
+        shape = (config.batch_size, T)
+        chosen, _ = model.attention(shape=shape)
         with torch.no_grad():
-            model.eval().attention()
+            model.eval().attention(shape=shape)
         model.train()
     no_onednn = why_not_onednn(config.onednn, device, dtype)
     model.use_onednn(no_onednn is None)

@@ -104,8 +104,13 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
 
 
 def select(name: str, spec: Spec, device: str | torch.device, fallback: bool = True, *,
-           allow_mps_sdpa: bool = False) -> Resolution:  # fmt: skip
+           allow_mps_sdpa: bool = False,
+           shape: tuple[int, int] | None = None) -> Resolution:  # fmt: skip
     """Resolve `name` on this machine, and go on until a backend proves itself in the probe.
+
+    Args:
+        shape: batch size and tokens of a sequence, where they are known: PyTorch's math kernel is
+            warned about where it would hold more than 1 GB of scores.
 
     Raises:
         ValueError, BackendUnavailable: as resolve() does.
@@ -118,8 +123,27 @@ def select(name: str, spec: Spec, device: str | torch.device, fallback: bool = T
         )
         tried = probe(chosen.backend, spec, device)
         if not tried.why:
-            return replace(chosen, kernels=tried.kernels)
+            note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
+            return replace(chosen, kernels=tried.kernels, note=note)
         failed[chosen.backend.name] = tried.why
+
+
+def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
+    """A warning where PyTorch's math kernel would hold more than 1 GB of scores; else empty.
+
+    It keeps the scores and their softmax, (B, H, T, T) each, in float32 at the least.
+    """
+    B, T = shape or (0, 0)
+    number = 8 if spec.dtype == "float64" else 4
+    size = 2 * number * B * spec.n_head * T * T
+    if size <= 1e9:
+        return ""
+    return (
+        f"{backend.name} runs PyTorch's math kernel here, which holds every score: "
+        f"{size / 1e9:.1f} GB in each layer at batch size {B} and {T:,} tokens.\n"
+        "What the fused kernels refuse, python -m attention tells; --attention_backend=tiled needs "
+        "no such memory."
+    )
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:

@@ -6,8 +6,8 @@ For every query i of head h, over the keys j that it may see (see :func:`visible
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
-multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A segment is one run
-of neighbouring positions, as packed documents and padding are.
+multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A
+segment is one run of neighbouring positions, as packed documents and padding are.
 
 This file imports no torch: any machine's decision can be computed, and tested, on any other.
 """
@@ -310,9 +310,13 @@ class Resolution:
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # what ran in the probe, by the profiler; empty: not probed
+    note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:
-        """One text for each refused name: every reason, what would mend it, what is tried next."""
+        """One text for each refused name: every reason, what would mend it, what is tried next.
+
+        Then the note, if there is one.
+        """
         names = [*self.rejected, self.backend.name]
         lines = []
         for name, after in pairwise(names):
@@ -320,7 +324,7 @@ class Resolution:
             asked = "requested but " if named else "refused: "
             why = "; ".join(self.rejected[name])
             lines.append(f"{name} {asked}{why}.\nFalling back to '{after}'.")
-        return lines
+        return lines + [self.note] * bool(self.note)
 
     def info(self) -> str:
         """The one line that says what will run."""

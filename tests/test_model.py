@@ -566,6 +566,66 @@ def test_one_batch_overfits() -> None:
     assert float(loss.detach()) < 0.05
 
 
+def loss_curve(name: str, dtype: torch.dtype, steps: int = 20) -> Tensor:
+    """The losses of `steps` steps of AdamW on batches that are always the same, float64."""
+    torch.manual_seed(3)
+    model = GPT(replace(TINY, n_kv_head=2, attention_window=9, attention_backend=name,
+                        attention_fallback=False)).to(dtype)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        loss = model(tokens(4, seed=step % 5), tokens(4, seed=step % 5 + 50))[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().double())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", [n for n in names_here() if n != "manual"])
+def test_twenty_steps_of_training_give_manuals_loss_curve(name) -> None:
+    """The yardstick is manual's own error in float32; a kernel that is wrong is far beyond it."""
+    truth, plain = loss_curve("manual", torch.float64), loss_curve("manual", torch.float32)
+    assert truth[-1] < truth[0] - 0.3
+    eps = torch.finfo(torch.float32).eps
+    allowed = 3 * (plain - truth).abs().max() + 20 * eps * truth.abs().max()  # each step rounds
+    got = loss_curve(name, torch.float32)
+    assert (got - truth).abs().max() <= allowed, ((got - truth).abs().max(), allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_on_cuda_twenty_steps_of_training_give_manuals_loss_curve(name) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    there = Machine.here("cuda", packages())
+    config = replace(TINY, n_embd=128, n_head=2, attention_window=9)
+    spec = config.spec("bfloat16")
+    if BACKENDS[name].why_not(spec, there):
+        pytest.skip(f"{name}: {'; '.join(BACKENDS[name].why_not(spec, there))}")
+
+    def curve(backend: str, dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(3)
+        model = GPT(replace(config, attention_backend=backend, attention_fallback=False)).cuda()
+        model = model.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses = []
+        for step in range(20):
+            idx, targets = (tokens(4, seed=step % 5 + more).cuda() for more in (0, 50))
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = model(idx, targets)[1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().double().cpu())
+        return torch.stack(losses)
+
+    truth, plain = curve("manual", torch.float64), curve("manual", torch.bfloat16)
+    eps = torch.finfo(torch.bfloat16).eps
+    allowed = 3 * (plain - truth).abs().max() + eps * truth.abs().max()
+    assert (curve(name, torch.bfloat16) - truth).abs().max() <= allowed
+
+
 # --- dropout, recomputation ---
 
 
@@ -733,6 +793,32 @@ def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fres
         assert p.grad is not None
         scale = float(want[1][n].abs().max())
         torch.testing.assert_close(p.grad, want[1][n], rtol=0, atol=tolerance * scale, msg=n)
+
+
+@pytest.mark.parametrize("name", names_here())
+def test_graph_breaks_are_as_each_backend_says(name, fresh_compiler) -> None:
+    """Backend.fullgraph is a claim; this counts. Inference too, where other kernels may run."""
+    for training in (True, False):
+        model = build(attention_backend=name).train(training)
+        model.compiled = True
+        with torch.set_grad_enabled(training):
+            model.attention()
+            torch._dynamo.reset()
+            found = torch._dynamo.explain(model)(tokens(), tokens(seed=1))
+        assert (found.graph_break_count == 0) == BACKENDS[name].fullgraph, found.break_reasons
+
+
+# --- a warning before memory runs out ---
+
+
+def test_the_math_kernel_is_warned_about_where_it_holds_more_than_1_gb() -> None:
+    """On the CPU dropout leaves PyTorch nothing but its math kernel: 8 B H T T bytes a layer."""
+    slow = replace(TINY, dropout=0.1, attention_backend="sdpa", block_size=640)
+    assert GPT(slow).attention(shape=(70, 640))[0].note == ""  # 0.92 GB
+    chosen, _ = GPT(slow).attention(shape=(80, 640))
+    assert "1.0 GB in each layer at batch size 80 and 640 tokens" in str(chosen)
+    fused = replace(slow, dropout=0.0)
+    assert GPT(fused).attention(shape=(1000, 640))[0].note == ""
 
 
 # --- generation ---
