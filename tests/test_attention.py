@@ -190,6 +190,32 @@ def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) ->
     oracle.check(oracle.Result(out), plain, truth, getattr(torch, dtype))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> None:
+    """Padding is a segment of its own: each row is held against the truth of its real part."""
+    machine = _need(device, name)
+    pads, T = (0, 5, 20), 24
+    for dtype, Tq, window in itertools.product(DTYPES, (T, 3, 1), (None, 6)):
+        spec = Spec(4, 2, 32, dtype, window=window, segments=True, grad=False)
+        if BACKENDS[name].why_not(spec, machine):
+            _assert_refused(name, spec, machine)
+            continue
+        draw = torch.Generator().manual_seed(11)
+        q, k, v = (torch.randn(len(pads), T, h, 32, generator=draw).to(getattr(torch, dtype))
+                   for h in (4, 2, 2))  # fmt: skip
+        seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads])
+        on = [t.to(device) for t in (q[:, T - Tq :], k, v, seg)]
+        with torch.no_grad():
+            out = BACKENDS[name].attend(*on[:3], spec, segments=on[3]).cpu()
+        for b, pad in enumerate(pads):
+            row = q[b : b + 1, max(pad, T - Tq) :], k[b : b + 1, pad:], v[b : b + 1, pad:]
+            truth = oracle.attention(*row, row[0], window=window)
+            plain = oracle.plain(*(t.to(device) for t in row), row[0].to(device), window=window)
+            got = oracle.Result(out[b : b + 1, -row[0].shape[1] :])
+            oracle.check(got, plain, truth, getattr(torch, dtype))
+
+
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
     """Without this, a backend whose caps refuse everything would pass the matrix."""

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from attention import BACKENDS, Backend, BackendUnavailable, Caps, Machine, Spec, get, resolve
+from attention import (
+    BACKENDS,
+    Backend,
+    BackendUnavailable,
+    Caps,
+    Machine,
+    Spec,
+    get,
+    packages,
+    resolve,
+)
 from attention.resolve import MPS_GUARD
 
 TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
@@ -102,6 +112,102 @@ def test_torch_before_sdpa() -> None:
     assert why("sdpa_cudnn", BF16, replace(H100, torch="2.4.1")) == [
         "it needs torch >= 2.5, this is 2.4.1"
     ]
+
+
+# --- with every package installed ---
+
+
+def full(machine: Machine, **changes: Any) -> Machine:
+    return replace(machine, packages=dict.fromkeys(packages(), "99.0"), **changes)
+
+
+RTX3050 = Machine("cuda", "NVIDIA GeForce RTX 3050", (8, 6), "2.13.0", "12.8")
+A100 = Machine("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), "2.13.0", "12.8")
+FLASH = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
+
+
+@pytest.mark.parametrize("machine, run, auto", [
+    (TITAN, (), "sdpa"),
+    (A100, ("flash_attn_2",), "flash_attn_2"),
+    (RTX3050, ("flash_attn_2",), "flash_attn_2"),
+    (RTX4090, ("flash_attn_2",), "flash_attn_2"),
+    (H100, FLASH, "flash_attn_4"),
+    (B200, ("flash_attn_2", "flash_attn_4"), "flash_attn_4"),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_which_flash_attention_runs_where(machine, run, auto) -> None:
+    spec = FP16 if machine is TITAN else BF16
+    for name in FLASH:
+        reasons = why(name, spec, full(machine))
+        if name in run:
+            assert reasons == []
+            assert runs(name, spec, full(machine), fallback=False) == name
+        else:
+            assert len(reasons) == 1 and "compute capability" in reasons[0], reasons
+            assert reasons[0].endswith("{} has {}.{}".format(machine.name, *machine.capability))
+    assert runs("auto", spec, full(machine), fallback=False) == auto
+    assert resolve("auto", spec, full(machine)).rejected == {}
+    assert runs("auto", spec, machine) == "sdpa"  # nothing installed
+
+
+def test_titan_rtx_takes_half_precision_as_fp16() -> None:
+    there = full(TITAN)
+    assert runs("flash_attn_2", FP16, there) == "sdpa"
+    assert runs("triton", FP16, there, fallback=False) == "triton"
+    assert "not bfloat16" in " ".join(why("triton", BF16, there))
+    assert runs("flex", FP16, there, fallback=False) == "flex"
+    assert runs("sdpa", FP16, there, fallback=False) == "sdpa"
+
+
+def test_what_the_later_generations_do_not_have() -> None:
+    there = full(H100)
+    assert why("flash_attn_3", replace(BF16, dropout=0.1), there) == [
+        "it has no dropout, and 0.1 is asked (--dropout=0)"]  # fmt: skip
+    assert runs("flash_attn_3", replace(BF16, dropout=0.1), there) == "flash_attn_2"
+    assert runs("flash_attn_4", replace(BF16, dropout=0.1), there) == "flash_attn_2"
+    assert runs("auto", replace(BF16, dropout=0.1), there) == "flash_attn_2"
+    for name in FLASH:
+        assert "it takes float16 and bfloat16, not float32" in why(name, FP32, there)[0]
+        assert "head_dim up to" in why(name, replace(BF16, head_dim=320), there)[0]
+        assert runs(name, FP32, there) == runs(name, replace(BF16, head_dim=320), there) == "sdpa"
+    assert runs("auto", FP32, there) == "sdpa"
+    assert runs("triton", replace(BF16, head_dim=320), there) == "sdpa"
+
+
+@pytest.mark.parametrize("name", [*FLASH, "triton", "sdpa_cudnn", "sdpa_efficient"])
+def test_on_apples_metal_every_cuda_kernel_ends_at_manual(name) -> None:
+    assert runs(name, FP32, full(APPLE)) == "manual"
+    assert MPS_GUARD in resolve(name, FP32, full(APPLE)).rejected["sdpa"]
+    assert runs(name, FP32, full(APPLE), allow_mps_sdpa=True) == "sdpa"
+
+
+def test_versions_of_torch() -> None:
+    old = full(H100, torch="2.4.1")
+    assert "it needs torch >= 2.5, this is 2.4.1" in why("flex", BF16, old)
+    assert runs("flex", BF16, old) == "sdpa"
+    assert runs("auto", FP32, full(OLD)) == runs("flex", FP32, full(OLD)) == "manual"
+
+
+def test_a_package_that_does_not_import_is_refused_in_its_own_words() -> None:
+    text = "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"
+    there = replace(A100, packages={"flash_attn": text})
+    assert any(text in reason for reason in why("flash_attn_2", BF16, there))
+    assert runs("flash_attn_2", BF16, there) == runs("auto", BF16, there) == "sdpa"
+
+
+def test_paged_needs_its_cache_and_a_cache_needs_one_that_reads_it() -> None:
+    asked = replace(BF16, cache="paged", page_size=16, grad=False)
+    for machine in (CPU, APPLE, TITAN, H100):
+        assert runs("paged", asked, full(machine), fallback=False) == "paged"
+    assert runs("paged", BF16, full(H100)) == "sdpa"  # training
+    assert runs("paged_attention", FP32, full(CPU)) == "sdpa"
+
+
+def test_deterministic_is_honoured_or_refused() -> None:
+    asked = replace(BF16, deterministic=True)
+    assert "no fixed order" in why("sdpa", asked, full(H100))[0]
+    assert runs("sdpa", asked, full(H100)) == "manual"
+    for name in ("triton", "flash_attn_2", "flash_attn_3", "manual"):
+        assert runs(name, asked, full(H100), fallback=False) == name
 
 
 # --- one limit each ---
