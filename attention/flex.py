@@ -1,0 +1,194 @@
+"""flex: PyTorch's flex_attention, whose mask is Python, traced and compiled into the kernel.
+
+The kernel is a template: FlashAttention's loops (see tiled.py) with a gap where the mask belongs.
+torch.compile traces mask_mod(b, h, i, j), which is visible() here and nothing else, and writes it
+into the gap. A BlockMask lists beforehand what to do with each tile of 128 x 128 scores:
+
+              K_0 K_1 K_2 K_3     partial   full
+        Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
+        Q_1 [  x   /   .   .  ]   1         0         x  full: no mask at all
+        Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: never read
+        Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
+
+Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 numbers.
+FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the tiles in no list.
+        Backward is seven products where FlashAttention has five: one pass for dQ and one for dK and
+        dV both compute S and dP again. So no two blocks add to one number: the bits repeat.
+Layout  (B, H, T, D) to PyTorch; these are transposed views.
+Compile Uncompiled, flex_attention holds all scores, so it never runs so. In a compiled model it is
+        traced into the model's graph, with the lists, which cost little, made anew for each layer.
+        Else it is compiled here, and the lists are kept. Lengths are symbols then and the mask's
+        own numbers are tensors, since a Python number is compiled in: a new length costs nothing.
+Refuses dropout, float64, and gradients on the CPU and on Apple's Metal (torch/_inductor/kernel/flex
+        of PyTorch 2.13). More the probe finds out: CUDA takes a head_dim from 16, torch before 2.7
+        only powers of two; a CPU must be x86 with AVX2.
+Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
+        Kernels" (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attention.spec import Backend, Caps, Spec, visible
+
+TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
+THREE = ("float16", "bfloat16", "float32")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+    """Attention by torch.nn.attention.flex_attention, compiled.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        segments: (B, Tk) int32; the queries are the last Tq positions.
+
+    Returns:
+        (B, Tq, H, D) in q's dtype.
+    """
+    assert cache is None, "flex has no cache"
+    Tq, Tk = q.shape[1], k.shape[1]
+    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros
+        out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments)
+        return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
+
+    if torch.compiler.is_compiling():
+        call, make = flex, block_mask
+    else:
+        kind = (q.shape[0] == 1, Tq == 1, Tq <= TILE, Tk <= TILE)
+        size = None if segments is None else room(segments)
+        call, make = compiled(replace(spec, window=None), kind, size), kept_block_mask
+    mask = make(Tq, Tk, spec.window, segments, q.device)
+    q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return call(q_BHTD, k_BHTD, v_BHTD, mask).transpose(1, 2)
+
+
+def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any) -> Tensor:
+    """What is compiled: flex_attention."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
+    return flex_attention(q_BHTD, k_BHTD, v_BHTD, block_mask=mask, enable_gqa=grouped)
+
+
+@lru_cache(maxsize=4096)
+def compiled(spec: Spec, kind: tuple[bool, ...],
+             size: tuple[int, int] | None) -> Callable[..., Tensor]:  # fmt: skip
+    """flex(), compiled for one Spec, whatever its window, and one kind of shape.
+
+    torch.compile makes at most 8 versions of one piece of code, and then refuses. So each Spec gets
+    a copy of flex(), and so does what makes a version of its own in any case: one sequence, query
+    or tile, which it takes for constants, and the size that segments are padded to.
+    """
+    name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
+    own = FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)
+    # Training keeps to one length, which is best compiled in: a kernel for a multiple of 128 tests
+    # no bounds. Only a second length makes it a symbol. Evaluation and sampling have many.
+    return torch.compile(own, fullgraph=True, dynamic=None if spec.grad else True)
+
+
+def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+               device: torch.device) -> Any:  # fmt: skip
+    """The BlockMask of visible() for Tq <= Tk: which tiles are full, and which partial.
+
+    Read off the corners of the tiles: there never is a mask of Tq x Tk. A segment is one run of
+    positions, so a tile's first and last tell what lies between. A tile may be called partial
+    in which nothing is visible.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def ends(T: int) -> tuple[Tensor, Tensor]:
+        first = torch.arange(0, T, TILE, device=device)
+        return first, (first + TILE).clamp(max=T) - 1
+
+    # visible() here knows j - i alone: a tile is seen at all where that comes nearest to the
+    # diagonal, and wholly where it is so at either extreme.
+    offset = Tk - Tq
+    (top, bottom), (left, right) = ends(Tq), ends(Tk)
+    least, most = left - bottom[:, None], right - top[:, None]  # (tiles, tiles) each
+    some = visible(0, torch.minimum(most, least.clamp(min=offset)), offset, window)[None]
+    every = (visible(0, least, offset, window) & visible(0, most, offset, window))[None]
+    if segments is not None:
+        begins = segments[:, 1:Tk] != segments[:, : Tk - 1]
+        run = F.pad(begins.cumsum(dim=1), (1, 0))  # (B, Tk), segments counted from the left
+        q_from, q_to = run[:, top + offset, None], run[:, bottom + offset, None]
+        k_from, k_to = run[:, None, left], run[:, None, right]
+        some = some & (q_from <= k_to) & (k_from <= q_to)
+        every = every & (q_from == k_to) & (k_from == q_to)
+
+    shift: Any = offset
+    width: Any = window
+    if not torch.compiler.is_compiling():
+        shift, width = (torch.full((), n, device=device) for n in (offset, window or Tk))
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if segments is None:
+            return visible(i, j, shift, width)
+        return visible(i, j, shift, width, segments[b, i + shift], segments[b, j])
+
+    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = tiles[:, None].int()  # (1 or B, 1, tiles, tiles)
+        order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
+        return tiles.sum(dim=-1, dtype=torch.int32), order.int()
+
+    mask = BlockMask.from_kv_blocks(
+        *listed(some & ~every), *listed(every), BLOCK_SIZE=TILE, mask_mod=mask_mod
+    )
+    mask.seq_lengths = (Tq, Tk)  # not an argument in torch 2.5
+    return mask
+
+
+_by_shape = lru_cache(maxsize=16)(block_mask)
+_by_segments = WeakTensorKeyDictionary()  # an entry dies with its tensor
+
+
+@torch.inference_mode(False)  # what is made in inference mode is of no use in training
+def kept_block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+                    device: torch.device) -> Any:  # fmt: skip
+    """block_mask(), made once for a shape, and once for all layers that are given `segments`."""
+    if segments is None:
+        return _by_shape(Tq, Tk, window, None, device)
+    inference = segments.is_inference()  # then nothing tells whether it has changed
+    state = None if inference else (segments._version, Tq, window)
+    known = _by_segments.get(segments)
+    if inference or known is None or known[0] != state:
+        # A copy: an entry that held on to its own key would never die.
+        copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
+        torch._dynamo.mark_static(copy)
+        known = _by_segments[segments] = state, block_mask(Tq, Tk, window, copy, device)
+    return known[1]
+
+
+def room(segments: Tensor) -> tuple[int, int]:
+    """(B, the least 128 * 2^n >= Tk): what segments are padded to outside of a model's graph.
+
+    Their size must be compiled in, and so it should seldom change: where it is a symbol, PyTorch
+    2.13 may write C++ that does not compile, and its kernel for Apple's Metal takes none.
+    """
+    B, Tk = segments.shape
+    return B, TILE << ((Tk - 1) // TILE).bit_length()
+
+
+BACKEND = Backend(
+    name="flex",
+    title="PyTorch flex_attention, compiled",
+    attend=attend,
+    caps=(
+        Caps(("cuda",), THREE, min_capability=(8, 0), min_torch="2.5", dropout=False),
+        Caps(("cuda",), THREE[::2], min_capability=(7, 0), min_torch="2.5", dropout=False),
+        Caps(("cpu",), THREE, min_torch="2.6", dropout=False, grad=False),
+        Caps(("mps",), THREE, min_torch="2.13", dropout=False, grad=False),
+    ),
+    fallback="sdpa",
+    aliases=("flex_attention",),
+)
