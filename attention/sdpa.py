@@ -19,12 +19,16 @@ Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk,
 Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
         cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). What they do not know, an older
         release's limits say, the probe finds out.
+
+From torch 2.12 on the kernel behind its flash can be swapped for FlashAttention-3's or -4's: see
+use_flash_impl(). They have no dropout; the report then names them, "flash (FA3)".
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +36,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from attention.spec import Backend, Caps, Spec, visible
+from attention.spec import Backend, BackendUnavailable, Caps, Spec, visible
 
 HALF = ("float16", "bfloat16")
+CACHES = ("none", "dynamic", "static")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: None = None, kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+           cache: Any = None, kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
     """Attention by F.scaled_dot_product_attention.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         segments: (B, Tk) int32; the queries are the last Tq positions.
+        cache: a StaticView, which then holds the keys and values; or None.
         kernel: the one kernel that may run; None leaves the choice to PyTorch.
 
     Returns:
@@ -52,7 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Raises:
         RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words).
     """
-    assert cache is None, "sdpa has no cache"
+    if cache is not None:
+        k, v = cache.append(k, v)
     Tq, Tk = q.shape[1], k.shape[1]
     if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
         out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, kernel=kernel)
@@ -61,7 +68,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     window = None if spec.window is None or spec.window >= Tk else spec.window
     attn_mask: Tensor | None = None
     is_causal = False
-    if window is None and segments is None:
+    if cache is not None:
+        attn_mask = cache.seen(Tq, spec.window)
+    elif window is None and segments is None:
         if Tq == Tk:
             is_causal = True
         elif Tq > 1:
@@ -99,6 +108,54 @@ def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
     return visible(i, j, Tk - Tq, window, segments[:, -Tq:, None], segments[:, None, :])[:, None]
 
 
+# Capabilities (major) that each is made for: _fa3.py and _fa4.py of torch/nn/attention in 2.13.
+FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}
+
+
+def flash_impl() -> str:
+    """Whose kernel PyTorch's flash is on CUDA now: its own "FA2", or "FA3" or "FA4"."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (current and current()) or "FA2"
+
+
+def use_flash_impl(impl: str) -> None:
+    """Make PyTorch's flash kernel on CUDA, for the whole process, the one of that generation.
+
+    Args:
+        impl: "FA2" is PyTorch's own; "FA3" and "FA4" are those of packages that must be installed.
+
+    Raises:
+        BackendUnavailable: no such name, torch before 2.12, no CUDA device or one that the kernel
+            is not made for: nothing has changed. Or the package does not load: PyTorch's own is
+            back.
+    """
+    if impl not in FLASH_IMPLS:
+        raise BackendUnavailable(
+            f"the flash kernel must be one of {', '.join(FLASH_IMPLS)}, got {impl!r}"
+        )
+    if impl == flash_impl():
+        return
+    if impl == "FA2":
+        torch.nn.attention.restore_flash_attention_impl()
+        return
+    why = f"PyTorch's flash kernel cannot be {impl} here: "
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        raise BackendUnavailable(f"{why}that needs torch >= 2.12, this is {torch.__version__}")
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(f"{why}there is no CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    if major not in FLASH_IMPLS[impl]:
+        made_for = " and ".join(f"{m}.x" for m in FLASH_IMPLS[impl])
+        raise BackendUnavailable(
+            f"{why}it is made for compute capability {made_for}, "
+            f"{torch.cuda.get_device_name()} has {major}.{minor}"
+        )
+    try:
+        torch.nn.attention.activate_flash_attention_impl(impl)
+    except Exception as e:  # whatever the import of its package raises
+        raise BackendUnavailable(f"{why}its package does not load ({type(e).__name__}: {e})") from e
+
+
 def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
@@ -108,8 +165,8 @@ BACKEND = Backend(
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
     caps=(
-        Caps(("cuda",), min_torch="2.0", deterministic=False),
-        Caps(("cpu", "mps"), min_torch="2.0"),
+        Caps(("cuda",), min_torch="2.0", deterministic=False, caches=CACHES),
+        Caps(("cpu", "mps"), min_torch="2.0", caches=CACHES),
     ),
     fallback="manual",
 )
@@ -126,7 +183,7 @@ FLASH = _pinned(
         window=False,
         segments=False,
         deterministic=False,
-    ),  # fmt: skip
+    ),
     Caps(("cpu",), min_torch="2.3", dropout=False),
 )
 EFFICIENT = _pinned(
@@ -171,7 +228,7 @@ CUDNN = _pinned(
         head_dim_multiple=8,
         dropout_step=1 / 16,
         deterministic=False,
-    ),  # fmt: skip
+    ),
 )
 MATH = _pinned(
     "sdpa_math",

@@ -1,0 +1,340 @@
+"""flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
+
+All compute tiled.py's algorithm, never the whole matrix of scores; each was written for the GPUs of
+its day, and each is a package of its own with its own signature:
+
+    flash_attn_2  import flash_attn (>= 2.6)   Ampere and later   Dao 2023, arXiv 2307.08691
+    flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
+    flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
+
+Memory  O(T): the output, and for the backward the log-sum-exp of each row. FLOPs as in sdpa.py.
+Layout  (B, T, H, D), which is ours: nothing is transposed. With segments all sequences lie end to
+        end, (total, H, D), and cu_seqlens holds where each begins: a (B, T) batch is that already.
+Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A window of W keys is
+        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. A run of one segment is a
+        sequence to the `varlen` functions: no mask, and no work on what another segment hides.
+        The runs are found once for a tensor of segments, not once a layer, and that waits for the
+        device: how many runs there are decides a shape.
+Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function;
+        cache.py writes them.
+Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
+        does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
+        shapes are data: there each call is a graph break. Segments would take one graph only with
+        room for B * T runs, and each costs blocks of threads that find nothing to do and, in the
+        backward, a tile of float32 memory.
+Hub     To build 2 or 3 takes long. With attention_hub_kernels a prebuilt one is downloaded by the
+        package `kernels` instead, and run: a fixed commit, only where that is asked for. 4 is a
+        pure Python wheel, so there is nothing to save.
+Refuses what the rows of Caps below say, float32 above all; only 2 has dropout. The rows are read
+        from the packages' sources: what they do not know, the probe finds out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attention.cache import PagedView, StaticView
+from attention.spec import Backend, Caps, Spec
+
+HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One generation: where it is, and what its functions call things."""
+
+    module: str  # import name
+    unbounded: int | None  # the side of a window that has no end
+    dropout: bool = False  # do its functions take dropout_p?
+    kvcache: str | None = None  # what flash_attn_with_kvcache, if it has one, calls the page table
+    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt one
+
+
+# The commits are those that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward
+# of grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
+# 2.9. They were not run here.
+FA2 = Package(
+    "flash_attn",
+    unbounded=-1,
+    dropout=True,
+    kvcache="block_table",
+    hub=("kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"),
+)
+FA3 = Package(
+    "flash_attn_interface",
+    unbounded=-1,
+    kvcache="page_table",
+    hub=("kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"),
+)
+FA4 = Package("flash_attn.cute", unbounded=None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: PagedView | StaticView | None = None, package: Package) -> Tensor:  # fmt: skip
+    """Attention by one of the flash-attn packages.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all float16 or all bfloat16.
+        segments: (B, Tk) int32; the queries are the last Tq positions.
+        cache: where to store k and v, and what q then reads; Tk is Tq.
+
+    Returns:
+        (B, Tq, H, D) in q's dtype.
+
+    Raises:
+        Exception: the package cannot be loaded, or cannot run these inputs (its own words).
+    """
+    Tq, Tk = q.shape[1], k.shape[1]
+    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
+        out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, package=package)
+        return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
+
+    flash = _load(package, spec.hub_kernels)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    window = (package.unbounded, package.unbounded)
+    if spec.window is not None and (spec.window < Tk or cache is not None):
+        window = (spec.window - 1, 0)
+    asked: dict[str, Any] = {"causal": True, "window_size": window}
+    if cache is not None:
+        assert segments is None, "these caches have no segments"
+        return _from_cache(flash, q, k, v, cache, package, asked)
+    asked["deterministic"] = spec.deterministic
+    if package.dropout:
+        asked["dropout_p"] = spec.dropout
+    if segments is not None:
+        return _varlen(flash, q, k, v, segments, asked)
+    return _tensor(flash.flash_attn_func(q, k, v, **asked))
+
+
+@torch.compiler.disable
+def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
+            asked: dict[str, Any]) -> Tensor:  # fmt: skip
+    """Each run of one segment as a sequence of its own."""
+    found = runs(segments, q.shape[1])
+    q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
+    if found.keys is not None:
+        k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
+    out = flash.flash_attn_varlen_func(
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q=found.cu_q,
+        cu_seqlens_k=found.cu_k,
+        max_seqlen_q=found.max_q,
+        max_seqlen_k=found.max_k,
+        **asked,
+    )
+    return _tensor(out).unflatten(0, q.shape[:2])
+
+
+def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
+                package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
+    """Store k and v in the cache; q sees all that its sequence has stored."""
+    # Query i stands at start + i, and queries are aligned with the end: so the end is start + Tq,
+    # even where a row has fewer real tokens. That may lie past the last place of the row, and a
+    # kernel reads on: there it finds the null page, or zeros, which only padding sees.
+    Tq = q.shape[1]
+    seen = cache.start + Tq
+    if isinstance(cache, PagedView):
+        cache.append(k, v)
+        k, v = cache.k_pages, cache.v_pages
+        table = F.pad(cache.page_table, (0, (Tq - 1) // cache.page_size + 1))
+        asked["page_table" if package.kvcache is None else package.kvcache] = table
+    else:
+        k, v = cache.append(k, v)  # (B, places, Hkv, D)
+        if Tq > 1:
+            k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
+        seen = seen.clamp(max=k.shape[1])  # a row that has ended counts on
+    if package.kvcache is None:
+        return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **asked))
+    return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **asked))
+
+
+def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """4, and 3 until July 2025, give (out, log-sum-exp)."""
+    return out if isinstance(out, Tensor) else out[0]
+
+
+# What was imported. torch.compile can read a dict, but can trace neither an import nor a cache.
+_loaded: dict[tuple[str, bool], Any] = {}
+
+
+def _load(package: Package, hub: bool) -> Any:
+    """The package's module; with `hub`, and where `kernels` is installed, the prebuilt one."""
+    key = (package.module, hub)
+    if key not in _loaded:
+        if hub and package.hub is not None and importlib.util.find_spec("kernels"):
+            from kernels import get_kernel
+
+            repository, commit = package.hub
+            _loaded[key] = get_kernel(repository, revision=commit)
+        else:
+            _loaded[key] = importlib.import_module(package.module)
+    return _loaded[key]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one segment that queries stand in, end to end, as the varlen functions want."""
+
+    cu_q: Tensor  # (runs + 1,) int32: where each one's queries begin, and the end of the last
+    cu_k: Tensor  # (runs + 1,) int32: the same of its keys
+    max_q: int  # the most queries in one
+    max_k: int  # the most keys in one
+    keys: Tensor | None  # of the B * Tk keys those in such a run; None is all
+
+
+# For each tensor of segments: its version, Tq and its runs. All layers are given the same tensor.
+_known: Any = WeakTensorKeyDictionary()
+
+
+def runs(segments: Tensor, Tq: int) -> Runs:
+    """The runs of `segments` (B, Tk) that the last Tq positions stand in; remembered."""
+    if segments.is_inference():  # it has no version: a write in place could not be seen
+        return _find_runs(segments, Tq)
+    version, known_Tq, found = _known.get(segments, (None, None, None))
+    if (version, known_Tq) != (segments._version, Tq):
+        found = _find_runs(segments, Tq)
+        _known[segments] = (segments._version, Tq, found)
+    return found
+
+
+def _find_runs(segments: Tensor, Tq: int) -> Runs:
+    B, Tk = segments.shape
+    first = torch.ones_like(segments, dtype=torch.bool)  # of its run
+    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    borders = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * Tk)
+    row, j = borders // Tk, borders % Tk
+    cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
+    keys = None
+    if Tq < Tk:
+        # A run that ends before the first query has keys and no queries: away with it. No kernel
+        # is then asked what it makes of an empty sequence (2 has a path for one query a sequence
+        # that takes the batch for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
+        asked = cu_q.diff() > 0
+        lengths = borders.diff()
+        keys = asked.repeat_interleave(lengths).nonzero().flatten()
+        cu_q = F.pad(cu_q.diff()[asked].cumsum(0), (1, 0))
+        cu_k = F.pad(lengths[asked].cumsum(0), (1, 0))
+    max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
+    return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
+
+
+CACHES = ("none", "dynamic", "static", "paged")
+
+
+def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
+    """The rows, and all of them again for the prebuilt kernel."""
+    # 0.14 is the first release whose documentation, and whose requests, know kernel repositories.
+    hub = (replace(row, packages=("kernels>=0.14",), hub_kernels=True) for row in rows)
+    return (*rows, *hub)
+
+
+# csrc/flash_attn/flash_api.cpp of 2.6 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
+# made by padding), pages of a multiple of 256.
+_FA2 = Caps(
+    ("cuda",),
+    HALF,
+    min_capability=(8, 0),
+    head_dim_max=256,
+    dropout=False,
+    caches=CACHES,
+    page_multiple=256,
+    packages=("flash_attn>=2.6",),
+)
+# run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
+# past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
+# launches nothing, says nothing, and leaves the gradients as they were allocated.
+FA2_CAPS = _or_hub(
+    _FA2,
+    replace(_FA2, head_dim_max=192, dropout=True),
+    replace(_FA2, max_capability=(8, 0), dropout=True),
+    replace(_FA2, min_capability=(9, 0), max_capability=(10, 3), dropout=True),
+)
+
+# hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
+# while it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
+_FA3 = Caps(
+    ("cuda",),
+    HALF,
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    head_dim_max=256,
+    head_dim_multiple=8,
+    dropout=False,
+    deterministic=False,
+    caches=CACHES,
+    packages=("flash_attn_interface",),
+)
+FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
+
+# flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
+# the code has branches for 8.x, 11.x and 12.x too, but no backward for 8.x, and 12.x failed to
+# compile (Dao-AILab/flash-attention issue 2453). _validate_head_dims: to 128, and on Hopper to 256,
+# multiples of 8; tests/cute/test_flash_attn.py runs backward on Hopper to 128. On Blackwell 256 has
+# a kernel of its own, sm100_hd256_2cta_fmha_backward.py, without window and deterministic backward,
+# which reads pages of 128 only.
+_FA4 = Caps(
+    ("cuda",),
+    HALF,
+    min_capability=(9, 0),
+    max_capability=(10, 3),
+    head_dim_max=128,
+    head_dim_multiple=8,
+    dropout=False,
+    caches=CACHES,
+    packages=("flash_attn.cute>=4.0",),
+)
+FA4_CAPS = (
+    _FA4,
+    replace(_FA4, max_capability=(9, 0), head_dim_max=256, grad=False, caches=("none", "dynamic")),
+    replace(
+        _FA4,
+        min_capability=(10, 0),
+        head_dim_max=256,
+        head_dim_multiple=256,
+        window=False,
+        deterministic=False,
+        caches=("none", "dynamic"),
+    ),
+)
+
+V2 = Backend(
+    name="flash_attn_2",
+    title="FlashAttention-2, package flash-attn",
+    attend=partial(attend, package=FA2),
+    caps=FA2_CAPS,
+    fallback="sdpa",
+    aliases=("flash_attention_2",),
+    install="pip install flash-attn --no-build-isolation, or --attention_hub_kernels=True with "
+    "pip install kernels",
+)
+V3 = Backend(
+    name="flash_attn_3",
+    title="FlashAttention-3, package flash-attn-3",
+    attend=partial(attend, package=FA3),
+    caps=FA3_CAPS,
+    fallback="flash_attn_2",
+    aliases=("flash_attention_3",),
+    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, or "
+    "--attention_hub_kernels=True with pip install kernels",
+)
+V4 = Backend(
+    name="flash_attn_4",
+    title="FlashAttention-4, package flash-attn-4",
+    attend=torch.compiler.disable(partial(attend, package=FA4)),
+    caps=FA4_CAPS,
+    fallback="flash_attn_3",
+    aliases=("flash_attention_4",),
+    install="pip install --pre flash-attn-4",
+    fullgraph=False,
+)
