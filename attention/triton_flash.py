@@ -1,0 +1,97 @@
+"""triton: FlashAttention-2 in Triton, forward and backward; the kernels are in triton_kernels.py.
+
+The algorithm is that of tiled.py: softmax computed tile by tile, so that S and P never leave the
+chip, and only L = log2 sum_j 2^(s_j) a row is kept for the backward pass. Here a tile lives in
+registers, and what a GPU gains is the traffic to main memory that manual.py has, O(Tq * Tk) a head:
+
+                 SRAM                            HBM
+    K_j, V_j  <--------  tile by tile            Q, K, V     read
+    Q_i       <--------  once a block of rows
+    S_ij, P_ij           born and dropped here
+    O_i, L_i  -------->  once a block of rows    O, L        written
+
+Memory  O(T): q, k, v, out and L stay for the backward pass, which adds D_i = rowsum(dO_i * O_i).
+FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: dQ
+        and dK, dV are found by two kernels that both compute S and dP, instead of one that adds up
+        dQ by atomics in no fixed order. Less the tiles that no row of a block sees, half of them if
+        causal: they are skipped, as are those outside the window and, unlike in tiled.py, those of
+        other segments.
+Layout  (B, T, H, D) as it comes, by strides: nothing is transposed, and nothing copied unless
+        head_dim is not contiguous. Query heads that share a key/value head read the same memory.
+Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
+        they are multiplied. float32 inputs are multiplied in float32, not TF32: exact and slow.
+Dropout by Philox, a counter-based generator: the mask of an entry is a function of the call's seed
+        and of b, h, i, j, so the backward pass computes it again and nothing is stored. The seed is
+        one number from PyTorch's generator of q's device; the host never waits for it.
+Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
+        Turing Triton 3.6 compiles no tensor-core instruction: right, but slow. On the CPU it runs
+        in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose products
+        are wrong there.
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Two backward kernels
+        instead of atomics are also what Triton's fused-attention tutorial has.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.spec import Backend, Caps, Spec
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+    """Attention by our own kernels.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        segments: (B, Tk) int32; the queries are the last Tq positions. A segment is one run of
+            neighbouring positions.
+
+    Returns:
+        (B, Tq, H, D) in q's dtype.
+    """
+    assert cache is None, "triton has no cache"
+    from attention.triton_kernels import flash_forward  # imports triton, which is optional
+
+    first, last = (None, None) if segments is None else borders(segments)
+    seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
+    return flash_forward(q, k, v, first, last, seed, spec.window, spec.dropout)[0]
+
+
+def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each position's segment begins and ends, so that a row sees one interval of keys.
+
+    Args:
+        segments: (B, T) integers. Example: [[5, 5, 5, 2, 2]].
+
+    Returns:
+        first, last: (B, T) int32. Example: [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]].
+    """
+    j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
+    changes = segments[:, 1:] != segments[:, :-1]  # between a position and the next
+    begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
+    first = torch.where(begins, j, 0).cummax(dim=1).values
+    last = torch.where(ends, j, len(j) - 1).flip(1).cummin(dim=1).values.flip(1)
+    return first, last
+
+
+def _caps(device: str, *dtypes: str, capability: tuple[int, int] | None = None,
+          interpreted: bool = False) -> Caps:  # fmt: skip
+    return Caps((device,), dtypes, min_capability=capability, min_torch="2.5", head_dim_max=128,
+                packages=("triton>=3.1",), interpreted=interpreted)  # fmt: skip
+
+
+BACKEND = Backend(
+    name="triton",
+    title="our own FlashAttention-2 kernels in Triton",
+    attend=attend,
+    caps=(
+        _caps("cuda", "float16", "bfloat16", "float32", capability=(8, 0)),
+        _caps("cuda", "float16", "float32", capability=(7, 5)),
+        _caps("cpu", "float16", "float32", interpreted=True),
+    ),
+    fallback="sdpa",
+    install="pip install triton",
+)

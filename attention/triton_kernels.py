@@ -1,0 +1,602 @@
+"""The Triton kernels of triton_flash.py, and how they are launched. Needs the package triton.
+
+tiled.py is the same algorithm in plain PyTorch, with the same names: Q_i, K_j, S_ij, P_ij, m_i,
+l_i, O_i, L_i, D_i. Where it loops over all blocks, here each block has a program of its own:
+
+    forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
+    dq_kernel        a block of queries, loops over keys                        writes dQ_i, D_i
+    dkdv_kernel      a block of keys, loops over queries and over the query     writes dK_j, dV_j
+                     heads that share its key/value head
+
+Each entry of a result is summed by one program in a fixed order: no atomics, the same bits each
+time. The price is that both backward kernels compute S and dP: seven products instead of five.
+
+Visible tiles   Each row sees one interval of keys: causality ends it, window and segment begin it.
+                Both ends only grow from row to row. So the tiles that a block of rows visits are
+                one run, and its inner tiles, which every row sees whole, need no mask:
+
+                    begin       inner_begin     inner_end       end
+                      |  / x x x x | x x x x x x x | x           |
+                      |    / x x x | x x x x x x x | x x         |     row by row
+                      |      / x x | x x x x x x x | x x x       |
+                         masked       not masked       masked
+
+                From the keys' side it is the same: a key is seen by one interval of rows.
+exp2            The hardware has 2^x, so S, and with it m_i and L_i, is in units of log 2.
+Order           The last rows see most keys. Programs start in the order of their number, so blocks
+                of queries are numbered from the last one: the short ones fill the gaps at the end.
+Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
+                tl.dot wants them. Where head_dim is that already, no mask is compiled.
+Any size        Where a tile begins in memory is computed in 64 bits, what lies inside it in 32.
+float32         is multiplied in float32 (input_precision="ieee"), which no tensor core does: exact
+                and slow. TF32 would keep 10 bits of mantissa; nobody asked for that.
+"""
+
+# mypy: allow-untyped-defs
+# ^ what a kernel is given has no Python type: pointers, and values of the compiler.
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+# --- Shared by the kernels ---
+
+
+@triton.jit
+def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
+
+    Unless BOUNDED all rows are known to exist.
+    """
+    t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
+    if BOUNDED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(tile, mask=start + t < T, other=0.0)
+        else:
+            return tl.load(tile, mask=(start + t < T) & (d < HEAD_DIM), other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(tile)
+        else:
+            return tl.load(tile, mask=d < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def store_rows(X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+               BLOCK_D: tl.constexpr):  # fmt: skip
+    """X[start : start + BLOCK] = x, as far as it lies inside (T, HEAD_DIM)."""
+    t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
+    tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
+
+
+@triton.jit
+def first_key(p, window, First):
+    """The first key that a query at position p sees, p = i + Tk - Tq; p is a scalar or a block.
+
+    First[j] is where j's segment begins. A negative p lies before all keys and sees none.
+    """
+    first = p * 0
+    if window is not None:
+        first = tl.maximum(first, p - window + 1)
+    if First is not None:
+        first = tl.maximum(first, tl.load(First + tl.maximum(p, 0)))
+    return first
+
+
+@triton.jit
+def last_position(j, Tk, window, Last):
+    """The last query position that sees key j; Last[j] is where j's segment ends."""
+    last = j * 0 + Tk - 1
+    if window is not None:
+        last = tl.minimum(last, j + window - 1)
+    if Last is not None:
+        last = tl.minimum(last, tl.load(Last + j))
+    return last
+
+
+@triton.jit
+def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
+    """The tiles to visit, [begin, end), and of these [inner_begin, inner_end) without a mask.
+
+    The first row of the block sees [first_begin, first_end), the last [last_begin, last_end).
+    """
+    begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
+    inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
+    inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
+    return begin, inner_begin, inner_end, tl.maximum(last_end, 0)
+
+
+@triton.jit
+def keys_seen(i0, Tq, Tk, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a block of queries: the first and the last key of each, and the tiles as above.
+
+    Rows past the end are given the last row's keys: what they compute is not stored.
+    """
+    last = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1) + Tk - Tq
+    p_first, p_last = i0 + Tk - Tq, tl.minimum(i0 + BLOCK_M, Tq) - 1 + Tk - Tq
+    if window is None and First is None:
+        first = last * 0
+        begin, inner_begin, inner_end, end = visible_tiles(0, p_first + 1, 0, p_last + 1, BLOCK_N)
+    else:
+        first = first_key(last, window, First)
+        begin, inner_begin, inner_end, end = visible_tiles(
+            first_key(p_first, window, First), p_first + 1,
+            first_key(p_last, window, First), p_last + 1, BLOCK_N)  # fmt: skip
+    return first, last, begin, inner_begin, inner_end, end
+
+
+@triton.jit
+def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool; a function of seed, b, h, i and j alone.
+
+    Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds are the
+    fewest that pass BigCrush) turns a 64-bit key and a counter of four 32-bit words into four
+    random words. The counter is (i, j // 4, b * H + h, 0), each in a word of its own, so none
+    overflows; the words are those of the keys j, j + 1, j + 2 and j + 3.
+    """
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
+    r0, r1, r2, r3 = tl.philox(seed, i | zeros, j_4 | zeros, bh | zeros, zeros, 7)
+    # join() puts its two along a new last dimension: (BLOCK_M, BLOCK_N // 4, 2, 2) before reshape.
+    r = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_M, BLOCK_N))
+    return r.to(tl.int32, bitcast=True) >= threshold
+
+
+# --- Forward: FlashAttention-2, Algorithm 1 ---
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, O, L, First, Seed,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    Tq, Tk, H, window, tau, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij for one block of queries of one head."""
+    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
+    bh = tl.program_id(0) // n_blocks
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    Q += b * q_b + h * q_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+    O += (b * Tq * H + h) * HEAD_DIM
+    L += bh.to(tl.int64) * Tq
+    if First is not None:
+        First += b * Tk
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    first, last, begin, inner_begin, inner_end, end = keys_seen(
+        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N)  # fmt: skip
+    i = i0 + tl.arange(0, BLOCK_M)
+    Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    # The lowest finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    for MASKED in tl.static_range(2):  # compiled twice: the inner tiles, then those at both ends
+        if MASKED:
+            start, stop = begin, end - (inner_end - inner_begin)
+        else:
+            start, stop = inner_begin, inner_end
+        for n in range(start, stop, BLOCK_N):
+            j0 = n
+            if MASKED:
+                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                j = j0 + tl.arange(0, BLOCK_N)
+                seen = j[None, :] <= last[:, None]
+                if window is not None or First is not None:
+                    seen = seen & (j[None, :] >= first[:, None])
+                S_ij = tl.where(seen, S_ij, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * (tau * LOG2_E))
+            P_tilde_ij = tl.exp2(S_ij * (tau * LOG2_E) - m_new[:, None])
+            rescale = tl.exp2(m_i - m_new)
+            l_i = rescale * l_i + tl.sum(P_tilde_ij, axis=1)
+            if Seed is not None:
+                kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
+                P_tilde_ij = tl.where(kept, P_tilde_ij, 0.0)
+            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            O_i = O_i * rescale[:, None]
+            O_i = tl.dot(P_tilde_ij.to(V_j.dtype), V_j, O_i, input_precision="ieee")
+            m_i = m_new
+    l_i = tl.where(l_i == 0, 1.0, l_i)  # a row that sees nothing: 0 / 1, not 0 / 0
+    store_rows(O, O_i / (l_i * keep)[:, None], i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
+    tl.store(L + i, m_i + tl.log2(l_i), mask=i < Tq)
+
+
+# --- Backward: FlashAttention-2, Algorithm 2, its loop body once for dQ and once for dK and dV ---
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, O, dO, L, D, dQ, First, Seed,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    Tq, Tk, H, window, tau, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dQ_i = tau * sum_j dS_ij K_j for one block of queries; D_i, which dkdv_kernel reads later."""
+    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
+    bh = tl.program_id(0) // n_blocks
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    Q += b * q_b + h * q_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+    dO += b * do_b + h * do_h
+    O += (b * Tq * H + h) * HEAD_DIM
+    dQ += (b * Tq * H + h) * HEAD_DIM
+    L += bh.to(tl.int64) * Tq
+    D += bh.to(tl.int64) * Tq
+    if First is not None:
+        First += b * Tk
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    first, last, begin, inner_begin, inner_end, end = keys_seen(
+        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N)  # fmt: skip
+    i = i0 + tl.arange(0, BLOCK_M)
+    dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    O_i = load_rows(O, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    D_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
+    tl.store(D + i, D_i, mask=i < Tq)
+    Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    L_i = tl.load(L + i, mask=i < Tq, other=0.0)
+    dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for MASKED in tl.static_range(2):
+        if MASKED:
+            start, stop = begin, end - (inner_end - inner_begin)
+        else:
+            start, stop = inner_begin, inner_end
+        for n in range(start, stop, BLOCK_N):
+            j0 = n
+            if MASKED:
+                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                j = j0 + tl.arange(0, BLOCK_N)
+                seen = j[None, :] <= last[:, None]
+                if window is not None or First is not None:
+                    seen = seen & (j[None, :] >= first[:, None])
+                S_ij = tl.where(seen, S_ij, float("-inf"))
+            P_ij = tl.exp2(S_ij * (tau * LOG2_E) - L_i[:, None])
+            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            dP_ij = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
+            if Seed is not None:
+                kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
+                dP_ij = tl.where(kept, dP_ij / keep, 0.0)
+            dS_ij = P_ij * (dP_ij - D_i[:, None])
+            dQ_i = tl.dot(dS_ij.to(K_j.dtype), K_j, dQ_i, input_precision="ieee")
+    store_rows(dQ, dQ_i * tau, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def dkdv_kernel(
+    Q, K, V, dO, L, D, dK, dV, Last, Seed,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    Tq, Tk, H, window, tau, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
+
+    Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T go into the next product as they
+    come out of the last, from registers.
+    """
+    n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
+    bg = tl.program_id(0) // n_blocks
+    j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
+    Hkv = H // GROUP
+    b, g = (bg // Hkv).to(tl.int64), (bg % Hkv).to(tl.int64)
+    K += b * k_b + g * k_h
+    V += b * v_b + g * v_h
+    dK += (b * Tk * Hkv + g) * HEAD_DIM
+    dV += (b * Tk * Hkv + g) * HEAD_DIM
+    if Last is not None:
+        Last += b * Tk
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    # Keys past the end are given the last key's interval of rows: their results are not stored.
+    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
+    j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
+    seen_to = last_position(j, Tk, window, Last)
+    offset = Tk - Tq
+    begin, inner_begin, inner_end, end = visible_tiles(
+        j0 - offset, last_position(j0, Tk, window, Last) + 1 - offset,
+        j_last - offset, last_position(j_last, Tk, window, Last) + 1 - offset, BLOCK_M)  # fmt: skip
+
+    K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    dK_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dV_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for r in range(GROUP):
+        h = g * GROUP + r
+        bh = b * H + h
+        Q_h = Q + b * q_b + h * q_h
+        dO_h = dO + b * do_b + h * do_h
+        for MASKED in tl.static_range(2):
+            if MASKED:
+                start, stop = begin, end - (inner_end - inner_begin)
+            else:
+                start, stop = inner_begin, inner_end
+            for n in range(start, stop, BLOCK_M):
+                i0 = n
+                if MASKED:
+                    i0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+                i = i0 + tl.arange(0, BLOCK_M)
+                Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                if MASKED:
+                    L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=0.0)
+                    D_i = tl.load(D + bh * Tq + i, mask=i < Tq, other=0.0)
+                else:
+                    L_i = tl.load(L + bh * Tq + i)
+                    D_i = tl.load(D + bh * Tq + i)
+                S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+                if MASKED:
+                    p = i + offset
+                    seen = j[:, None] <= p[None, :]
+                    if window is not None or Last is not None:
+                        seen = seen & (p[None, :] <= seen_to[:, None])
+                    S_T = tl.where(seen, S_T, float("-inf"))
+                P_T = tl.exp2(S_T * (tau * LOG2_E) - L_i[None, :])
+                dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                if Seed is not None:
+                    kept = tl.trans(dropout_keeps(
+                        seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N))  # fmt: skip
+                    dropped = tl.where(kept, P_T, 0.0).to(dO_i.dtype)
+                else:
+                    dropped = P_T.to(dO_i.dtype)
+                dV_j = tl.dot(dropped, dO_i, dV_j, input_precision="ieee")
+                dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")
+                if Seed is not None:
+                    dP_T = tl.where(kept, dP_T / keep, 0.0)
+                dS_T = P_T * (dP_T - D_i[None, :])
+                dK_j = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK_j, input_precision="ieee")
+    store_rows(dV, dV_j / keep, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dK, dK_j * tau, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
+
+
+# --- Tile sizes ---
+
+Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+HALF, SINGLE = 2, 4  # bytes of a number
+
+# Bytes of shared memory that a program may have (CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability").
+SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10,
+          (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}  # fmt: skip
+
+# capability: {(bytes of a number, head_dim up to): tiles of forward, dq, dkdv}. A capability that
+# is not here takes the nearest below. Compiled without spilling registers but where noted.
+_8_6 = {
+    (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    (SINGLE, 64): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
+    (SINGLE, 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+}
+_7_5 = {64: ((32, 32, 8, 1),) * 3, 128: ((16, 32, 4, 1),) * 3}
+TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
+    (7, 5): {(bytes_, D): tiles for D, tiles in _7_5.items() for bytes_ in (HALF, SINGLE)},
+    (8, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+        (HALF, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    },
+    (8, 6): _8_6,
+    (8, 9): _8_6,
+    (9, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+        (HALF, 128): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    },
+    (10, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+        (HALF, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+    },
+    (12, 0): _8_6,
+}  # fmt: skip
+# In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
+INTERPRETED: dict[str, Tile] = {
+    "forward": (64, 32, 1, 1), "dq": (64, 32, 1, 1), "dkdv": (32, 64, 1, 1)}  # fmt: skip
+# With NANOATTN_TRITON_AUTOTUNE=1 each kernel is timed with each of these at its first call for a
+# new length, instead (TRITON_PRINT_AUTOTUNING=1 prints what won). Minutes, so it must be asked for.
+SEARCHED: tuple[Tile, ...] = tuple(
+    (M, N, warps, stages) for M in (32, 64, 128) for N in (32, 64, 128)
+    for warps in (4, 8) for stages in (1, 2, 3, 4) if 512 * warps <= M * N)  # fmt: skip
+
+
+def default_tile(kernel: str, capability: tuple[int, int] | None, head_dim: int,
+                 itemsize: int) -> Tile:  # fmt: skip
+    """The tile of the table for a GPU of that capability; None is the interpreter."""
+    if capability is None:
+        return INTERPRETED[kernel]
+    table = TILES[max((c for c in TILES if c <= capability), default=min(TILES))]
+    row = min(k for k in table if k[0] == itemsize and k[1] >= head_dim)
+    return table[row][list(KERNELS).index(kernel)]
+
+
+def shared_bytes(kernel: str, tile: Tile, capability: tuple[int, int], head_dim: int,
+                 itemsize: int) -> int:  # fmt: skip
+    """What the tiles take in shared memory, estimated: those that stay, and each stage's own."""
+    M, N, _, stages = tile
+    tensor_cores = itemsize == HALF and capability >= (8, 0)
+    itemsize = HALF if tensor_cores else SINGLE
+    stay, streamed = {"forward": (M, 2 * N), "dq": (2 * M, 2 * N), "dkdv": (2 * N, 2 * M)}[kernel]
+    vectors = 2 * M * 4 if kernel == "dkdv" else 0  # L_i and D_i
+    through = 0 if tensor_cores else M * N * SINGLE  # P_ij or dS_ij on its way to the next product
+    return (stay + stages * streamed) * _padded(head_dim) * itemsize + stages * vectors + through
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@cache
+def _autotuned(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Any:
+    limit = SHARED[max(c for c in SHARED if c <= capability)]
+    tiles = [default_tile(kernel, capability, head_dim, itemsize)]
+    tiles += [
+        t for t in SEARCHED if shared_bytes(kernel, t, capability, head_dim, itemsize) <= limit
+    ]
+    configs = [
+        triton.Config({"BLOCK_M": M, "BLOCK_N": N}, num_warps=warps, num_stages=stages)
+        for M, N, warps, stages in dict.fromkeys(tiles)
+    ]
+    return triton.autotune(configs, key=["Tq", "Tk", "H", "GROUP", "window"])(KERNELS[kernel])
+
+
+# --- Launch ---
+
+
+def _launch(name: str, blocks: Callable[[dict[str, int]], int], q: Tensor, *args: Any) -> None:
+    """Run a kernel with the tile for q's device; `blocks` gives the number of programs."""
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    head_dim, itemsize = q.shape[3], q.element_size()
+    # S_ij * tau - m_i is meant to be one instruction. Triton before 3.10 fuses by itself.
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if capability is not None and os.environ.get("NANOATTN_TRITON_AUTOTUNE") == "1":
+        kernel = _autotuned(name, capability, head_dim, itemsize)
+    else:
+        kernel = KERNELS[name]
+        M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
+        options |= {"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": stages}
+    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+        kernel[lambda meta: (blocks(meta),)](
+            q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), **options
+        )
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x itself if the kernels can read it: rows of neighbours, and a tile within 2^31 numbers."""
+    return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of batch, position and head; the stride of head_dim is 1."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float) -> tuple[Any, ...]:
+    """Tq, Tk, H, window, tau, threshold, keep and GROUP, as the kernels take them."""
+    Tq, H, head_dim = q.shape[1:]
+    # A random word, read as a signed integer, is at least this with probability 1 - dropout.
+    threshold = round(dropout * 2**32) - 2**31
+    return (Tq, k.shape[1], H, window, 1 / math.sqrt(head_dim), threshold, 1 - dropout,
+            H // k.shape[2])  # fmt: skip
+
+
+# --- Operators: what torch.compile sees ---
+#
+# Opaque operators (torch.library.custom_op) and not torch.library.triton_op, which would show the
+# kernels to Inductor: it has nothing to add to them, and cannot trace Triton's interpreter. They
+# take a graph without a break, and the same code runs on the CPU in the tests.
+
+
+@torch.library.custom_op(
+    "nanoattn::flash_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, Tensor? seed, "
+    "int? window, float dropout) -> (Tensor, Tensor)",
+)
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
+                  seed: Tensor | None, window: int | None,
+                  dropout: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention, with a gradient.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        first, last: (B, Tk) int32, where each position's segment begins and ends; None without
+            segments. `last` is for the backward pass alone.
+        seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
+        window: as in Spec.
+        dropout: the probability that an entry of P is dropped.
+
+    Returns:
+        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, the log to base 2 of the
+        sum of exp(s), without a gradient.
+    """
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    B, Tq, H, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
+    _launch(
+        "forward", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
+        q, k, v, out, L, first, seed, *_strides(q, k, v), *_numbers(q, k, window, dropout)
+    )  # fmt: skip
+    return out, L
+
+
+@torch.library.custom_op(
+    "nanoattn::flash_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor L, Tensor? first, "
+    "Tensor? last, Tensor? seed, int? window, float dropout) -> (Tensor, Tensor, Tensor)",
+)
+def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                   first: Tensor | None, last: Tensor | None, seed: Tensor | None,
+                   window: int | None,
+                   dropout: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, contiguous; out and L are flash_forward's."""
+    q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
+    B, Tq, H, _ = q.shape
+    Tk, Hkv = k.shape[1:3]
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    D = torch.empty_like(L)
+    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout)
+    _launch(
+        "dq", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
+        q, k, v, out, dout, L, D, dq, first, seed, *numbers
+    )  # fmt: skip
+    _launch(  # after dq: it reads D
+        "dkdv", lambda meta: B * Hkv * triton.cdiv(Tk, meta["BLOCK_N"]),
+        q, k, v, dout, L, D, dk, dv, last, seed, *numbers
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@flash_forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, Tq, H, _D = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
+
+
+@flash_backward.register_fake
+def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first, last, seed, ctx.window, ctx.dropout = inputs
+    ctx.save_for_backward(q, k, v, *output, first, last, seed)
+    ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never asked for
+
+
+def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:
+    grads = flash_backward(dout, *ctx.saved_tensors, ctx.window, ctx.dropout)
+    return *grads, None, None, None, None, None
+
+
+flash_forward.register_autograd(_gradients, setup_context=_keep)
