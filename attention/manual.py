@@ -11,12 +11,13 @@ Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and
 FLOPs   4 * Tq * Tk * D a head forward (two products of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
 Layout  (B, H, T, D) inside, so that the products are batched over B and H.
-Refuses nothing but a cache: any device, dtype, head_dim, window, segments, dropout.
+Refuses nothing but a paged cache: any device, dtype, head_dim, window, segments, dropout.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +27,20 @@ from attention.spec import Backend, Caps, Spec, visible
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+           segments: Tensor | None = None, cache: Any = None) -> Tensor:  # fmt: skip
     """Attention by the formula.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         segments: (B, Tk) int32; the queries are the last Tq positions.
+        cache: a StaticView, which then holds the keys and values; or None.
 
     Returns:
         (B, Tq, H, D) in q's dtype.
     """
-    assert cache is None, "manual has no cache"
     _, Tq, H, D = q.shape
+    if cache is not None:
+        k, v = cache.append(k, v)
     Tk, Hkv = k.shape[1], k.shape[2]
 
     # Query heads that share a key/value head become rows of one product: no copy of k or v.
@@ -46,7 +49,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     v_BG1TD = v.transpose(1, 2).unsqueeze(2)  # (B, Hkv, 1, Tk, D)
 
     scores = (q_BGRTD / math.sqrt(D)) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
-    seen = mask(Tq, Tk, spec.window, segments, q.device)  # (1 or B, 1, 1, Tq, Tk)
+    if cache is None:
+        seen = mask(Tq, Tk, spec.window, segments, q.device)  # (1 or B, 1, 1, Tq, Tk)
+    else:
+        seen = cache.seen(Tq, spec.window)[:, None]
     # The least finite number rather than -inf: a row that sees nothing stays free of NaN, forward
     # and backward, and is then zeroed. Rows that see something get exact zeros either way.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
@@ -74,7 +80,7 @@ BACKEND = Backend(
     name="manual",
     title="softmax(QK^T)V written out, O(S^2) memory",
     attend=attend,
-    caps=(Caps(),),
+    caps=(Caps(caches=("none", "dynamic", "static")),),
     fallback=None,
     aliases=("eager",),
 )

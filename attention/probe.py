@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from attention import manual
+from attention import manual, sdpa
+from attention.cache import PagedCache, StaticCache
 from attention.resolve import packages, resolve
 from attention.spec import Backend, Machine, Resolution, Spec
 
 log = logging.getLogger("nanoattn")
 
-# What PyTorch calls its attention operators in the profiler, and what people call them.
+# What attention operators are called in the profiler, and what people call them.
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -35,6 +37,8 @@ KERNELS = {
     "aten::_scaled_dot_product_attention_math": "math",
     "aten::_scaled_dot_product_attention_math_for_mps": "math (MPS)",
     "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "nanoattn::flash_forward": "flash (our Triton)",
+    "nanoattn::paged_decode": "paged decode (Triton)",
 }
 
 
@@ -55,27 +59,28 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     (gradients: three times) that of manual in the same dtype, plus the rounding of the largest
     value, plus 32 roundings in the precision that kernels compute in, float32 for half precision:
     manual may be exact by luck where an honest kernel rounds, and is the truth itself in float64.
-    The random state is left as it was found.
+    A paged cache is filled in chunks, then token by token; a static cache is filled in part. The
+    random state is left as it was found.
     """
-    if spec.cache != "none":
-        return Probe(why=(f"the probe cannot run a {spec.cache!r} cache",))
-    # A window that T does not reach would not be tried.
-    spec = replace(spec, window=spec.window and min(spec.window, T // 2))
+    # A window that T does not reach would not be tried. Through a cache no gradient goes.
+    spec = replace(spec, window=spec.window and min(spec.window, T // 2),
+                   grad=spec.grad and spec.cache == "none")  # fmt: skip
     quiet = replace(spec, dropout=0.0)
     exact_on = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     draw = torch.Generator().manual_seed(0)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     out, plain, truth = [], [], []
     with torch.random.fork_rng(devices), torch.enable_grad():
-        # Inference also goes on from a prefix, with fewer queries than keys.
-        for Tq in (T,) if spec.grad else (T // 3, T):
+        # Inference also goes on from a prefix, with fewer queries than keys; a cache always does.
+        run = {"paged": _run_paged, "static": _run_static}.get(spec.cache, _run)
+        for Tq in (T,) if spec.grad or spec.cache == "paged" else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
             try:
                 with _profiled() as events:
-                    out += _run(backend.attend, inputs, seg, quiet)
+                    out += run(backend.attend, inputs, seg, quiet)
                 if spec.dropout:  # random, so only that it runs, and is finite, can be asked
                     with _profiled() as events:
-                        _check_finite(_run(backend.attend, inputs, seg, spec))
+                        _check_finite(run(backend.attend, inputs, seg, spec))
             except Exception as e:  # any failure of a kernel is its refusal, in its own words
                 words = f"{type(e).__name__}: {_first_line(e)}"
                 return Probe(why=(f"it failed when it was tried ({words})",))
@@ -83,7 +88,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             truth += _run(manual.attend, [t.to(exact_on).double() for t in inputs],
                           None if seg is None else seg.to(exact_on),
                           replace(quiet, dtype="float64"))  # fmt: skip
-    names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")
+    names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
     eps = torch.finfo(inputs[0].dtype).eps
     eps_compute = min(eps, torch.finfo(torch.float32).eps)
     computed = 32 * eps_compute * max(float(t.abs().max()) for t in truth)
@@ -99,7 +104,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             )
     o, t = (x[names.index("out")].double().cpu() for x in (out, truth))
     error = float((o - t).abs().max() / t.abs().max())
-    kernels = tuple(dict.fromkeys(KERNELS[e] for e in events if e in KERNELS))
+    kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
     return Probe(tuple(why), kernels, tuple(events), error)
 
 
@@ -180,6 +185,58 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3]) if spec.grad else ()
     return [out.detach(), *grads]
+
+
+def _kernel(event: str) -> str:
+    """What people call it; PyTorch's flash operator on CUDA may run another generation's kernel."""
+    swapped = KERNELS[event] == "flash" and sdpa.flash_impl() != "FA2"
+    return f"flash ({sdpa.flash_impl()})" if swapped else KERNELS[event]
+
+
+@torch.no_grad()
+def _run_paged(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+               spec: Spec) -> list[Tensor]:  # fmt: skip
+    """The same output by way of a paged cache: two chunks, then single tokens.
+
+    The two rows have different lengths, and their pages are in no order.
+    """
+    qkv = inputs[:3]
+    T, page_size = qkv[0].shape[1], spec.page_size or 1
+    cache = PagedCache(1, spec.n_kv_head, spec.head_dim, n_pages=2 * -(-T // page_size) + 1,
+                       page_size=page_size, dtype=qkv[0].dtype, device=qkv[0].device)  # fmt: skip
+    taken = [cache.pool.new() for _ in range(cache.pool.n_free)]
+    cache.pool.grow(dict.fromkeys(taken, page_size))
+    for seq in taken[::2] + taken[1::2]:
+        cache.pool.free(seq)
+    rows = [cache.pool.new(), cache.pool.new()]
+    out = torch.empty_like(qkv[0])
+    for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
+        step = cache.reserve(rows, counts)
+        spans = [slice(n, n + m) for n, m in zip(step.lengths, counts, strict=True)]
+        padded = [pad_sequence([x[b, at] for b, at in enumerate(spans)], True) for x in qkv]
+        got = attend(*padded, spec, segments=seg, cache=step.view(0))
+        assert got.shape == padded[0].shape and got.dtype == out.dtype, (got.shape, got.dtype)
+        for b, at in enumerate(spans):
+            out[b, at] = got[b, : counts[b]]
+        step.advance()
+    return [out]
+
+
+@torch.no_grad()
+def _run_static(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+                spec: Spec) -> list[Tensor]:  # fmt: skip
+    """The same output from a static cache that holds what comes before the queries."""
+    q, k, v = inputs[:3]
+    B, T, Hkv, D = k.shape
+    before = T - q.shape[1]
+    cache = StaticCache(1, B, T, Hkv, D, dtype=k.dtype, device=k.device)
+    step = cache.reserve(before)
+    step.view(0).append(k[:, :before], v[:, :before])
+    step.advance()
+    view = replace(cache.reserve(T - before), first=False).view(0)
+    out = attend(q, k[:, before:], v[:, before:], spec, segments=seg, cache=view)
+    assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
+    return [out]
 
 
 def _check_finite(tensors: list[Tensor]) -> None:

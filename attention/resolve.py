@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from attention import manual, sdpa, tiled
-from attention.spec import Backend, Machine, Resolution, Spec
+from attention import flash, flex, manual, paged, sdpa, tiled, triton_flash
+from attention.spec import Backend, BackendUnavailable, Machine, Resolution, Spec
 
 BACKENDS: dict[str, Backend] = {
     b.name: b
@@ -22,6 +22,12 @@ BACKENDS: dict[str, Backend] = {
         sdpa.EFFICIENT,
         sdpa.CUDNN,
         sdpa.MATH,
+        flex.BACKEND,
+        triton_flash.BACKEND,
+        flash.V2,
+        flash.V3,
+        flash.V4,
+        paged.BACKEND,
     )
 }
 RULES = ("auto", "fastest")  # not kernels: they choose one. autotune.py measures for "fastest"
@@ -31,10 +37,6 @@ MPS_GUARD = (
     "on Apple's Metal it has given NaN and leaked future tokens "
     "(--allow_mps_sdpa=True runs it all the same)"
 )
-
-
-class BackendUnavailable(ValueError):
-    """No backend that was allowed can do what was asked."""
 
 
 def get(name: str) -> Backend:
@@ -57,7 +59,7 @@ def _rule(spec: Spec, machine: Machine) -> str:
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
             if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
                 return name
-    return "sdpa"
+    return "paged" if spec.cache == "paged" else "sdpa"
 
 
 def packages() -> tuple[str, ...]:
@@ -73,8 +75,9 @@ def resolve(name: str, spec: Spec, machine: Machine, fallback: bool = True, *,
 
     Args:
         name: a backend's name or alias, or "auto": on CUDA the latest FlashAttention that is
-            installed and can do this, else PyTorch's SDPA; on Apple's Metal manual. What "auto"
-            passes over because it is not installed, or not made for this, is not reported.
+            installed and can do this, else PyTorch's SDPA, or paged for a paged cache; on Apple's
+            Metal manual. What "auto" passes over because it is not installed, or not made for
+            this, is not reported.
         fallback: go on to the next name when one is refused; False makes a refusal an error.
             "auto" names no kernel, so it may always go on.
         allow_mps_sdpa: lift the guard that keeps SDPA off Apple's Metal.
@@ -95,7 +98,10 @@ def resolve(name: str, spec: Spec, machine: Machine, fallback: bool = True, *,
         if not why:
             return Resolution(name, backend, rejected)
         rejected[backend.name] = tuple(why)
-        if strict or backend.fallback is None:
+        after = backend.fallback
+        if after is None and spec.cache == "paged":  # manual always works, but for this
+            after = "paged"
+        if strict or after is None or after in rejected:
             reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
             raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
-        backend = get(backend.fallback)
+        backend = get(after)

@@ -24,6 +24,7 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+NEEDS_CAPABILITY = "it needs compute capability"
 UNKNOWN_VERSION = "unknown version"  # of a package that imports and does not say
 
 
@@ -159,14 +160,31 @@ def _import_version(package: str) -> str | None:
     import importlib.util
 
     try:
-        if importlib.util.find_spec(package) is None:
-            return None
+        found = importlib.util.find_spec(package)
+        if found is None or (found.origin is None and found.submodule_search_locations is not None):
+            return None  # at most a namespace: flash-attn-4 alone leaves an empty flash_attn
         module = importlib.import_module(package)
     except Exception as e:  # a broken binary can raise anything; its own words are the answer
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b", and there is no a
         return f"{type(e).__name__}: {e}"
-    return str(getattr(module, "__version__", UNKNOWN_VERSION))
+    said = str(getattr(module, "__version__", ""))
+    if any(version(said)):
+        return said
+    # Nothing said, or the 0.0.0 of a package that looks itself up under a name it no longer has.
+    return _distribution_version(package) or UNKNOWN_VERSION
+
+
+def _distribution_version(package: str) -> str | None:
+    """The version of the distribution that put the package there, None where none says so."""
+    from importlib import metadata
+
+    path = package.replace(".", "/")
+    for name in metadata.packages_distributions().get(package.partition(".")[0], ()):
+        files = {str(file) for file in metadata.files(name) or ()}
+        if files & {f"{path}.py", f"{path}/__init__.py"}:
+            return metadata.version(name)
+    return None
 
 
 def dotted(capability: tuple[int, int] | None) -> str:
@@ -182,7 +200,10 @@ def version(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend can do on some devices, as data; the defaults promise all but a cache."""
+    """What a backend can do on some devices, as data.
+
+    The defaults promise all but a static or paged cache.
+    """
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -197,7 +218,7 @@ class Caps:
     segments: bool = True
     grad: bool = True
     deterministic: bool = True
-    caches: tuple[str, ...] = ("none",)
+    caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1  # page_size must be a multiple of this
     packages: tuple[str, ...] = ()  # import names, each with a least version if need be: "a>=2.1"
     hub_kernels: bool = False  # takes its kernels from the hub: only for a Spec that allows it
@@ -229,12 +250,11 @@ class Caps:
         if low and high and not low <= (machine.capability or (0, 0)) <= high:
             need = dotted(low) + (f" to {dotted(high)}" if high != low else "")
             why.append(
-                f"it needs compute capability {need}, {machine.name} has "
-                f"{dotted(machine.capability)}"
+                f"{NEEDS_CAPABILITY} {need}, {machine.name} has {dotted(machine.capability)}"
             )
         elif low and (machine.capability or (0, 0)) < low:
             why.append(
-                f"it needs compute capability >= {dotted(low)}, {machine.name} has "
+                f"{NEEDS_CAPABILITY} >= {dotted(low)}, {machine.name} has "
                 f"{dotted(machine.capability)}"
             )
         if spec.dtype not in self.dtypes:
@@ -297,9 +317,15 @@ class Backend:
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             return [f"it runs on {' and '.join(devices)}, not on {machine.device}"]
-        why = min((c.why_not(spec, machine) for c in rows), key=len)
+        # Of equals, the one that can be mended: a dtype rather than another GPU.
+        refusals = [c.why_not(spec, machine) for c in rows]
+        why = min(refusals, key=lambda why: (len(why), any(NEEDS_CAPABILITY in w for w in why)))
         help_ = f" ({self.install})" if self.install else ""
         return [w + help_ if w.startswith("package ") else w for w in why]
+
+
+class BackendUnavailable(ValueError):
+    """No backend that was allowed can do what was asked."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +346,7 @@ class Resolution:
         names = [*self.rejected, self.backend.name]
         lines = []
         for name, after in pairwise(names):
-            named = name == names[0] and self.requested != "auto"
+            named = name == names[0] and self.requested not in ("auto", "fastest")
             asked = "requested but " if named else "refused: "
             why = "; ".join(self.rejected[name])
             lines.append(f"{name} {asked}{why}.\nFalling back to '{after}'.")

@@ -1,17 +1,25 @@
-"""python -m attention: the table, one decision explained, JSON, mistakes told in one sentence."""
+"""python -m attention: the table, one decision explained, machines that are described, mistakes.
+
+The tables are measured in float64 where they may be: flex, which takes seconds to compile, refuses.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from attention import BACKENDS, Machine, Spec
+from attention import BACKENDS, Caps, Machine, Spec, machines, support
 from attention import __main__ as cli
+from attention.probe import Probe
+from runtime import pick_dtype
 from settings import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -26,11 +34,11 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_has_every_backend(capsys) -> None:
-    cli.main(SMALL)
+    cli.main([*SMALL, "--dtype=float64"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "(cpu), torch " in lines[0]
-    assert lines[1].strip() == "batch 1, 32 tokens, 2 heads of 16, float32, causal"
+    assert lines[1].strip() == "batch 1, 32 tokens, 2 heads of 16, float64, causal"
     rows = {line.split()[0]: line for line in lines[2:] if line.strip() and line[0] != " "}
     assert set(rows) == {"runs", "does", *BACKENDS}
     assert rows["sdpa_math"].split()[1:4] == ["math", "1.25", "1.25"]
@@ -40,20 +48,20 @@ def test_the_table_has_every_backend(capsys) -> None:
 
 def test_every_option_reaches_the_backends(capsys) -> None:
     cli.main([*SMALL, "--dtype=bfloat16", "--n_kv_head=1", "--window=8", "--dropout=0.1",
-              "--segments", "--batch_size=3"])  # fmt: skip
+              "--segments", "--batch_size=3", "--deterministic"])  # fmt: skip
     out = capsys.readouterr().out
     assert " ".join(line.strip() for line in out.splitlines()[1:3]) == (
         "batch 3, 32 tokens, 2 heads over 1 key/value heads of 16, bfloat16, causal, window 8, "
-        "dropout 0.1, 2 segments"
+        "dropout 0.1, 2 segments, deterministic"
     )
     assert "it has no dropout, and 0.1 is asked (--dropout=0)" in out
 
 
 def test_json_is_one_object_with_every_reason(capsys) -> None:
-    cli.main([*SMALL, "--json", "--dropout=0.5"])
+    cli.main([*SMALL, "--json", "--dropout=0.5", "--dtype=float64"])
     found = json.loads(capsys.readouterr().out)
     assert found["seq_len"] == 32 and found["batch_size"] == 1
-    assert Spec(**found["spec"]) == Spec(2, 2, 16, "float32", dropout=0.5)
+    assert Spec(**found["spec"]) == Spec(2, 2, 16, "float64", dropout=0.5)
     assert found["machine"]["device"] == "cpu"
     rows = {row["name"]: row for row in found["backends"]}
     assert list(rows) == list(BACKENDS)
@@ -87,8 +95,26 @@ def test_one_decision_explained(capsys) -> None:
     (["--seq_len=-1"], "seq_len must be at least 1, got -1"),
     (["--window=0"], "window must be None or at least 1, got 0"),
     (["--dtype=int8"], "--dtype must be one of float16, bfloat16, float32, float64"),
-    (["--device=gpu"], "--device must be cpu, mps, cuda or cuda:N, got 'gpu'"),
-    (["--device=cuda:99"], "device 'cuda:99' is not there (torch ")])  # fmt: skip
+    (["--page_size=16"], "page_size belongs to the paged cache (--kv_cache=paged)"),
+    (["--kv_cache=big"], "--kv_cache must be one of none, dynamic, static, paged, got 'big'"),
+    (["--device=gpu"], "there is no device 'gpu' here; there is cpu"),
+    (["--device=cuda:99"], "there is no device 'cuda:99' here; there is cpu"),
+    (["--as=h100", "--device=cpu"], "--device is of this machine; leave it out with --as"),
+    (["--packages=none"], "--packages describes another machine; say which, with --as=... or"),
+    (["--torch=2.4"], "--torch describes another machine"),
+    (["--cuda=12.8"], "--cuda describes another machine"),
+    (["--as=h100", "--packages=flash_atn"], "no backend asks for the package 'flash_atn'; they "),
+    (["--as=h100", "--packages=flash_atn=2.8"], "no backend asks for the package 'flash_atn'; "),
+    (["--as=gtx"], "'gtx' could be NVIDIA GeForce GTX 1080 Ti (6.1), "),
+    (["--as=Voodoo 2"], "unknown machine 'Voodoo 2'; known: P100, "),
+    (["--as="], "unknown machine ''; known: "),
+    (["--as=Voodoo 2", "--capability=new"], "--capability must be like 8.9, got 'new'"),
+    (["--as=apple m3", "--capability=8.9"], "Apple M3 has no compute capability, got 8.9"),
+    (["--as=cpu", "sdpa_flsh"], "unknown attention backend 'sdpa_flsh'; did you mean"),
+    (["--as=cpu", "fastest"], "what is fastest has to be measured there"),
+    (["paged", "--as=cpu", "--kv_cache=paged", "--segments"],
+     "attention backend 'paged' cannot run here. "),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(argv, words, capsys) -> None:
     with pytest.raises(UserError) as e:
         cli.main(argv)
@@ -116,7 +142,7 @@ def test_running_out_of_memory_is_a_reason(monkeypatch, capsys) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB\nmore")
 
     monkeypatch.setattr(cli, "median_ms", boom)
-    cli.main([*SMALL, "--json"])
+    cli.main([*SMALL, "--json", "--dtype=float64"])
     why = json.loads(capsys.readouterr().out)["backends"][0]["why"]
     assert why == ["at this shape: CUDA out of memory. Tried to allocate 1 GiB"]
 
@@ -126,7 +152,274 @@ def test_help_names_every_option_and_backend(capsys) -> None:
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m attention [backend] [--name=value ...]\n")
     assert all(name in out for name in BACKENDS)
+    assert "auto, fastest, " in out and "also --as]" in " ".join(out.split())
     assert all(f"--{name}=" in out for name in cli.Options.__dataclass_fields__)
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+
+
+# --- what has no backward, what is interpreted, what reads a cache ---
+
+
+def made_up(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let manual and a changed copy of it be all backends there are."""
+    other = replace(BACKENDS["manual"], name="made_up", **changes)
+    monkeypatch.setattr(cli, "BACKENDS", {"manual": BACKENDS["manual"], "made_up": other})
+    monkeypatch.setitem(sys.modules["attention.resolve"]._BY_ANY_NAME, "made_up", other)
+
+
+def test_without_a_backward_it_is_timed_forward_only(monkeypatch, capsys) -> None:
+    made_up(monkeypatch, caps=(Caps(grad=False),))
+    cli.main(SMALL)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (row,) = (line for line in lines if line.startswith("made_up"))
+    assert row.split()[:4] == ["made_up", "-", "1.25", "-"]
+    assert lines[-1] == "- made_up: it has no backward pass"
+    cli.main([*SMALL, "--json"])
+    plain, forward = json.loads(capsys.readouterr().out)["backends"]
+    assert plain["no_backward"] == [] and plain["forward_backward_ms"] == 1.25
+    assert forward["no_backward"] == ["it has no backward pass"] and forward["why"] == []
+    assert forward["forward_ms"] == 1.25 and forward["forward_backward_ms"] is None
+    cli.main([*SMALL, "--inference"])
+    out = capsys.readouterr().out
+    assert out.count("1.25") == 2 and "no backward" not in out and "causal, inference" in out
+
+
+def test_what_only_an_interpreter_runs_is_not_timed(monkeypatch, capsys) -> None:
+    def slow(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        assert q.shape[1] <= 64
+        return BACKENDS["manual"].attend(q, k, v, spec, **kw)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    made_up(monkeypatch, attend=slow, caps=(Caps(("cuda",)), Caps(("cpu",), interpreted=True)))
+    cli.main([*SMALL, "--seq_len=200"])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    (row,) = (line for line in lines if line.startswith("made_up"))
+    assert row.split()[:4] == ["made_up", "-", "-", "-"]
+    assert lines[-1] == "- made_up: Triton's interpreter, for tests: not timed"
+
+
+def test_a_paged_cache_is_measured_while_decoding(monkeypatch, capsys) -> None:
+    seen: list[Any] = []
+    paged = BACKENDS["paged"]
+
+    def noted(q: Tensor, *args: Any, cache: Any, **kw: Any) -> Tensor:
+        seen.append((q.shape[:2], cache.page_size, cache.start.tolist(), cache.count.tolist()))
+        return paged.attend(q, *args, cache=cache, **kw)
+
+    monkeypatch.setattr(cli, "BACKENDS", {"paged": replace(paged, attend=noted)})
+    cli.main([*SMALL, "--kv_cache=paged", "--page_size=8", "--batch_size=3", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["backends"]
+    assert row["why"] == [] and row["forward_ms"] == 1.25 and row["forward_backward_ms"] is None
+    assert row["error"] < 1e-6
+    assert seen[-1] == ((3, 1), 8, [31, 31, 31], [1, 1, 1])
+    cli.main([*SMALL, "--kv_cache=paged"])
+    line = capsys.readouterr().out.splitlines()[1:3]
+    assert "inference, paged cache of 256, one query" in " ".join(x.strip() for x in line)
+
+
+def test_the_kernels_that_ran_are_named() -> None:
+    def named(*events: str, kernels: tuple[str, ...] = ()) -> tuple[str, ...]:
+        return cli.kernel_names(Probe(kernels=kernels, events=events))
+
+    assert named("aten::bmm", "detach", "prims::iota") == ()
+    assert named("aten::bmm", "flash_attn::_flash_attn_forward") == ("_flash_attn_forward",)
+    assert named("Torch-Compiled Region: 1/0", "aten::mm") == ("by torch.compile",)
+    assert named("aten::x", "nanoattn::y", kernels=("flash",)) == ("flash",)
+
+
+def test_fastest_is_explained_with_its_table(monkeypatch, capsys, caplog, tmp_path) -> None:
+    monkeypatch.setenv("NANOATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(cli.autotune, "BUDGET_S", 0.0)
+    cli.main(["fastest", *SMALL, "--dtype=float64"])
+    assert capsys.readouterr().out.startswith("INFO: Attention backend: ")
+    assert "fastest: forward and backward of one attention call, batch 1, 32 tokens" in caplog.text
+
+
+# --- a machine that is described ---
+
+
+@pytest.mark.parametrize("text, device, name, capability", [
+    ("NVIDIA TITAN RTX", "cuda", "NVIDIA TITAN RTX", (7, 5)),
+    ("titan rtx", "cuda", "NVIDIA TITAN RTX", (7, 5)),
+    ("4090", "cuda", "NVIDIA GeForce RTX 4090", (8, 9)),
+    ("RTX4090", "cuda", "NVIDIA GeForce RTX 4090", (8, 9)),
+    ("3090", "cuda", "NVIDIA GeForce RTX 3090", (8, 6)),  # and the 3090 Ti is alike
+    ("rtx 3090 ti", "cuda", "NVIDIA GeForce RTX 3090 Ti", (8, 6)),
+    ("T4", "cuda", "Tesla T4", (7, 5)),
+    ("a10", "cuda", "NVIDIA A10", (8, 6)),  # not the A100
+    ("NVIDIA A100-SXM4-80GB", "cuda", "NVIDIA A100-SXM4-80GB", (8, 0)),
+    ("h100", "cuda", "NVIDIA H100", (9, 0)),
+    ("NVIDIA H100 80GB HBM3", "cuda", "NVIDIA H100 80GB HBM3", (9, 0)),
+    ("H200", "cuda", "NVIDIA H200", (9, 0)),
+    ("b200", "cuda", "NVIDIA B200", (10, 0)),
+    ("gb300", "cuda", "NVIDIA GB300", (10, 3)),
+    ("5090", "cuda", "NVIDIA GeForce RTX 5090", (12, 0)),
+    ("RTX PRO 6000", "cuda", "NVIDIA RTX PRO 6000 Blackwell", (12, 0)),
+    ("rtx 6000 ada", "cuda", "NVIDIA RTX 6000 Ada Generation", (8, 9)),
+    ("quadro rtx 6000", "cuda", "Quadro RTX 6000", (7, 5)),
+    ("V100", "cuda", "Tesla V100", (7, 0)),
+    ("apple m3", "mps", "Apple M3", None),
+    ("Apple M3 Max", "mps", "Apple M3 Max", None),
+    ("mps", "mps", "Apple mps", None),
+    ("cpu", "cpu", "cpu", None),
+    ("CPU", "cpu", "cpu", None),
+])  # fmt: skip
+def test_a_machine_is_known_by_its_distinctive_part(text, device, name, capability) -> None:
+    assert machines.find(text) == (device, name, capability)
+
+
+def test_every_known_name_is_found_by_itself() -> None:
+    for device, name, capability in machines.KNOWN:
+        assert machines.find(name) == (device, name, capability)
+        assert machines.find(name.upper())[::2] == (device, capability)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("rtx 6000", ["Quadro RTX 6000 (7.5)", "NVIDIA RTX 6000 Ada Generation (8.9)",
+                  "NVIDIA RTX PRO 6000 Blackwell (12.0)"]),
+    ("titan", ["NVIDIA TITAN Xp (6.1)", "NVIDIA TITAN V (7.0)", "NVIDIA TITAN RTX (7.5)"]),
+])  # fmt: skip
+def test_what_could_be_several_is_asked_back(text, words) -> None:
+    with pytest.raises(ValueError, match=r"say more of the name, or its --capability=8\.9") as e:
+        machines.find(text)
+    assert all(word in str(e.value) for word in words)
+    assert str(e.value).count("(") == len(words)
+
+
+def described(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    cli.main(list(argv))
+    return capsys.readouterr().out
+
+
+def test_one_decision_on_another_machine(capsys, monkeypatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something was run")
+
+    for name in ("probe", "select", "median_ms", "pick_device"):
+        monkeypatch.setattr(cli, name, never)
+    out = described("flash_attn_2", "--as", "NVIDIA TITAN RTX", capsys=capsys)
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0].startswith("NVIDIA TITAN RTX (cuda), compute capability 7.5, torch ")
+    assert lines[1] == "batch 16, 1024 tokens, 12 heads of 64, float16, causal"
+    assert lines[2].startswith("Nothing was run: this is what the backends declare, with ")
+    assert "flash_attn" in " ".join(lines[2:4])
+    assert lines[-3] == (
+        "WARNING: flash_attn_2 requested but it needs compute capability >= 8.0, NVIDIA TITAN RTX "
+        "has 7.5."
+    )
+    assert lines[-2:] == [
+        "         Falling back to 'sdpa'.",
+        "INFO: Attention backend: sdpa (PyTorch scaled_dot_product_attention)",
+    ]
+    assert "flash_attn_2 (" in described("flash_attn_2", "--as=4090", capsys=capsys)
+    assert "package 'flash_attn' is not installed" in described(
+        "flash_attn_2", "--as=4090", "--packages=none", capsys=capsys
+    )
+    assert "must be >= 2.6, this is 2.1" in described(
+        "flash_attn_2", "--as=4090", "--packages=flash_attn=2.1", capsys=capsys
+    )
+    assert "flash_attn_2 (" in described(
+        "flash_attn_2", "--as=4090", "--packages=triton,flash_attn=2.8.3", capsys=capsys
+    )
+
+
+def test_every_backend_on_another_machine(capsys) -> None:
+    out = described("--as=h100", "--packages=none", "--window=64", capsys=capsys)
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "bfloat16, causal, window 64" in lines[1]
+    assert "declare, with no packages installed (--packages)." in " ".join(out.split())
+    rows = {line.split()[0]: line for line in lines[4:] if line.strip() and line[0] != " "}
+    assert {*BACKENDS, "runs", "does"} <= set(rows)
+    assert "PyTorch scaled_dot_product_attention" in rows["sdpa"]
+    assert "it has no sliding window" in rows["sdpa_flash"]
+    assert "package 'flash_attn' is not installed" in rows["flash_attn_2"]
+    assert lines[-1] == "auto takes sdpa there."
+    for machine, takes in (("mps", "manual"), ("cpu", "sdpa"), ("titan rtx", "sdpa")):
+        assert described(f"--as={machine}", capsys=capsys).splitlines()[-1] == (
+            f"auto takes {takes} there."
+        )
+    assert "auto takes sdpa there" in described("--as=mps", "--allow_mps_sdpa", capsys=capsys)
+
+
+def test_another_machine_as_json(capsys) -> None:
+    found = json.loads(described("--as=b200", "--cuda=12.9", "--torch=2.9", "--json",
+                                 "--inference", "--kv_cache=paged", capsys=capsys))  # fmt: skip
+    assert found["run"] is False
+    assert {k: found["machine"][k] for k in ("device", "name", "capability", "torch", "cuda")} == {
+        "device": "cuda", "name": "NVIDIA B200", "capability": [10, 0], "torch": "2.9",
+        "cuda": "12.9"}  # fmt: skip
+    spec = Spec(12, 12, 64, "bfloat16", grad=False, cache="paged", page_size=256)
+    assert Spec(**found["spec"]) == spec
+    why = {row["name"]: row["why"] for row in found["backends"]}
+    assert list(why) == list(BACKENDS) and why["paged"] == []
+    assert why["manual"] == ["it has no 'paged' cache"]
+    assert found["auto"]["requested"] == "auto"
+    one = json.loads(described("auto", "--as=cpu", "--json", capsys=capsys))
+    assert (one["backend"], one["run"], one["kernels"]) == ("sdpa", False, [])
+
+
+def test_a_gpu_that_is_not_listed_is_described_by_its_capability(capsys) -> None:
+    out = described("auto", "--as=Rubin X", "--capability=13.0", capsys=capsys)
+    assert out.startswith("Rubin X (cuda), compute capability 13.0, torch ")
+    out = described("flash_attn_3", "--capability=8.6", "--packages=all", capsys=capsys)
+    assert out.startswith("a GPU (cuda), compute capability 8.6, torch ")
+    assert "it needs compute capability 9.0, a GPU has 8.6" in out
+    out = described("auto", "--as=h100", "--capability=8.0", capsys=capsys)
+    assert out.startswith("NVIDIA H100 (cuda), compute capability 8.0, torch ")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0)])
+def test_the_dtype_is_the_one_that_a_run_there_picks(capability, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    picked = pick_dtype("auto", torch.device("cuda"))
+    assert cli.best_dtype(Machine("cuda", "GPU", capability)) == str(picked).split(".")[1]
+    for device in ("cpu", "mps"):
+        picked = pick_dtype("auto", torch.device(device))
+        assert cli.best_dtype(Machine(device, "x")) == str(picked).split(".")[1]
+
+
+# --- the support table ---
+
+
+def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
+    rows = (
+        Caps(("cuda",), ("float16",), (8, 0), (8, 9), head_dim_max=256, deterministic=False,
+             packages=("a>=2.1", "b"), caches=("none", "dynamic", "paged"),
+             page_multiple=256),
+        Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), hub_kernels=True),
+        Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), window=False, grad=False,
+             caches=("none",)),
+        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8),
+        Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
+    )  # fmt: skip
+    made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
+    monkeypatch.setattr(support, "BACKENDS", {"made_up": cli.BACKENDS["made_up"]})
+    title, rule, *lines = support.table().splitlines()
+    names = [c.strip() for c in title.strip("|").split("|")]
+    assert rule == "|---" * len(names) + "|"
+    cells = [dict(zip(names, (c.strip() for c in line.strip("|").split("|")))) for line in lines]
+    assert len(cells) == 4  # not the one of the hub
+    assert {c["name"] for c in cells} == {"`made_up`"}
+    assert [c["device"] for c in cells] == [
+        "cuda 8.0 to 8.9", "cuda 9.0", "cuda >= 10.0", "cpu (Triton's interpreter)"]  # fmt: skip
+    assert cells[0] | {"name": ""} == {
+        "name": "", "device": "cuda 8.0 to 8.9", "packages": "a >= 2.1, b", "dtypes": "float16",
+        "head_dim": "up to 256", "window": "yes", "segments": "yes", "dropout": "yes",
+        "backward": "yes, not deterministic",
+        "caches": "dynamic, paged (pages of 256 n tokens)"}  # fmt: skip
+    assert (cells[1]["window"], cells[1]["backward"], cells[1]["caches"]) == ("no", "no", "no")
+    assert cells[2]["head_dim"] == "any, multiple of 8"
+    assert cells[2]["dropout"] == "multiples of 0.0625" and cells[2]["backward"] == "yes"
+    assert (cells[3]["caches"], cells[3]["segments"], cells[3]["dropout"]) == (
+        "only paged", "no", "no")  # fmt: skip
+    title, _, line = support.overview().splitlines()
+    names = [c.strip() for c in title.strip("|").split("|")]
+    assert dict(zip(names, (c.strip() for c in line.strip("|").split("|")))) == {
+        "name": "`made_up` `alias`", "what": BACKENDS["manual"].title,
+        "runs on": "cuda >= 8.0, cpu (interpreter)",
+        "window": "partly", "segments": "partly", "dropout": "partly", "backward": "partly",
+        "KV caches": "dynamic, paged", "falls back to": "`manual`"}  # fmt: skip
 
 
 @needs_no_cuda
@@ -137,9 +430,9 @@ def test_as_a_user_runs_it() -> None:
 
     gone = run("sdpa_flash", "--dtype=float32", "--device=cuda")
     assert (gone.returncode, gone.stdout) == (2, "")
-    assert gone.stderr.startswith("error: device 'cuda' is not there (torch ")
+    assert gone.stderr.startswith("error: there is no device 'cuda' here; there is cpu")
     assert gone.stderr.count("\n") == 1
-    good = run(*SMALL, "--json")
+    good = run(*SMALL, "--json", "--dtype=float64")
     assert good.returncode == 0 and good.stderr == ""
     rows = json.loads(good.stdout)["backends"]
     assert all(row["forward_ms"] > 0 for row in rows if not row["why"])

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from attention.__main__ import Options, split_name, support_table
+from attention import support
+from attention.__main__ import ALIASES as CLI_ALIASES
+from attention.__main__ import Options, split_name
 from data.prepare import DATASETS, PrepareConfig
 from sample import SampleConfig
 from settings import read
@@ -60,13 +62,15 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         assert rest[2] in DATASETS
         read(PrepareConfig, rest[3:])
     elif rest[:2] == ["-m", "attention"]:
-        read(Options, split_name(rest[2:])[1])
+        read(Options, split_name(rest[2:])[1], aliases=CLI_ALIASES)
     else:
         assert rest[:2] == ["-m", "pytest"] or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 
-def test_the_support_table_is_the_one_that_caps_give() -> None:
-    assert support_table() in README
+def test_the_support_tables_are_those_that_caps_give() -> None:
+    """python -m attention.support writes them."""
+    assert support.overview() in README
+    assert support.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
 
 
 def test_every_file_that_the_pages_name_is_there() -> None:

@@ -53,7 +53,7 @@ def test_titan_rtx() -> None:
     ]
     assert why("sdpa_efficient", FP16, TITAN) == why("sdpa_efficient", FP32, TITAN) == []
     assert why("sdpa_efficient", BF16, TITAN) == [
-        "it needs compute capability >= 8.0, NVIDIA TITAN RTX has 7.5"
+        "it takes float16, not bfloat16 (--dtype=float16)"
     ]
     assert why("sdpa_cudnn", FP16, TITAN) != []
     assert runs("sdpa_flash", FP16, TITAN) == "sdpa"
@@ -253,12 +253,16 @@ def test_masks() -> None:
 @pytest.mark.parametrize("name", ["manual", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn",
                                   "sdpa_math"])  # fmt: skip
 def test_a_cache_that_nobody_has_is_an_error_that_lists_all(name) -> None:
-    """Even with fallback: after manual there is nothing left to try."""
+    """Even with fallback: after manual, and paged for its own cache, nothing is left to try."""
+    asked = replace(BF16, cache="paged", page_size=16, grad=False)
+    assert runs(name, asked, H100) == "paged"
     with pytest.raises(BackendUnavailable) as e:
-        resolve(name, replace(BF16, cache="static", grad=False), H100)
-    tried = [name] if name == "manual" else [name, "sdpa", "manual"]
-    for n in tried:
-        assert f"{n}: it has no 'static' cache" in str(e.value)
+        resolve(name, replace(asked, segments=True), H100)
+    for n in (name, "manual") if name == "manual" else (name, "sdpa", "manual"):
+        assert f"{n}: it has no 'paged' cache" in str(e.value).replace(
+            "it has no segments (packed or padded sequences); ", ""
+        )
+    assert "paged: it has no segments" in str(e.value)
 
 
 def test_all_reasons_are_listed_at_once() -> None:

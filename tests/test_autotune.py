@@ -1,0 +1,682 @@
+"""fastest: decided by a clock that the tests hold, on backends that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import Backend, BackendUnavailable, Caps, Machine, Spec, autotune, manual, packages
+from attention import resolve as _resolve
+from attention.autotune import Timing, decide, fastest
+from model import GPT, GPTConfig
+
+resolve_module = sys.modules["attention.resolve"]  # attention.resolve is the function
+assert callable(_resolve)
+
+SPEC = Spec(2, 1, 16, "float32")
+SHAPE = (3, 96, 96)  # longer than what the probe runs
+HERE = Machine.here("cpu", packages())
+needs_proc = pytest.mark.skipif(
+    autotune.free_memory() is None, reason="no /proc/meminfo on this system"
+)
+
+
+class Clock:
+    """Seconds that pass only where a test lets them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOATTN_CACHE", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path
+
+
+@pytest.fixture()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(autotune, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "nanoattn")
+    return caplog
+
+
+def takes(clock: Clock, ms: float, calls: list[tuple[int, ...]] | None = None) -> Attend:
+    """A right attend() that lets so much time pass, and notes the shape of q."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        clock.now += ms / 1e3
+        if calls is not None and q.shape[1] not in (64, 21):  # the probe's
+            calls.append(tuple(q.shape))
+        return manual.attend(q, k, v, spec, **kw)
+
+    return attend
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **attends: Attend) -> None:
+    """Let these be all backends there are; "sdpa" is what auto takes on the CPU."""
+    made = {
+        name: Backend(name, "made up", attend, (Caps(),), fallback=None)
+        for name, attend in attends.items()
+    }
+    monkeypatch.setattr(autotune, "BACKENDS", made)
+    monkeypatch.setattr(resolve_module, "BACKENDS", made)
+    monkeypatch.setattr(resolve_module, "_BY_ANY_NAME", made)
+
+
+def said(log: pytest.LogCaptureFixture) -> str:
+    return "\n".join(r.getMessage() for r in log.records)
+
+
+def line(log: pytest.LogCaptureFixture, name: str) -> str:
+    """What the table says about a backend."""
+    return next(x for x in said(log).splitlines() if x.split()[:1] == [name])
+
+
+# --- who wins ---
+
+
+@pytest.mark.parametrize("rival_ms, winner", [
+    (10.2, "sdpa"), (10.0, "sdpa"), (9.85, "sdpa"), (9.79, "rival"), (9.7, "rival"), (1.0, "rival"),
+])  # fmt: skip
+def test_two_percent_unseat_the_rules_choice(rival_ms, winner, clock, monkeypatch, log) -> None:
+    only(monkeypatch, rival=takes(clock, rival_ms), sdpa=takes(clock, 10.0))
+    chosen = fastest(SPEC, "cpu", SHAPE)
+    assert chosen.backend.name == winner and chosen.requested == "fastest"
+    assert chosen.rejected == {}
+    assert line(log, "rival").split()[1:3] == [f"{rival_ms:.3f}", f"{rival_ms / 10:.3f}"]
+    assert line(log, "sdpa").split()[1:3] == ["10.000", "1.000"]
+    why = (f"{1 - rival_ms / 10:.1%} less time than auto's sdpa" if winner == "rival" else
+           "auto's choice, which no other beats by 2%")  # fmt: skip
+    assert f"chosen: {winner} ({why})" in said(log)
+
+
+def test_the_decision_alone() -> None:
+    a, b, gone = Timing("a", 10.0), Timing("b", 9.0), Timing("c", why="it has no window")
+    assert decide([a, b, gone], "a") == "b"
+    assert decide([a, b, Timing("d", 8.9)], "b") == "b"
+    assert decide([b, Timing("a", why="no memory")], "a") == "b"
+    assert decide([gone], "c") == "c"
+
+
+def test_rivals_among_themselves_need_no_margin(clock, monkeypatch) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0), one=takes(clock, 9.0), two=takes(clock, 8.99))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "two"
+
+
+def test_a_noisy_neighbour_does_not_decide(clock, monkeypatch) -> None:
+    """One call in three takes ten times as long: the median does not see it."""
+    n = 0
+
+    def noisy(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        nonlocal n
+        n += 1
+        clock.now += 80e-3 if n % 3 == 0 else 8e-3
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=takes(clock, 10.0), noisy=noisy)
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "noisy"
+
+
+# --- who is dropped, and why ---
+
+
+def test_wrong_numbers_are_dropped_however_fast(clock, monkeypatch, log) -> None:
+    def forgets_the_window(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        return manual.attend(q, k, v, dataclasses.replace(spec, window=None), **kw)
+
+    only(monkeypatch, sdpa=takes(clock, 10.0), wrong=forgets_the_window)
+    spec = dataclasses.replace(SPEC, window=9)
+    assert fastest(spec, "cpu", SHAPE).backend.name == "sdpa"
+    assert "its numbers are wrong (out is off by " in line(log, "wrong")
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: misaligned address\ntrace"), torch.OutOfMemoryError("CUDA out of "
+    "memory. Tried to allocate 9 GiB\ntrace"), NotImplementedError()])  # fmt: skip
+def test_what_fails_at_the_real_shape_is_dropped_in_its_own_words(error, clock, monkeypatch, log):
+    def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        if q.shape[1] == SHAPE[1]:
+            raise error
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=takes(clock, 10.0), frail=fails)
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    words = str(error).splitlines()[0] if str(error) else "NotImplementedError"
+    assert line(log, "frail").strip() == f"frail  at this shape: {words}"
+
+
+def test_where_the_rules_choice_fails_the_best_of_the_others_runs(clock, monkeypatch, log) -> None:
+    def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        if q.shape[1] == SHAPE[1]:
+            raise torch.OutOfMemoryError("out of memory")
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=fails, a=takes(clock, 9.0), b=takes(clock, 7.0))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "b"
+    assert "chosen: b (auto's sdpa could not be measured)" in said(log)
+
+
+def test_where_nothing_can_be_measured_the_rule_decides_and_nothing_is_remembered(
+    clock, monkeypatch, log, cache_folder
+):
+    def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        if q.shape[1] == SHAPE[1]:
+            raise RuntimeError("no")
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=fails)
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert "nothing could be measured; auto's choice" in said(log)
+    assert list(cache_folder.iterdir()) == []
+
+
+def test_what_declares_that_it_cannot_is_not_run(clock, monkeypatch, log) -> None:
+    calls: list[tuple[int, ...]] = []
+    only(monkeypatch, sdpa=takes(clock, 10.0), idle=takes(clock, 1.0, calls))
+    made = autotune.BACKENDS["idle"]
+    autotune.BACKENDS["idle"] = dataclasses.replace(made, caps=(Caps(dropout=False),))
+    assert fastest(dataclasses.replace(SPEC, dropout=0.25), "cpu", SHAPE).backend.name == "sdpa"
+    assert calls == []
+    assert line(log, "idle") == "      idle  it has no dropout, and 0.25 is asked (--dropout=0)"
+
+
+def test_apples_guard_holds() -> None:
+    mac, sdpa = Machine("mps", "Apple M3", torch="2.13.0"), resolve_module.BACKENDS["sdpa"]
+    assert autotune.refusals(sdpa, SPEC, mac) == (resolve_module.MPS_GUARD,)
+    assert autotune.refusals(sdpa, SPEC, mac, allow_mps_sdpa=True) == ()
+    paged = dataclasses.replace(SPEC, grad=False, cache="paged", page_size=8)
+    assert autotune.refusals(manual.BACKEND, paged, mac) == ("it has no 'paged' cache",)
+
+
+def test_an_interpreter_is_no_rival(clock, monkeypatch, log) -> None:
+    calls: list[tuple[int, ...]] = []
+    only(monkeypatch, sdpa=takes(clock, 10.0), slow=takes(clock, 1.0, calls))
+    rows = (Caps(("cuda",)), Caps(("cpu",), interpreted=True))
+    autotune.BACKENDS["slow"] = dataclasses.replace(autotune.BACKENDS["slow"], caps=rows)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa" and calls == []
+    assert line(log, "slow").split(maxsplit=1)[1] == (
+        "Triton's interpreter is for tests, not for speed"
+    )
+
+
+def test_what_is_far_too_slow_is_let_go_early(clock, monkeypatch, log) -> None:
+    far: list[tuple[int, ...]] = []
+    near: list[tuple[int, ...]] = []
+    only(monkeypatch, sdpa=takes(clock, 10.0), far=takes(clock, 60.0, far),
+         near=takes(clock, 40.0, near))  # fmt: skip
+    fastest(SPEC, "cpu", SHAPE)
+    assert far == [(3, 96, 2, 16)] * 4
+    assert line(log, "far") == "      far   60 ms, 6.0 times the best so far"
+    assert len(near) == 4 + 25  # samples, until a second is spent
+    assert line(log, "near").split()[1] == "40.000"
+
+
+def test_a_call_longer_than_the_budget_is_not_repeated_for_nothing(clock, monkeypatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    only(monkeypatch, sdpa=takes(clock, 4000.0), slow=takes(clock, 8000.0, calls))
+    began = clock.now
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert len(calls) == 2 and clock.now - began < 60
+
+
+@needs_proc
+def test_memory_that_is_not_there_is_a_reason_on_the_cpu(monkeypatch, log) -> None:
+    """Without the limit Linux would hand it out, and end the process that writes to it."""
+    T, free = 2048, 2**28
+
+    def hungry(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        if q.shape[1] == T:
+            torch.empty(4 * free, dtype=torch.uint8)
+        return manual.attend(q, k, v, spec, **kw)
+
+    def frugal(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        return q.clone() if q.shape[1] == T else manual.attend(q, k, v, spec, **kw)
+
+    monkeypatch.setattr(autotune, "free_memory", lambda: free)
+    only(monkeypatch, sdpa=frugal, hungry=hungry)
+    spec = Spec(1, 1, 8, "float32", grad=False)
+    assert fastest(spec, "cpu", (1, T, T)).backend.name == "sdpa"
+    assert "at this shape: " in line(log, "hungry") and "llocate" in line(log, "hungry")
+    torch.empty(4 * free, dtype=torch.uint8)  # the limit is lifted again
+
+
+# --- what is measured ---
+
+
+def test_the_inputs_have_the_strides_that_the_model_gives(monkeypatch) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    def notes(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        seen.append([t.stride() for t in (q, k, v)] + [tuple(q.shape), tuple(k.shape)])
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=manual.attend, noting=notes)
+    config = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, block_size=48, vocab_size=65,
+                       attention_backend="noting")  # fmt: skip
+    model = GPT(config)
+    model.attention()
+    seen.clear()
+    model(torch.zeros(3, 48, dtype=torch.int64))
+    from_model = seen[-1]
+    spec = config.spec("float32")
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 48, 48))
+    autotune.work(autotune.BACKENDS["noting"], spec, inputs)()
+    assert seen[-1] == from_model
+
+
+class Noted(torch.autograd.Function):
+    """The identity, which counts its backward passes."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Noted.backwards += 1
+        return grad
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_training_is_timed_with_the_backward_to_the_projection_inference_without(grad) -> None:
+    spec = dataclasses.replace(SPEC, grad=grad)
+    leaves: list[Any] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        leaves.append([t.grad_fn and t.grad_fn.name() for t in (q, k, v)])
+        assert torch.is_grad_enabled() == grad
+        return manual.attend(q, k, Noted.apply(v), spec, **kw)
+
+    inputs = autotune.draw(spec, torch.device("cpu"), SHAPE)
+    assert inputs.qkv.requires_grad == grad and inputs.qkv.shape == (3, 96, 4 * 16)
+    Noted.backwards = 0
+    backend = Backend("b", "", attend, (Caps(),), None)
+    with torch.no_grad():  # where the model is asked for evaluation
+        autotune.work(backend, spec, inputs)()
+    assert Noted.backwards == grad
+    assert all((name is not None) == grad for name in leaves[0])  # the views' own nodes
+    assert inputs.qkv.grad is None  # asked for by autograd.grad, added up nowhere
+
+
+def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None:
+    seen: list[Any] = []
+
+    def notes(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        seen.append(tuple(tuple(t.shape) for t in (q, k, v, kw["segments"])))
+        clock.now += 1e-3
+        return manual.attend(q, k, v, spec, **kw)
+
+    only(monkeypatch, sdpa=notes)
+    fastest(dataclasses.replace(SPEC, grad=False, segments=True), "cpu", (5, 1, 300))
+    assert ((5, 1, 2, 16), (5, 300, 1, 16), (5, 300, 1, 16), (5, 300)) in seen
+    assert "fastest: forward of one attention call, batch 5, 1 queries and 300 keys" in said(log)
+
+
+def test_segments_are_two_documents() -> None:
+    spec = dataclasses.replace(SPEC, segments=True)
+    segments = autotune.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
+    assert segments is not None and segments.dtype == torch.int32
+    assert segments.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+
+
+def test_a_run_that_compiles_is_timed_compiled_each_backend_alone(clock, monkeypatch, log) -> None:
+    codes: list[Any] = []
+    ran: list[str] = []
+
+    def compile_(f: Any, **options: Any) -> Any:
+        assert options == {"dynamic": False}
+        codes.append(f.__code__)
+
+        def compiled(*args: Any) -> Any:
+            ran.append(f.__code__.co_name)
+            return f(*args)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    only(monkeypatch, sdpa=takes(clock, 10.0), other=takes(clock, 5.0))
+    assert fastest(dataclasses.replace(SPEC, compiled=True), "cpu", SHAPE).backend.name == "other"
+    assert {c.co_name for c in codes} == {"forward_sdpa", "forward_other"} == set(ran)
+    assert len({id(c) for c in codes}) == 2  # else one limit on recompilations for all of them
+    assert ", compiled, on cpu" in said(log)
+    codes.clear()
+    fastest(SPEC, "cpu", SHAPE)
+    assert codes == []
+
+
+def test_the_random_state_is_left_alone(clock, monkeypatch) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    fastest(dataclasses.replace(SPEC, dropout=0.5), "cpu", SHAPE)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "paged"])
+def test_a_cache_is_measured_while_it_holds_all_that_came_before(cache, monkeypatch) -> None:
+    """What the call sees and gives is that of plain attention over the same keys."""
+    page_size = 8 if cache == "paged" else None
+    spec = Spec(4, 2, 16, "float32", grad=False, cache=cache, page_size=page_size)
+    name = "paged" if cache == "paged" else "manual"
+    got: list[Any] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **kw: Any) -> Tensor:
+        out = real.attend(q, k, v, spec, cache=cache, **kw)
+        if page_size:
+            pages = cache.page_table.long()
+            k, v = (t[pages].flatten(1, 2)[:, :37] for t in (cache.k_pages, cache.v_pages))
+        elif cache is not None:
+            k, v = cache.k[:, :37], cache.v[:, :37]
+        assert k.shape == (3, 37, 2, 16) and k.abs().sum(dim=(0, 2, 3)).min() > 0
+        plain = dataclasses.replace(spec, cache="none", page_size=None)
+        got.append((q.shape, out, manual.attend(q, k, v, plain)))
+        return out
+
+    real = resolve_module.BACKENDS[name]
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 1, 37))
+    call = autotune.work(dataclasses.replace(real, attend=noted), spec, inputs)
+    call()
+    call()  # again, in the same place
+    for shape, out, want in got:
+        assert shape == (3, 1, 4, 16)
+        torch.testing.assert_close(out, want)
+    assert len(got) == 2
+
+
+# --- what is remembered ---
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it was measured")
+
+
+def test_an_answer_is_remembered_and_probed_again(clock, monkeypatch, log, cache_folder) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
+    first = fastest(SPEC, "cpu", SHAPE)
+    (entry,) = json.loads((cache_folder / "fastest.json").read_text())
+    assert entry["backend"] == "rival" and entry["ms"] == {"sdpa": 10.0, "rival": 5.0}
+    log.clear()
+
+    measure = autotune.measure
+    monkeypatch.setattr(autotune, "measure", never)
+    calls: list[tuple[int, ...]] = []
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0, calls))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == first.backend.name == "rival"
+    assert calls == []
+    assert said(log) == (
+        f"fastest: rival, remembered from {entry['date']}; delete {cache_folder}/fastest.json "
+        "to measure again"
+    )
+    with pytest.raises(AssertionError, match="it was measured"):
+        fastest(SPEC, "cpu", SHAPE, again=True)
+    with pytest.raises(AssertionError, match="it was measured"):
+        fastest(SPEC, "cpu", (3, 97, 97))
+
+    def broken_now(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=broken_now)
+    log.clear()
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert "rival is remembered, but attention backend 'rival' cannot run here" in said(log)
+    only(monkeypatch, sdpa=takes(clock, 10.0))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"  # remembered in its place
+    assert len(json.loads((cache_folder / "fastest.json").read_text())) == 1
+
+
+def test_a_name_that_is_gone_is_measured_anew(clock, monkeypatch, log) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
+    fastest(SPEC, "cpu", SHAPE)
+    only(monkeypatch, sdpa=takes(clock, 10.0))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    assert "rival is remembered, but unknown attention backend 'rival'" in said(log)
+
+
+OTHER_SPECS = {
+    "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dtype": "float16", "window": 7, "dropout": 0.5,
+    "segments": True, "grad": False, "cache": "static", "compiled": True, "deterministic": True,
+    "page_size": 16, "hub_kernels": True}  # fmt: skip
+OTHER_MACHINES = {
+    "device": "cuda", "name": "another", "capability": (9, 0), "torch": "9.9", "cuda": "99.9",
+    "packages": {"triton": "99"}, "interpreted": not HERE.interpreted}  # fmt: skip
+
+
+def test_every_field_of_spec_and_machine_is_part_of_the_key() -> None:
+    assert set(OTHER_SPECS) == {f.name for f in dataclasses.fields(Spec)}
+    assert set(OTHER_MACHINES) == {f.name for f in dataclasses.fields(Machine)}
+    plain = autotune.conditions(SPEC, "cpu", SHAPE, HERE)
+    assert plain == autotune.conditions(SPEC, "cpu", SHAPE, HERE)
+    keys = [plain]
+    for name, value in OTHER_SPECS.items():
+        changes: dict[str, Any] = {name: value}
+        if name == "n_kv_head":
+            changes["n_head"] = 4
+        if name == "page_size":
+            changes["cache"] = "paged"
+        keys.append(autotune.conditions(dataclasses.replace(SPEC, **changes), "cpu", SHAPE, HERE))
+    for name, value in OTHER_MACHINES.items():
+        there = dataclasses.replace(HERE, **{name: value})
+        keys.append(autotune.conditions(SPEC, "cpu", SHAPE, there))
+    for n in range(3):
+        shape = tuple(s + (i == n) for i, s in enumerate(SHAPE))
+        keys.append(autotune.conditions(SPEC, "cpu", shape, HERE))
+    assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
+    assert json.loads(json.dumps(plain)) == plain  # the file gives back the same
+
+
+def test_the_rest_of_the_key(monkeypatch, tmp_path) -> None:
+    def key(device: str = "cpu", **kw: Any) -> dict[str, Any]:
+        return autotune.conditions(SPEC, device, SHAPE, HERE, **kw)
+
+    plain = key()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert key() != plain
+    assert key(allow_mps_sdpa=True) != plain
+    monkeypatch.setattr(autotune, "code_version", lambda: "edited")
+    assert key() != plain
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert key() != plain and key()["threads"] == 77
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert key() != plain
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4",
+                        raising=False)  # fmt: skip
+    assert key() != plain
+    monkeypatch.undo()
+    before = key("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = not before["tf32"]
+    try:
+        assert key("cuda") != before
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before["tf32"]
+
+
+def test_an_edited_kernel_is_measured_anew(monkeypatch, tmp_path) -> None:
+    (tmp_path / "autotune.py").write_text("")
+    (tmp_path / "kernel.py").write_text("a")
+    monkeypatch.setattr(autotune, "__file__", str(tmp_path / "autotune.py"))
+    seen = {autotune.code_version()}
+    (tmp_path / "kernel.py").write_text("b")
+    seen.add(autotune.code_version())
+    (tmp_path / "more.py").write_text("")
+    seen.add(autotune.code_version())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "{}x", "3", '"text"', "[1]", '[{"key": {}}]', '{"a": 1}', "\x00", "null",
+    '[{"key": {}, "backend": 3, "date": ""}]'])  # fmt: skip
+def test_a_broken_file_is_a_warning_and_is_mended(
+    text, clock, monkeypatch, log, cache_folder
+) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
+    path = cache_folder / "fastest.json"
+    path.write_text(text)
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
+    warned = [r.getMessage() for r in log.records if r.levelname == "WARNING"]
+    assert warned and warned[0].startswith(f"fastest: {path} cannot be read (")
+    assert json.loads(path.read_text())[0]["backend"] == "rival"
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(clock, monkeypatch, log, cache_folder) -> None:
+    (cache_folder / "file").write_text("")
+    monkeypatch.setenv("NANOATTN_CACHE", str(cache_folder / "file"))  # a file, not a folder
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
+    assert "the answer is not remembered: " in said(log)
+
+
+def test_writing_is_one_step(clock, monkeypatch, log, cache_folder) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0))
+    fastest(SPEC, "cpu", SHAPE)
+    before = (cache_folder / "fastest.json").read_bytes()
+
+    def torn(entries: Any, f: Any, **_: Any) -> None:
+        f.write("[{")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(autotune.json, "dump", torn)
+    fastest(SPEC, "cpu", (3, 97, 97))
+    assert "cannot be written (No space left on device)" in said(log)
+    assert [p.name for p in cache_folder.iterdir()] == ["fastest.json"]
+    assert (cache_folder / "fastest.json").read_bytes() == before
+
+
+def test_the_file_holds_the_newest_answers_and_no_end_of_them(monkeypatch, cache_folder) -> None:
+    monkeypatch.setattr(autotune, "REMEMBERED", 3)
+    path = cache_folder / "fastest.json"
+    for n in (0, 1, 2, 3, 2):
+        autotune.remember(path, {"n": n}, f"b{n}", [Timing("x", why="no"), Timing("y", 1.0)])
+    assert [e["key"]["n"] for e in json.loads(path.read_text())] == [2, 3, 1]
+    assert autotune.recall(path, {"n": 0}) is None
+    assert (autotune.recall(path, {"n": 3}) or {})["backend"] == "b3"
+
+
+def test_where_the_file_lies(monkeypatch) -> None:
+    for name in ("NANOATTN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+    assert autotune.memory() == Path("/home/ann/.cache/nanoattn/fastest.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
+    assert autotune.memory() == Path("/fast/nanoattn/fastest.json")
+    monkeypatch.setenv("NANOATTN_CACHE", "/own")
+    assert autotune.memory() == Path("/own/fastest.json")
+
+
+# --- many processes ---
+
+
+def pretend_rank(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> None:
+    """One of two processes."""
+    # PyTorch's own calls, as in the profiler, ask the real torch.distributed.
+    fake = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        get_rank=lambda: rank,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+    )
+    monkeypatch.setattr(autotune, "dist", fake)
+
+
+def test_all_processes_take_what_rank_0_measured(clock, monkeypatch, log) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
+    store = dist.HashStore()
+    pretend_rank(monkeypatch, 0, store)
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "rival"  # and waits for nobody
+    assert said(log).count("fastest:") == 1
+    log.clear()
+    monkeypatch.setattr(autotune, "measure", never)
+    monkeypatch.setattr(autotune, "recall", never)
+    only(monkeypatch, sdpa=takes(clock, 1.0), rival=takes(clock, 5.0))  # faster, for rank 1
+    pretend_rank(monkeypatch, 1, store)
+    other = fastest(SPEC, "cpu", SHAPE)
+    assert (other.backend.name, other.requested, said(log)) == ("rival", "fastest", "")
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(dist.DistStoreError):  # another question has another answer
+        fastest(SPEC, "cpu", (3, 97, 97))
+
+
+def test_nobody_waits_for_a_rank_0_that_failed(clock, monkeypatch) -> None:
+    def broken(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    only(monkeypatch, sdpa=broken)
+    store = dist.HashStore()
+    for rank in (0, 1):
+        pretend_rank(monkeypatch, rank, store)
+        with pytest.raises(BackendUnavailable):
+            fastest(SPEC, "cpu", SHAPE)
+
+
+def test_the_store_is_where_pytorch_keeps_it() -> None:
+    """_get_default_store is not public; here is where a release that moves it is noticed."""
+    assert callable(dist.distributed_c10d._get_default_store)
+
+
+# --- the real ones ---
+
+
+def test_with_the_real_backends_it_chooses_one_that_runs_here(log, monkeypatch) -> None:
+    monkeypatch.setattr(autotune, "BUDGET_S", 0.0)  # three samples each
+    chosen = fastest(SPEC, "cpu", (1, 32, 32))
+    assert chosen.backend.name in resolve_module.BACKENDS
+    rows = {x.split()[0] for x in said(log).splitlines()[2:-1]}
+    assert rows == set(resolve_module.BACKENDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_cuda(compiled, log) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    spec = Spec(12, 12, 64, "bfloat16", compiled=compiled)
+    before = torch.cuda.get_rng_state()
+    chosen = fastest(spec, "cuda", (4, 1024, 1024))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert float(line(log, chosen.backend.name).split()[1]) > 0
+    assert torch.cuda.max_memory_allocated() < 2**28  # what the measurement took is given back
+    decode = dataclasses.replace(spec, grad=False)
+    assert fastest(decode, "cuda", (4, 1, 1024)).requested == "fastest"
+
+
+@pytest.mark.gpu
+def test_on_cuda_what_does_not_fit_is_dropped(log) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    T = 2**17  # manual's scores alone: 16 heads of 2^34 numbers, 512 GiB in half precision
+    fastest(Spec(16, 16, 64, "bfloat16", grad=False), "cuda", (1, T, T))
+    assert "out of memory" in line(log, "manual")
