@@ -3,7 +3,11 @@
 Where there is no CUDA device Triton's kernels run in its interpreter, slowly, on the CPU.
 """
 
+from __future__ import annotations
+
 import os
+from dataclasses import replace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
@@ -11,3 +15,33 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
+
+def hurry_the_interpreter() -> None:
+    """Leave out what takes more than half of the interpreter's time; the kernels are the same.
+
+    It replaces triton.language by its own versions at every call of every function, where once a
+    function will do, and checks each sum of integers for overflow. Where a release of Triton has
+    moved these (3.9 has them so), it is only slow.
+    """
+    try:
+        from triton.runtime import interpreter
+
+        builder = interpreter.interpreter_builder
+        patch, function = interpreter._patch_lang, interpreter.InterpretedFunction
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    except (ImportError, AttributeError, TypeError):
+        return
+    patched = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in patched:
+            patched.add(self.fn)
+            patch(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    function.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hurry_the_interpreter()
