@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= config/train_shakespeare_cpu.py
-NANOGPT ?= ../nanoGPT
 
 .PHONY: setup train test sample bench lint clean
 
@@ -27,7 +26,7 @@ sample: setup
 	$(BIN)/python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 
 bench: setup
-	$(BIN)/python bench/against_nanogpt.py --nanogpt=$(NANOGPT)
+	$(BIN)/python bench_mfu.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from attention.spec import Backend, BackendUnavailable, Caps, Spec, visible
 
@@ -75,6 +74,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
             is_causal = True
         elif Tq > 1:
             if kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
+                from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
+
                 attn_mask = causal_lower_right(Tq, Tk)
             else:
                 attn_mask = mask(Tq, Tk, None, None, q.device)

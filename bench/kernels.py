@@ -1,0 +1,142 @@
+"""Attention alone, timed and held against float64: the job "kernel".
+
+FLOPs of a call at (B, T, H, D), by the products that the mathematics needs:
+
+    forward   4 * B * H * D * pairs     QK^T and PV
+    backward  8 * B * H * D * pairs     dV, dP, dQ and dK; computing the scores again is not counted
+
+with pairs = the visible pairs of query and key, counted once ("causal"), or T * T ("full"). Others
+count 2.5 times the forward for the backward, with the scores computed again; then the rates come
+out higher by up to a sixth.
+
+The error is max|x - x64| over max|x64|, of the output and of the worst gradient, where x64 is
+manual's in float64 from the same rounded inputs; for the first sequence and the first key/value
+head, which nothing else enters into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attention
+from attention import manual
+from attention.probe import select
+from attention.spec import Spec
+from bench import machine
+from flops import mean_keys
+from runtime import allow_tf32, pick_dtype
+from settings import from_dict
+from train import TrainConfig
+
+LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
+
+
+def flops_of(point: dict[str, Any], causal: bool) -> float:
+    """FLOPs of a forward call; a backward has twice as many."""
+    B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
+    return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
+
+
+class Kernels:
+    """Calls of one backend at any point of the grid."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.config, self.name = from_dict(TrainConfig, job["train"]), job["contender"]
+        self.device = torch.device(job["device"])
+        self.clock = machine.Clock(self.device)
+        allow_tf32(self.config.tf32)
+        self.about = {"title": attention.get(self.name).title}
+        self.kernels: dict[Spec, list[str]] = {}  # what ran in the probe
+
+    def tensors(self, point: dict[str, Any]) -> list[Tensor]:
+        """q, k, v and the gradient of the output, the same for all backends."""
+        B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
+        draw = torch.Generator(self.device).manual_seed(self.config.seed)
+        dtype = pick_dtype(self.config.dtype, self.device)
+        made = [
+            torch.randn(B, T, h, D, generator=draw, device=self.device).to(dtype)
+            for h in (H, Hkv, Hkv, H)
+        ]
+        for t in made[:3]:
+            t.requires_grad_()
+        return made
+
+    def spec(self, point: dict[str, Any]) -> Spec:
+        dtype = str(pick_dtype(self.config.dtype, self.device)).removeprefix("torch.")
+        return Spec(point["H"], point["Hkv"], point["D"], dtype, window=point["window"],
+                    deterministic=self.config.attention_deterministic,
+                    hub_kernels=self.config.attention_hub_kernels)  # fmt: skip
+
+    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+        spec = self.spec(request)
+        q, k, v, dout = self.tensors(request)
+        attend = attention.get(self.name).attend
+        clock = self.clock
+
+        def call(stamps: list[Any]) -> tuple[Tensor, ...]:
+            stamps.append(clock.stamp())
+            out = attend(q, k, v, spec)
+            stamps.append(clock.stamp())
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            stamps.append(clock.stamp())
+            return out.detach(), *grads
+
+        if request.get("warm_up"):
+            return self.warm_up(request, spec, (q, k, v, dout), call)
+        start = clock.start()
+        call([])  # not counted: the tensors are new, and their memory too
+        calls = round(request["seconds"] * 1e3 / max(clock.ms(start, clock.stop()), 1e-3))
+        calls = min(max(calls, 1), 1000)
+        stamps: list[Any] = []
+        start = clock.start()
+        for _ in range(calls):
+            call(stamps)
+        ms = clock.ms(start, clock.stop()) / calls
+        answer = {"ms": ms, "calls": calls}
+        if clock.apart:
+            pairs = zip(stamps[0::3], stamps[1::3], strict=True)
+            answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
+            answer["backward_ms"] = ms - answer["forward_ms"]
+        return answer
+
+    def warm_up(self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...],
+                call: Any) -> dict[str, Any]:  # fmt: skip
+        """Resolve strictly; then the error, and the memory beyond the inputs' own."""
+        if spec not in self.kernels:
+            chosen = select(self.name, spec, self.device, fallback=False,
+                            allow_mps_sdpa=self.config.allow_mps_sdpa)  # fmt: skip
+            self.kernels[spec] = list(chosen.kernels)
+        got = call([])
+        answer: dict[str, Any] = {"kernels": self.kernels[spec]}
+        if point["T"] <= LONGEST_CHECKED:
+            answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
+        del got
+        if machine.reset_peak(self.device):
+            before = machine.memory(self.device, peak=False)
+            call([])
+            machine.Clock(self.device).stop()
+            answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
+        return answer
+
+
+def errors(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], spec: Spec) -> tuple[float, float]:
+    """Of the output and of the worst gradient, relative to the largest entry of the truth."""
+    group = spec.n_head // spec.n_kv_head
+    heads = (group, 1, 1, group)  # of q, k, v, dout that belong to the first key/value head
+    on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device
+    q, k, v, dout = (
+        t.detach()[:1, :, :h].to(on).double().requires_grad_()
+        for t, h in zip(inputs, heads, strict=True)
+    )
+    exact = replace(spec, n_head=group, n_kv_head=1, dtype="float64")
+    out = manual.attend(q, k, v, exact)
+    truth = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+    off = []
+    for mine, true, h in zip(got, truth, (group, group, 1, 1), strict=True):
+        difference = mine[:1, :, :h].to(on).double() - true
+        off.append(float(difference.abs().max() / true.abs().max()))
+    return off[0], max(off[1:])

@@ -1,0 +1,245 @@
+"""The machine under a measurement: its clock, its memory, its rates; and the job "machine".
+
+Time: on CUDA device events, which the GPU itself stamps; elsewhere the process's clock. Both are
+read with the device synchronized at the ends of an interval only.
+
+Memory: on CUDA the most that PyTorch's allocator has handed out. On the CPU the largest resident
+set of the process, which Linux lets a process reset; where it cannot be reset (macOS) it only ever
+grows, so that the memory of single calls is not known there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attention
+import flops
+from attention.spec import Machine as MachineSpec
+from attention.spec import Spec, cpu_name
+from runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
+from settings import from_dict
+from train import TrainConfig
+
+PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
+STATUS = Path("/proc/self/status")
+CONTEXT = 600_000_000  # bytes that a process's CUDA context takes, or so; no allocator counts them
+
+
+class Clock:
+    """Stamps that cost no synchronization, and the milliseconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.apart = device.type != "mps"  # can the parts of a step be told from one another?
+
+    def stamp(self) -> Any:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def start(self) -> Any:
+        """A stamp before which all is done."""
+        synchronize(self.device)
+        return self.stamp()
+
+    def stop(self) -> Any:
+        """A stamp after which all is done; the stamps before it can then be read."""
+        if self.device.type == "cuda":
+            stamp = self.stamp()
+            synchronize(self.device)
+            return stamp
+        synchronize(self.device)
+        return self.stamp()
+
+    def ms(self, a: Any, b: Any) -> float:
+        """Milliseconds between two stamps, once the device is synchronized."""
+        return a.elapsed_time(b) if self.device.type == "cuda" else (b - a) * 1e3
+
+
+# ----------------------------------------------------------------------------- memory
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Begin to look for the peak of memory anew; False where this machine cannot."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back, and counts no more
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def memory(device: torch.device, peak: bool = True) -> int:
+    """The most memory since reset_peak, or what is in use now; bytes."""
+    if device.type == "cuda":
+        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+        return read(device)
+    name = "VmHWM" if peak else "VmRSS"
+    if STATUS.exists() and (found := re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())):
+        return int(found[1]) * 1024
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def give_back(device: torch.device) -> int:
+    """Return memory that is kept for later, before others measure; the bytes that remain held."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device) + CONTEXT
+    return memory(device, peak=False)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are not in use on the device; 0 where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    free = int(re.findall(r"MemAvailable:\s+(\d+) kB", text)[0]) * 1024
+    for file, used in (("memory.max", "memory.current"),):  # a container has a limit of its own
+        group = Path("/sys/fs/cgroup")
+        if (group / file).exists() and (most := (group / file).read_text().strip()).isdecimal():
+            free = min(free, int(most) - int((group / used).read_text()))
+    return free
+
+
+def limit_memory(size: int) -> None:
+    """Let this process allocate `size` bytes and no more: the allocation that goes beyond fails in
+    words, where the kernel would kill some process."""
+    import resource
+
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+# ----------------------------------------------------------------------------- what is here
+
+
+class Scout:
+    """What this machine is, how fast it could be, and which backends need not be tried here."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.config = from_dict(TrainConfig, job["train"])
+        self.device = torch.device(job["device"])
+        allow_tf32(self.config.tf32)
+        self.about = look(self.config, self.device)
+
+    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The backends that can do none of what is asked, by what they declare, with the reasons.
+
+        It saves starting a process for each. Those that remain still have to prove themselves.
+
+        Args:
+            request: {"names": [...], "specs": [fields of Spec, but those of the settings]}.
+        """
+        config = self.config
+        here = MachineSpec.here(str(self.device), attention.packages())
+        always = {
+            "dtype": dtype_name(pick_dtype(config.dtype, self.device)),
+            "deterministic": config.attention_deterministic,
+            "hub_kernels": config.attention_hub_kernels,
+        }
+        refused = {}
+        for name in request["names"]:
+            reasons = []
+            for asked in request["specs"]:
+                try:
+                    attention.resolve(name, Spec(**{**always, **asked}), here, fallback=False,
+                                      allow_mps_sdpa=config.allow_mps_sdpa)  # fmt: skip
+                except attention.BackendUnavailable as e:
+                    reasons.append(reason(e))
+            if len(reasons) == len(request["specs"]):
+                refused[name] = reasons[:1]
+        return {"refused": refused}
+
+
+def reason(error: attention.BackendUnavailable) -> str:
+    """Why a backend that was named strictly does not run."""
+    # the error says: attention backend 'x' cannot run here. x: why; and why
+    return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
+
+
+def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    """Everything about this machine that a figure depends on."""
+    dtype = pick_dtype(config.dtype, device)
+    peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    name = cpu_name() or platform.machine()
+    return {
+        "device": str(device),
+        "kind": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "about": describe(device),
+        "capability": capability,
+        "driver": driver() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu": name,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": versions(),
+        "dtype": dtype_name(dtype),
+        "free_memory": free_memory(device),
+        "peak_tflops": peak.tflops,
+        "peak_source": peak.source,
+        "bandwidth": bandwidth(device),
+    }
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(ask, capture_output=True, text=True).stdout.split()
+    return said[0] if said else None
+
+
+def versions() -> dict[str, str]:
+    """Import name -> version, of the packages that make kernels."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second to and from memory, of the best of several large copies."""
+    n = 2**28 if device.type == "cuda" else 2**24  # float32: 1 GB and 64 MB, beyond any cache
+    a = torch.zeros(n, device=device)
+    b = torch.ones_like(a)
+    clock, best = Clock(device), 0.0
+    for _ in range(10):
+        start = clock.start()
+        b.copy_(a)
+        best = max(best, 2 * 4 * n / (clock.ms(start, clock.stop()) / 1e3))
+    del a, b
+    reset_peak(device)
+    return best

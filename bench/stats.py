@@ -1,0 +1,60 @@
+"""Median, quartiles, and whether a difference is more than noise.
+
+Every figure is the median of several rounds. Its spread is the distance between the quartiles over
+the median: half of all rounds lie within. Two medians a and b differ when
+
+    |log(a / b)|  >  spread(a) + spread(b)
+
+so a row with a wide spread can hardly win or lose. Within one run the rounds of two backends come
+in turn, and what slows one round down slows its neighbour down too; so there the ratios round by
+round are looked at, which are steadier than either: they differ when |log ratio| > spread(ratio).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What several rounds gave."""
+
+    median: float
+    q1: float  # a quarter of the rounds were below
+    q3: float  # a quarter of the rounds were above
+    rounds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        assert values, "no round was measured"
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, q1, q3, len(values))
+
+    @property
+    def spread(self) -> float | None:
+        """(q3 - q1) / median; None where one round tells nothing of it."""
+        if self.rounds < 2:
+            return None
+        return (self.q3 - self.q1) / self.median if self.median else math.inf
+
+    def noisy(self, threshold: float) -> bool:
+        """Is the spread wider than `threshold`?"""
+        return self.spread is not None and self.spread > threshold
+
+
+def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
+    """Do two backends of one run differ, round by round? None where a spread is not known."""
+    ratio = Summary.of([x / y for x, y in zip(a, b)])
+    return None if ratio.spread is None else abs(math.log(ratio.median)) > ratio.spread
+
+
+def exceeds_noise(a: Summary, b: Summary) -> bool | None:
+    """Do two medians differ by more than their spreads? None where a spread is not known."""
+    if a.spread is None or b.spread is None:
+        return None
+    return abs(math.log(a.median / b.median)) > a.spread + b.spread

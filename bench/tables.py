@@ -1,0 +1,155 @@
+"""The rows as tables: the same cells for the terminal, for Markdown and for HTML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from bench.rows import Row
+
+Cells = tuple[list[str], list[list[str]]]  # the head, the lines
+
+
+def bytes_(n: float | None) -> str:
+    """A size as people read it: "1.23 GB"."""
+    if n is None:
+        return "-"
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def kernel_names(row: Row) -> str:
+    """The kernels that ran: their short names, else the device's own, else what there was not."""
+    short, device = ", ".join(row.get("kernels", [])), row.get("device_kernels", [])
+    return short or (device[0][:40] if device else "not fused")
+
+
+def spread(row: Row) -> str:
+    """The quartiles, and the warning."""
+    if row["spread"] is None:
+        return "1 round"
+    return f"{_ms(row['q1_ms'])} to {_ms(row['q3_ms'])}" + (" noisy" if row["noisy"] else "")
+
+
+def point(row: Row) -> str:
+    """Where in the grid: "B=1 T=512 H=4 D=64"."""
+    return " ".join(f"{k}={v}" for k, v in row["point"].items() if v is not None)
+
+
+COLUMNS: dict[str, list[tuple[str, Any]]] = {
+    "train": [
+        ("batch", lambda r: str(r["batch_size"])),
+        ("tok/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+        ("ms/step", lambda r: _ms(r["ms"])),
+        ("quartiles", spread),
+        ("rounds", lambda r: str(len(r["rounds"]))),
+        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
+        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        ("mfu", lambda r: _percent(r["mfu"])),
+        ("causal", lambda r: _percent(r["mfu_causal"])),
+        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        ("loss diff", lambda r: _error(r.get("loss_difference"))),
+        ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
+        ("kernel", kernel_names),
+    ],
+    "kernel": [
+        ("B", lambda r: str(r["point"]["B"])),
+        ("T", lambda r: str(r["point"]["T"])),
+        ("H", lambda r: str(r["point"]["H"])),
+        ("D", lambda r: str(r["point"]["D"])),
+        ("window", lambda r: str(r["point"]["window"] or "-")),
+        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
+        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        ("both ms", lambda r: _ms(r["ms"])),
+        ("quartiles", spread),
+        ("rounds", lambda r: str(len(r["rounds"]))),
+        ("TFLOP/s", lambda r: f"{r['tflops_causal']:.3g}"),
+        ("full", lambda r: f"{r['tflops_full']:.3g}"),
+        ("of peak", lambda r: _percent(r["share"])),
+        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        ("err out", lambda r: _error(r.get("error_out"))),
+        ("err grad", lambda r: _error(r.get("error_grad"))),
+    ],
+    "decode": [
+        ("B", lambda r: str(r["point"]["B"])),
+        ("prompt", lambda r: str(r["point"]["P"])),
+        ("cache", lambda r: r["point"]["cache"]),
+        ("processor", lambda r: "with" if r["point"]["processor"] else "without"),
+        ("tok/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+        ("ms/token", lambda r: _ms(r["ms"])),
+        ("quartiles", spread),
+        ("rounds", lambda r: str(len(r["rounds"]))),
+        ("first ms", lambda r: _ms(r["first_ms"])),
+        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        ("cache size", lambda r: bytes_(r["cache_bytes"])),
+        ("mbu", lambda r: _percent(r["mbu"])),
+        ("kernel", kernel_names),
+    ],
+    "converge": [
+        ("final loss", lambda r: f"{r['final_loss']:.4f}"),
+        ("to manual", lambda r: f"{r['difference']:+.3%}" if "difference" in r else "-"),
+        ("verdict", lambda r: r.get("verdict", "-")),
+        ("ms/step", lambda r: _ms(r["ms"])),
+        ("quartiles", spread),
+        ("rounds", lambda r: str(len(r["rounds"]))),
+        ("time saved", lambda r: _percent(r.get("time_saved"))),
+        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        ("memory saved", lambda r: _percent(r.get("memory_saved"))),
+        ("kernel", kernel_names),
+    ],
+}
+
+
+def cells(mode: str, rows: list[Row]) -> Cells:
+    """What was measured, a line a row."""
+    columns = COLUMNS[mode]
+    lines = [[r["backend"], *(of(r) for _, of in columns)] for r in rows if r["status"] == "ok"]
+    return ["backend", *(title for title, _ in columns)], lines
+
+
+def missing(rows: list[Row]) -> Cells:
+    """What was not, and why; a backend with one reason everywhere is one line."""
+    seen: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            key = (row["backend"], row["status"], "; ".join(row["why"]))
+            seen.setdefault(key, []).append(f"{row['mode']} {point(row)}".strip())
+    lines = []
+    for (name, status, why), where in seen.items():
+        at = "" if status == "unavailable" else f" ({'; '.join(where)})"
+        lines.append([name, status + at, why])
+    return ["backend", "status", "why"], lines
+
+
+def rich_table(title: str, content: Cells) -> Table:
+    head, lines = content
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    texts = {"backend", "kernel", "why", "status", "quartiles", "verdict", "cache", "processor"}
+    for name in head:
+        table.add_column(name, justify="left" if name in texts else "right", overflow="fold",
+                         no_wrap=name not in ("why", "kernel"))  # fmt: skip
+    for line in lines:
+        bad = "noisy" in " ".join(line) or "FAIL" in line
+        table.add_row(*(Text(cell) for cell in line), style="yellow" if bad else None)
+    return table
+
+
+def markdown(content: Cells) -> str:
+    head, lines = content
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in r) + " |" for r in rows)

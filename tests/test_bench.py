@@ -1,0 +1,750 @@
+"""bench_mfu.py: every mode on the CPU with small sizes, and the rules that its figures rest on.
+
+No time is asserted anywhere: what is looked at is what was measured, in which order, and what is
+said when something could not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attention
+import bench_mfu
+import flops
+from attention.spec import Backend, Caps
+from bench import fitting, machine, process, rivals, rows, settle, training
+from bench.decoding import mbu
+from bench.kernels import Kernels, flops_of
+from bench.process import Failure, Outcome, measure
+from bench.settle import BenchConfig
+from bench.stats import Summary, differ, exceeds_noise
+from model import GPTConfig
+from settings import UserError
+from train import TrainConfig
+
+SMALL = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
+         "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--rounds=2", "--seconds=0.01",
+         "--warm_up_steps=1", "--dtype=float32"]  # fmt: skip
+
+RIVAL = '''
+"""A stand-in with nanoGPT's interface."""
+from dataclasses import dataclass
+import torch
+import torch.nn.functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 8
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
+    def forward(self, idx, targets):
+        logits = self.wte(idx) @ self.wte.weight.T
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+    def configure_optimizers(self, weight_decay, lr, betas, device_type):
+        print("a line on stdout, which belongs to nobody")
+        return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
+'''
+
+
+def run(argv: list[str]) -> tuple[int, str]:
+    """The exit code, and what was printed on stdout."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = bench_mfu.main(argv)
+    return code, out.getvalue()
+
+
+def last_line(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])
+
+
+def by_backend(content: dict[str, Any], mode: str) -> dict[str, dict[str, Any]]:
+    return {r["backend"]: r for r in content["rows"] if r["mode"] == mode}
+
+
+# ----------------------------------------------------------------------------- the modes
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
+    """One run of the mode train, with a record, a page, a rival and a refused backend."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "nanoGPT").mkdir()
+    (folder / "nanoGPT" / "model.py").write_text(RIVAL, encoding="utf-8")
+    argv = [*SMALL, "--backends=eager,sdpa,sdpa_cudnn", "--rival", f"nanogpt={folder / 'nanoGPT'}",
+            "--lengths=16,32", "--batch_sizes=1,2", "--record=tiny", f"--records_dir={folder}",
+            f"--html={folder / 'page.html'}", "--json"]  # fmt: skip
+    return *run(argv), folder
+
+
+def test_train_gives_a_row_for_every_contender(trained):
+    code, out, _ = trained
+    content = last_line(out)
+    table = by_backend(content, "train")
+    assert code == 0
+    assert list(table) == ["manual", "sdpa", "sdpa_cudnn", "nanogpt"]
+    config = GPTConfig(32, 64, 2, 2, 32, bias=False)
+    for name in ("manual", "sdpa", "nanogpt"):
+        row = table[name]
+        assert row["status"] == "ok" and row["batch_size"] == 4 and len(row["rounds"]) == 2
+        middle = sum(r["ms"] for r in row["rounds"]) / 2
+        assert row["ms"] == pytest.approx(middle)
+        assert row["q1_ms"] <= row["ms"] <= row["q3_ms"]
+        assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["ms"] * 1e3)
+        share = row["tokens_per_s"] / 0.5e12
+        assert row["mfu"] == pytest.approx(flops.flops_per_token(config, 32) * share)
+        assert row["mfu_causal"] == pytest.approx(flops.flops_per_token(config, 32, True) * share)
+        assert row["noisy"] == (row["spread"] > 0.05)
+        for r in row["rounds"]:
+            parts = r["forward_ms"] + r["backward_ms"] + r["optimizer_ms"]
+            assert 0 < parts <= r["ms"] * 1.001 and min(r.values()) > 0
+        assert row["memory_bytes"] >= row["base_bytes"] > 2**26
+        assert row["warm_up_s"] > row["first_step_s"] > 0 and row["setup_s"] > 0
+    assert table["sdpa"]["kernels"] == ["flash (CPU)"] and table["manual"]["kernels"] == []
+    assert any("flash_attention_for_cpu" in e for e in table["sdpa"]["events"])
+    assert abs(table["manual"]["loss_difference"]) < 1e-5 > abs(table["sdpa"]["loss_difference"])
+    assert abs(table["sdpa"]["gradient_norm_difference"]) < 1e-4
+    assert "loss_difference" not in table["nanogpt"]  # other weights
+
+
+def test_a_refused_backend_is_a_row_and_nothing_else_runs_for_it(trained):
+    for mode in ("train", "kernel"):
+        row = by_backend(last_line(trained[1]), mode)["sdpa_cudnn"]
+        assert row["status"] == "unavailable" and "rounds" not in row
+        assert row["why"] == ["it runs on cuda, not on cpu"]
+    assert "sdpa_cudnn  unavailable  it runs on cuda, not on cpu" in trained[1]
+
+
+def test_the_flops_are_those_that_torch_counts(trained):
+    """but for biases and norm gains, which the formula counts and torch's counter does not."""
+    content = last_line(trained[1])
+    found = content["reference"]
+    assert found["elementwise_parameters"] == (2 * 2 + 1) * 32
+    assert content["flops_per_token"]["mfu"] == pytest.approx(
+        found["flops_per_token"] + 6 * found["elementwise_parameters"], rel=1e-12
+    )
+    assert f"{found['flops_per_token'] / 1e6:,.2f}" in trained[1]
+
+
+def test_the_sweep_times_attention_at_every_point(trained):
+    table = [r for r in last_line(trained[1])["rows"] if r["mode"] == "kernel"]
+    points = {(r["point"]["B"], r["point"]["T"]) for r in table}
+    assert points == {(1, 16), (1, 32), (2, 16), (2, 32)}
+    for row in table:
+        if row["backend"] == "sdpa_cudnn":
+            continue
+        assert row["status"] == "ok" and 0 < row["error_out"] < 1e-5 > row["error_grad"] > 0
+        seconds, p = row["ms"] / 1e3, row["point"]
+        pairs = p["T"] * (p["T"] + 1) / 2
+        flop = 12 * p["B"] * 2 * 16 * pairs
+        assert row["tflops_causal"] == pytest.approx(flop / seconds / 1e12)
+        assert row["tflops_full"] / row["tflops_causal"] == pytest.approx(p["T"] ** 2 / pairs)
+        assert row["share"] == pytest.approx(row["tflops_causal"] / 0.5)
+
+
+def test_the_four_answers_are_under_the_table(trained):
+    content = last_line(trained[1])
+    assert [a.partition(":")[0] for a in content["answers"]] == [
+        "Fastest", "Memory", "Limit", "Agreement",
+    ]  # fmt: skip
+    assert all(a in " ".join(trained[1].split()) for a in map(" ".join, map(str.split, content["answers"])))  # noqa: E501  # fmt: skip
+
+
+def test_a_record_is_complete(trained):
+    _, out, folder = trained
+    (record,) = folder.glob("*_cpu_tiny")
+    content = json.loads((record / "record.json").read_text(encoding="utf-8"))
+    assert content == last_line(out)
+    assert content["commit"] and isinstance(content["dirty"], bool)
+    assert content["command"].startswith("python bench_mfu.py train --device=cpu")
+    have = content["machine"]
+    assert (
+        have["name"] and have["threads"] == torch.get_num_threads() and have["dtype"] == "float32"
+    )
+    assert have["packages"]["torch"] == torch.__version__ and have["peak_source"] == "--peak_tflops"
+    names = set(BenchConfig.__dataclass_fields__)
+    assert set(content["settings"]) == names  # all of them, not only the given ones
+    assert content["settings"]["n_embd"] == 32 and content["fresh_rounds"] is False
+    assert {p.name for p in record.iterdir()} == {
+        "record.json", "README.md", "speed.png", "length.png", "error.png",
+    }  # fmt: skip
+    page = (record / "README.md").read_text(encoding="utf-8")
+    sdpa = by_backend(content, "train")["sdpa"]
+    assert f"{sdpa['tokens_per_s']:,.0f}" in page and "unavailable" in page
+    assert f"record: {record}" in out
+
+
+def test_kernel_goes_on_after_a_point_for_which_memory_does_not_do():
+    """manual's scores of 9000 tokens take 0.65 GB a tensor; sdpa holds none."""
+    argv = ["kernel", *SMALL, "--backends=manual,sdpa", "--lengths=64,9000", "--batch_sizes=1"]
+    argv += ["--rounds=1", "--memory_gb=1.5", "--n_kv_head=1", "--json"]
+    code, out = run(argv)
+    found = {(r["backend"], r["point"]["T"]): r for r in last_line(out)["rows"]}
+    assert code == 0 and len(found) == 4
+    assert found["manual", 64]["status"] == "ok" == found["sdpa", 9000]["status"]
+    assert found["manual", 9000]["status"] == "failed"
+    assert found["manual", 9000]["why"][0].startswith("out of memory: ")
+    assert "error_out" not in found["sdpa", 9000]  # longer than float64 is asked about
+    assert found["manual", 64]["point"]["Hkv"] == 1
+    assert found["manual", 64]["spread"] is None  # of one round
+    assert "manual" in out and "(kernel B=1 T=9000" in out
+
+
+def test_decode_runs_over_batches_prompts_caches_and_processors():
+    argv = ["decode", *SMALL, "--backends=sdpa", "--batch_sizes=1,2", "--prompts=5",
+            "--kv_caches=none,dynamic", "--new_tokens=4", "--json"]  # fmt: skip
+    code, out = run(argv)
+    content = last_line(out)
+    assert code == 0 and len(content["rows"]) == 2 * 2 * 2
+    N, per_token = flops.n_params(GPTConfig(32, 64, 2, 2, 32, bias=False)), 2 * 2 * 32 * 4
+    for row in content["rows"]:
+        p = row["point"]
+        assert row["status"] == "ok" and p["P"] == 5 and len(row["rounds"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(p["B"] / row["ms"] * 1e3)
+        assert row["first_ms"] > 0 and row["memory_bytes"] > 2**26
+        assert (row["cache_bytes"] > 0) == (p["cache"] == "dynamic")
+        size = 4 * N + p["B"] * (5 + 4 / 2) * per_token
+        rate = content["machine"]["bandwidth"]
+        assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / rate)
+    assert "A logits processor makes a token" in out
+    with pytest.raises(UserError, match="do not fit into --block_size=32"):
+        run(["decode", *SMALL, "--prompts=30", "--new_tokens=4"])
+
+
+def write_tokens(folder: Path) -> Path:
+    """A dataset of bytes, where each follows from the one before."""
+    tokens = [(i * i + i // 7) % 61 for i in range(6000)]
+    (folder / "tiny").mkdir()
+    for split in ("train", "val"):
+        data = torch.tensor(tokens, dtype=torch.uint16).numpy().tobytes()
+        (folder / "tiny" / f"{split}.bin").write_bytes(data)
+    meta = {"tokenizer": {"kind": "char"}, "vocab_size": 61,
+            "tokens": {"train": len(tokens), "val": len(tokens)}}  # fmt: skip
+    (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return folder
+
+
+def test_converge_compares_with_manual(tmp_path):
+    data_dir = write_tokens(tmp_path)
+    argv = ["converge", *SMALL, "--backends=sdpa", "--steps=20", "--dataset=tiny", "--json"]
+    argv += [f"--data_dir={data_dir}", "--record=c", f"--records_dir={tmp_path}"]
+    code, out = run(argv)
+    content = last_line(out)
+    table = by_backend(content, "converge")
+    assert code == 0 and list(table) == ["manual", "sdpa"]  # the baseline comes unasked
+    for row in table.values():
+        assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0]
+        assert row["final_loss"] == pytest.approx(sum(row["losses"][-2:]) / 2)
+    assert table["manual"]["verdict"] == "baseline" and table["sdpa"]["verdict"] == "ok"
+    assert abs(table["sdpa"]["difference"]) < 1e-3
+    assert table["sdpa"]["time_saved"] == pytest.approx(
+        1 - table["sdpa"]["ms"] / table["manual"]["ms"]
+    )
+    assert list(tmp_path.glob("*_cpu_c/loss.png"))
+    with pytest.raises(UserError, match="no dataset"):
+        run(["converge", *SMALL, "--steps=10", "--dataset=none_such"])
+
+
+def made_up(name: str, losses: list[float], **more: Any) -> dict[str, Any]:
+    rounds = [{"ms": 2.0, "losses": losses[:5]}, {"ms": 2.0, "losses": losses[5:]}]
+    row = {"mode": "converge", "backend": name, "status": "ok", "rounds": rounds, "ms": 2.0,
+           "point": {}, "q1_ms": 2.0, "q3_ms": 2.0, "spread": 0.0, "noisy": False}  # fmt: skip
+    return {**row, **more}
+
+
+class NoWorker:
+    """A scout that starts no process."""
+
+    about: dict[str, Any] = {  # noqa: RUF012
+        "peak_tflops": 1.0, "peak_source": "given", "about": "made up", "kind": "cpu",
+        "dtype": "float32", "packages": {}, "driver": None, "cuda": None, "python": "3",
+        "system": "none", "bandwidth": 1.0, "free_memory": 1,
+    }  # fmt: skip
+
+    def __init__(self, job: dict[str, Any], timeout: float) -> None:
+        self.about = dict(self.about)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"refused": {}}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_final_loss_beyond_the_tolerance_is_a_fail_and_exit_code_1(monkeypatch):
+    base = [5.0] * 9 + [2.0]
+
+    def table() -> list[dict[str, Any]]:
+        return [made_up("manual", base), made_up("sdpa", [*base[:9], 2.019]),
+                made_up("tiled", [*base[:9], 2.021])]  # fmt: skip
+
+    judged = table()
+    assert not rows.of_convergence(judged, 0.01)
+    assert [r["verdict"] for r in judged] == ["baseline", "ok", "FAIL"]
+    judged = table()
+    assert rows.of_convergence(judged, 0.02)
+    broken = [made_up("manual", base), {"backend": "sdpa", "status": "failed", "why": ["x"]}]
+    assert not rows.of_convergence(broken, 0.02) and broken[1]["verdict"] == "FAIL"
+
+    def fake(bench: bench_mfu.Bench) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        found = table()
+        rows.of_convergence(found, bench.config.tolerance)
+        return found, {}
+
+    monkeypatch.setattr(bench_mfu, "converge", fake)
+    monkeypatch.setattr(bench_mfu, "Worker", NoWorker)
+    code, out = run(["converge", *SMALL])
+    assert code == 1 and "FAIL: tiled ended further than 1.00% from manual." in out
+    code, out = run(["converge", *SMALL, "--tolerance=0.02"])
+    assert code == 0 and "Every final loss is within 2.00% of manual's." in out
+
+
+# ----------------------------------------------------------------------------- settings
+
+
+def test_the_models_knobs_are_those_of_train():
+    fields = TrainConfig.__dataclass_fields__
+    mine = BenchConfig(n_layer=3, n_head=4, n_embd=64, batch_size="auto", lengths=(7,))
+    train = mine.train(5)
+    assert type(train) is TrainConfig and train.batch_size == 5 and train.n_layer == 3
+    for name in fields:
+        if name != "batch_size":
+            assert getattr(train, name) == getattr(mine, name)
+            assert fields[name].default == BenchConfig.__dataclass_fields__[name].default
+
+
+def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
+    config = BenchConfig(attention_fallback=True, n_layer=3, compile=False)
+    bench = bench_mfu.Bench(config, "cpu", 77, ["sdpa"], 5, print, {})
+    told = bench.job("train", "sdpa", 9, grad_clip=0.5)
+    assert told["train"]["attention_fallback"] is False
+    assert told["train"]["attention_backend"] == "sdpa" == told["contender"]
+    assert (told["train"]["batch_size"], told["train"]["grad_clip"]) == (9, 0.5)
+    assert (told["vocab_size"], told["memory_limit"], told["train"]["n_layer"]) == (77, 5, 3)
+    rival = bench.job("train", "nanogpt", 9, "nanogpt=x")
+    assert rival["rival"] == "nanogpt=x" and rival["train"]["attention_backend"] == "auto"
+
+
+def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
+    path = f"{settle.ROOT}/config/train_gpt2.py"
+    for word in ([f"--config={path}"], ["--config", path], [path]):
+        config, origins = settle.settle([*word, "--n_layer=2", "--device=cpu"])
+        assert config.dataset == "openwebtext" and config.n_layer == 2
+        assert origins["n_layer"] == "command line" and "train_gpt2.py" in origins["dataset"]
+    config, origins = settle.settle(["--device=cpu", "--n_embd=64"])
+    assert config.n_embd == 64 and config.n_layer == 4 and "cpu.py" in origins["n_layer"]
+    monkeypatch.setattr(settle, "pick_device", lambda wanted: torch.device("cuda"))
+    assert settle.settle([])[0].n_layer == 12  # on a GPU train.py's default, GPT-2 124M
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--backends=sdpaa"], "did you mean 'sdpa'"),
+        (["--backends=auto"], "a rule that chooses a backend"),
+        (["--batch_size=0"], "batch_size must be at least 1"),
+        (["--batch_size=big"], "--batch_size must be an integer or one of auto"),
+        (["--rounds=0"], "rounds must be at least 1"),
+        (["--seconds=0"], "seconds must be more than 0"),
+        (["--windows=0"], "windows must all be at least 1"),
+        (["--init_from=gpt2"], "init_from must be 'scratch'"),
+        (["--rival=llama"], "--rival is nanogpt=PATH or hf"),
+        (["--rival=nanogpt=/none/such"], "is no checkout of nanoGPT"),
+        (["--record=a/b"], "--record must be letters"),
+        (["kernel", "--rival=hf"], "--rival is for the mode train"),
+        (["converge", "--steps=15"], "--steps must be a multiple of 10"),
+        (["--n_embd=33"], "n_embd must be a multiple of n_head"),
+        (["--backend_s=sdpa"], "did you mean '--backends'"),
+        (["compare", "a"], "compare takes two records"),
+        (["compare", "/none/a", "/none/b"], "is no record that can be read"),
+        (["report"], "report takes one record"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
+    monkeypatch.setattr(bench_mfu, "Worker", NoWorker)
+    with pytest.raises(UserError) as told:
+        run([argv[0], *SMALL, *argv[1:]] if argv[0] in ("kernel", "converge") else
+            argv if argv[0] in bench_mfu.MODES else [*SMALL, *argv])  # fmt: skip
+    assert says in str(told.value) and "\n" not in str(told.value)
+
+
+def test_rival_may_be_given_more_than_once(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    config, _ = settle.settle(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"])
+    assert list(rivals.contenders(config.rival)) == [
+        "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
+    ]  # fmt: skip
+
+
+def test_all_leaves_out_what_only_the_interpreter_runs(monkeypatch):
+    slow = Backend("slow", "t", print, (Caps(devices=("cuda",)), Caps(("cpu",), interpreted=True)),
+                   "manual")  # fmt: skip
+    monkeypatch.setitem(attention.BACKENDS, "slow", slow)
+    config = BenchConfig()
+    chosen, left_out = settle.names(config, "cpu")
+    assert "slow" not in chosen and "interpreter" in left_out["slow"]
+    assert set(chosen) | set(left_out) == set(attention.BACKENDS)
+    assert "slow" in settle.names(config, "cuda")[0]
+    one, _ = settle.names(replace(config, attention_backend="sdpa"), "cpu")
+    assert one == ["sdpa"]
+
+
+def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
+    folder = str(write_tokens(tmp_path))
+    assert settle.vocabulary(BenchConfig(dataset="tiny", data_dir=folder))[0] == 61
+    V, why = settle.vocabulary(BenchConfig(dataset="none", data_dir=folder))
+    assert V == 50304 and "not prepared" in why
+    assert settle.vocabulary(BenchConfig(vocab_size=7, dataset="tiny", data_dir=folder))[0] == 7
+
+
+# ----------------------------------------------------------------------------- the rounds
+
+STUB = """
+import json, os, sys
+job = json.loads(sys.stdin.readline())
+def say(**answer): print(json.dumps(answer), flush=True)
+def note(what):
+    with open(job["log"], "a") as f: f.write(f"{job['name']} {what} {os.getpid()}\\n")
+if job["name"] == job.get("refuses"):
+    say(unavailable=["it may not"]); sys.exit()
+note("start"); say(ok={"title": job["name"]})
+for line in sys.stdin:
+    request = json.loads(line)
+    key = [job["name"], request.get("at")]
+    note(("warm" if request.get("warm_up") else "round") + request.get("at", ""))
+    if key == job.get("dies"):
+        print("the last words", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
+    elif key == job.get("fails"): say(failed="RuntimeError: no", broken=job.get("broken", False))
+    elif key == job.get("hangs"): sys.stdin.read()
+    else: say(ok={"ms": 1.0, "held_bytes": 100, "peak_bytes": 150})
+"""
+
+
+@pytest.fixture
+def stub(tmp_path) -> Callable[..., tuple[dict[Any, Outcome], bool, list[str]]]:
+    """measure() with workers that only take notes; also gives the notes."""
+    script, log = tmp_path / "stub.py", tmp_path / "log"
+    script.write_text(STUB, encoding="utf-8")
+
+    def run_stub(names: str = "abc", at: tuple[str, ...] = ("",), rounds: int = 2, **options: Any):
+        more = {
+            k: options.pop(k)
+            for k in ("dies", "fails", "hangs", "refuses", "broken")
+            if k in options
+        }
+        jobs = {n: {"name": n, "log": str(log), **more} for n in names}
+        points = {p: {"at": p} for p in at}
+        command = (sys.executable, "-S", str(script))
+        options = {"timeout": 60.0, **options}
+        outcomes, fresh = measure(jobs, points, rounds, command=command, **options)
+        return outcomes, fresh, log.read_text().splitlines()
+
+    return run_stub
+
+
+def test_rounds_are_interleaved_and_each_contender_has_one_process(stub):
+    outcomes, fresh, notes = stub()
+    did = [" ".join(n.split()[:2]) for n in notes]
+    assert did == [
+        "a start", "a warm", "b start", "b warm", "c start", "c warm",
+        "a round", "b round", "c round", "a round", "b round", "c round",
+    ]  # fmt: skip
+    assert len({n.split()[2] for n in notes}) == 3 and not fresh
+    assert all(len(o.rounds) == 2 and o.failure is None for o in outcomes.values())
+
+
+def test_fresh_rounds_have_new_processes(stub):
+    outcomes, fresh, notes = stub(names="ab", fresh=True)
+    assert fresh and len({n.split()[2] for n in notes}) == 2 * 3
+    did = [" ".join(n.split()[:2]) for n in notes]
+    assert did[-3:] == ["b start", "b warm", "b round"]
+    assert all(len(o.rounds) == 2 for o in outcomes.values())
+
+
+def test_workers_that_do_not_fit_side_by_side_are_started_anew(stub):
+    assert not stub(names="ab", budget=2 * 100 + 150)[1]
+    assert stub(names="ab", budget=2 * 100 + 149)[1]
+    assert not stub(names="ab", budget=2 * 100 + 149, fresh=False)[1]
+
+
+def test_a_worker_that_dies_is_one_failure_with_its_last_words(stub):
+    outcomes, _, notes = stub(at=("x", "y"), dies=["b", "x"])
+    failure = outcomes["b", "x"].failure
+    assert failure and failure.kind == "died"
+    assert "killed by SIGKILL" in failure.why[0] and failure.why[0].endswith("the last words")
+    assert len(outcomes["b", "y"].rounds) == 2  # in a new process
+    assert len(outcomes["a", "x"].rounds) == 2 == len(outcomes["c", "x"].rounds)
+    assert sum(n.startswith("b warmx") for n in notes) == 1  # it is not tried again
+
+
+def test_a_failure_that_a_worker_survives_costs_no_process(stub):
+    outcomes, _, notes = stub(names="ab", at=("x", "y"), fails=["b", "x"])
+    assert str(outcomes["b", "x"].failure) == "RuntimeError: no"
+    assert len(outcomes["b", "y"].rounds) == 2
+    assert sum(n.startswith("b start") for n in notes) == 1
+
+
+def test_a_process_that_is_of_no_more_use_is_replaced(stub):
+    outcomes, _, notes = stub(names="ab", at=("x", "y"), fails=["b", "x"], broken=True)
+    assert str(outcomes["b", "x"].failure) == "RuntimeError: no"
+    assert len(outcomes["b", "y"].rounds) == 2
+    assert sum(n.startswith("b start") for n in notes) == 2
+
+
+def test_a_refusal_holds_for_all_points_and_an_answer_may_not_take_for_ever(stub):
+    outcomes, _, _ = stub(names="ab", at=("x", "y"), refuses="a")
+    for at in ("x", "y"):
+        assert outcomes["a", at].failure.kind == "unavailable"  # type: ignore[union-attr]
+        row = rows.begin("train", "a", {}, outcomes["a", at], 0.05)
+        assert row["status"] == "unavailable" and row["why"] == ["it may not"]
+    outcomes, _, _ = stub(names="ab", hangs=["a", ""], timeout=3.0)
+    assert "no answer within 3 s" in str(outcomes["a", ""].failure)
+    assert len(outcomes["b", ""].rounds) == 2
+
+
+def test_no_worker_outlives_its_bench(stub, monkeypatch):
+    def stop(what: str) -> None:
+        if what.startswith("round 1 of 2: b"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stub(watch=stop)
+    log = Path(stub.__closure__[0].cell_contents)  # type: ignore[attr-defined]
+    for line in log.read_text().splitlines():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(line.split()[2]), signal.SIG_DFL)
+
+
+# ----------------------------------------------------------------------------- batch_size=auto
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 16, 23, 64, 100, 1000])
+def test_the_largest_batch_is_found_to_an_eighth(most):
+    asked = []
+
+    def seconds_of(batch: int) -> float:
+        asked.append(batch)
+        if batch > most:
+            raise Failure("failed", ["out of memory"])
+        return 0.1
+
+    batch, limit, tried = fitting.largest(seconds_of, slowest=10.0)
+    assert limit == "memory" and batch <= most < batch + max(2, batch // 8 + 1)
+    assert tried[batch] == "0.1 s" and len(asked) == len(set(asked)) <= 2 * most.bit_length() + 3
+
+
+def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
+    batch, limit, _ = fitting.largest(lambda b: b * 1.0, slowest=10.0)
+    assert (batch, limit) == (16, "time")  # 8 s is quick enough to double, 16 s is not
+
+    def refuse(batch: int) -> float:
+        raise Failure("unavailable", ["it may not"])
+
+    with pytest.raises(Failure, match="it may not"):
+        fitting.largest(refuse, 10.0)
+
+    def too_large(batch: int) -> float:
+        raise Failure("failed", ["out of memory"])
+
+    with pytest.raises(Failure, match="out of memory"):  # not even one sequence fits
+        fitting.largest(too_large, 10.0)
+
+
+def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:
+    config = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
+              "device": "cpu", "attention_backend": name or "auto", "attention_fallback": False,
+              "onednn": False}  # fmt: skip
+    train = asdict(TrainConfig(**{**config, **changes}))
+    return {"job": kind, "contender": name, "rival": "", "train": train, "device": "cpu",
+            "vocab_size": 64, "memory_limit": None}  # fmt: skip
+
+
+def test_whether_a_batch_fits_is_tried_in_a_real_step():
+    worker = training.Training(job("train", "sdpa", batch_size=1))
+    answer = worker.round({"fits": 3})
+    assert answer["seconds"] > 0 and answer["peak_bytes"] > 0
+    state = worker.ours.optimizer.state  # type: ignore[union-attr]
+    assert all(s["step"] == 2 for s in state.values())  # AdamW's state was there
+
+
+# ----------------------------------------------------------------------------- the figures
+
+
+def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
+    """The same weights, bit for bit, as train.py's own functions called one by one."""
+    import train
+
+    worker = training.Training(job("train", "manual", gradient_accumulation_steps=2))
+    x, y = worker.batch
+    assert x.shape == (8, 16)
+    torch.manual_seed(1337)
+    config = worker.config
+    model = training.build(config, 64)
+    optimizer = train.build_optimizer(model, config, torch.device("cpu"))
+    for p, q in zip(model.parameters(), worker.ours.params, strict=True):  # type: ignore[union-attr]
+        assert torch.equal(p, q) or p.shape != q.shape
+    loss = torch.zeros(())
+    for i in range(2):
+        part = model(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])[1] / 2
+        part.backward()
+        loss += part.detach()
+    train.update(optimizer, list(model.parameters()), loss, config.grad_clip, torch.zeros(()))
+    got = worker.step(x, y, [])
+    assert got == loss
+    for (name, p), q in zip(model.named_parameters(), worker.who.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
+    import data
+    import train
+
+    schedule = {"max_iters": 20, "lr_decay_iters": 20, "warmup_iters": 2}
+    worker = training.Training(
+        job("converge", "manual", dataset="tiny", data_dir=str(write_tokens(tmp_path)), **schedule)
+    )
+    tokens = data.load(tmp_path / "tiny", "train", 16, 64)
+    batches = data.Batches(tokens, 16, 4, 1337)
+    seen: list[float] = []
+    step = worker.step
+
+    def spy(x: torch.Tensor, y: torch.Tensor, stamps: list[Any]) -> torch.Tensor:
+        assert all(map(torch.equal, (x, y), batches.get(len(seen))))
+        seen.append(worker.who.optimizer.param_groups[0]["lr"])
+        return step(x, y, stamps)
+
+    worker.step = spy  # type: ignore[method-assign,assignment]
+    worker.warm_up({})
+    assert not seen  # every step counts
+    losses = [*worker.round({"steps": 3})["losses"], *worker.round({"steps": 3})["losses"]]
+    assert len(losses) == 6
+    assert seen == [train.learning_rate(n, worker.config) for n in range(6)]
+
+
+def test_a_loss_that_is_not_finite_is_no_figure():
+    worker = training.Training(job("train", "manual"))
+    worker.warm_up({"warm_up_steps": 1})
+    with torch.no_grad():
+        worker.who.model.transformer.wte.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="the loss became nan"):
+        worker.round({"seconds": 0.001})
+
+
+def test_a_wrong_kernel_shows_in_the_error_and_in_the_loss(monkeypatch):
+    """One key too few: the mask moved by a place."""
+    right = attention.get("manual").attend
+
+    def wrong(q: Any, k: Any, v: Any, spec: Any, **more: Any) -> Any:
+        return right(q, k, v, replace(spec, window=(spec.window or k.shape[1]) - 1), **more)
+
+    point = {"B": 2, "T": 24, "H": 4, "Hkv": 2, "D": 8, "window": None}
+    kernels = Kernels(job("kernel", "manual"))
+    good = kernels.round({**point, "warm_up": True})
+    assert good["error_out"] < 1e-6 > good["error_grad"]
+    monkeypatch.setattr(attention, "get", lambda name: types.SimpleNamespace(attend=wrong))
+    bad = kernels.round({**point, "warm_up": True})
+    assert bad["error_out"] > 1e-2 < bad["error_grad"]
+
+
+def test_the_flops_of_a_call():
+    point = {"B": 3, "T": 10, "H": 4, "D": 8, "window": None}
+    assert flops_of(point, causal=False) == 4 * 3 * 4 * 8 * 100
+    assert flops_of(point, causal=True) == 4 * 3 * 4 * 8 * 55
+    assert flops_of({**point, "window": 2}, causal=True) == 4 * 3 * 4 * 8 * 19
+
+
+def test_mbu_counts_the_weights_once_and_every_sequences_keys():
+    about = {"weight_bytes": 1000, "token_bytes": 10}
+    assert mbu(about, 1, 10, 20, 1.0, 1e6) == pytest.approx((1000 + 200) * 1000 / 1e6)
+    assert mbu(about, 4, 10, 20, 1.0, 1e6) == pytest.approx((1000 + 800) * 1000 / 1e6)
+
+
+def test_the_peak_of_memory_is_seen_and_forgotten():
+    device = torch.device("cpu")
+    if not machine.reset_peak(device):
+        pytest.skip("the peak of memory cannot be reset here (no /proc/self/clear_refs)")
+    before = machine.memory(device)
+    held = torch.ones(2**25)
+    del held
+    assert machine.memory(device) >= before + 2**26
+    machine.reset_peak(device)
+    assert machine.memory(device) < before + 2**26
+
+
+def test_hf_rivals_are_what_they_say():
+    transformers = pytest.importorskip("transformers", reason="package 'transformers' is missing")
+    worker_job = job("train", "auto")
+    for implementation in ("eager", "sdpa"):
+        worker = training.Training({**worker_job, "rival": f"hf={implementation}"})
+        assert isinstance(worker.who.model, transformers.GPT2LMHeadModel)
+        assert worker.who.model.config._attn_implementation == implementation
+        loss = worker.step(*worker.batch, [])
+        assert math.isfinite(loss) and abs(float(loss) - math.log(64)) < 0.5
+    with pytest.raises(UserError, match="flash_attention_2 runs on cuda"):
+        training.Training({**worker_job, "rival": "hf=flash_attention_2"})
+    with pytest.raises(UserError, match="it has no attention_window"):
+        windowed = job("train", "auto", attention_window=4)
+        training.Training({**windowed, "rival": "hf=sdpa"})
+
+
+# ----------------------------------------------------------------------------- statistics
+
+
+def test_median_quartiles_and_noise():
+    s = Summary.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (s.median, s.q1, s.q3, s.rounds) == (3.0, 2.0, 4.0, 5)
+    assert s.spread == pytest.approx(2 / 3) and s.noisy(0.66) and not s.noisy(0.67)
+    one = Summary.of([7.0])
+    assert one.spread is None and not one.noisy(0.0)
+    outcome = Outcome(rounds=[{"ms": 100.0 + x} for x in (0, 1, 2, 3, 40)])
+    assert rows.begin("train", "a", {}, outcome, 0.05)["noisy"] is False  # 2 of 102
+    outcome = Outcome(rounds=[{"ms": 100.0 + x} for x in (0, 1, 2, 30, 40)])
+    assert rows.begin("train", "a", {}, outcome, 0.05)["noisy"] is True
+
+
+def test_a_difference_must_exceed_both_spreads():
+    a, b = Summary(100, 98, 102, 5), Summary(110, 108, 112, 5)
+    assert exceeds_noise(a, b) and exceeds_noise(b, a)
+    assert not exceeds_noise(a, Summary(107, 104, 111, 5))
+    assert exceeds_noise(a, Summary.of([110.0])) is None
+
+
+def test_a_clock_that_drifts_hides_no_difference_within_a_run():
+    clock = [1.0, 1.5, 0.7, 2.0, 1.2]
+    a, b = [10 * c for c in clock], [11 * c for c in clock]
+    assert differ(a, b) and not exceeds_noise(Summary.of(a), Summary.of(b))
+    assert differ(a, [x * y for x, y in zip(a, [1.1, 0.9, 1.05, 0.95, 1.0])]) is False
+    assert differ([1.0], [2.0]) is None
+
+
+def test_the_help_lists_every_knob(capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_mfu.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in BenchConfig.__dataclass_fields__:
+        assert f"--{name}=" in text
+    assert process.COMMAND[1].endswith("worker.py")

@@ -1,0 +1,281 @@
+"""What is made of a record: the answers in words, the comparison, the page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench_mfu
+from bench import answers, records, report, tables
+from bench.settle import BenchConfig, settings_of
+from settings import UserError
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser", "chrome")
+
+
+def row(backend: str, times: list[float], mode: str = "train", **more: Any) -> dict[str, Any]:
+    """A row whose rounds took these milliseconds."""
+    s = sorted(times)
+    middle, q1, q3 = s[len(s) // 2], s[len(s) // 4], s[-1 - len(s) // 4]
+    base = {
+        "mode": mode, "backend": backend, "point": {}, "status": "ok", "title": backend,
+        "kernels": [], "events": [], "setup_s": 1.0, "warm_up_s": 2.0,
+        "rounds": [{"ms": t} for t in times], "ms": middle, "q1_ms": q1, "q3_ms": q3,
+        "spread": (q3 - q1) / middle if len(times) > 1 else None, "noisy": False,
+        "forward_ms": middle / 3, "backward_ms": middle / 2, "memory_bytes": 2.5e9,
+    }  # fmt: skip
+    if mode == "train":
+        base |= {"batch_size": 8, "tokens_a_step": 8000, "tokens_per_s": 8e6 / middle,
+                 "mfu": 40 / middle, "mfu_causal": 36 / middle, "loss_difference": 1e-6,
+                 "gradient_norm_difference": -2e-6}  # fmt: skip
+    return base | more
+
+
+def attention_row(backend: str, T: int, ms: float, B: int = 1, **more: Any) -> dict[str, Any]:
+    point = {"B": B, "T": T, "H": 4, "Hkv": 4, "D": 64, "window": None}
+    figures = {"tflops_causal": 0.1, "tflops_full": 0.2, "share": 1 / (10 * ms), "error_out": 3e-7,
+               "error_grad": 9e-7, "memory_bytes": 1e6 * T}  # fmt: skip
+    times = [ms, ms * 1.01, ms * 0.99]
+    return row(backend, times, "kernel", **{"point": point, **figures, **more})
+
+
+def content(table: list[dict[str, Any]], mode: str = "train", **machine: Any) -> dict[str, Any]:
+    """A record with these rows."""
+    here = {
+        "device": "cuda", "kind": "cuda", "name": "NVIDIA X1", "about": "NVIDIA X1", "threads": 8,
+        "capability": [9, 0], "driver": "570.1", "cuda": "12.8", "cpu": "a CPU",
+        "dtype": "bfloat16",
+        "system": "Linux 6", "python": "3.11.7", "packages": {"torch": "2.13.0"},
+        "peak_tflops": 989.4, "peak_source": "datasheet: a sheet", "bandwidth": 3.2e12,
+        "free_memory": 80e9, "memory_limit": 80e9,
+    }  # fmt: skip
+    made = {
+        "format": records.FORMAT, "mode": mode, "command": "python bench_mfu.py train",
+        "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "dirty": False,
+        "seconds": 60.0, "machine": here | machine, "vocab_size": 50304,
+        "settings": json.loads(json.dumps(settings_of(BenchConfig(block_size=1000)))),
+        "fresh_rounds": False, "flops_per_token": {"mfu": 8.5e8, "mfu_causal": 8e8},
+        "reference": {"loss": 10.9, "gradient_norm": 1.0, "flops_per_token": 8.4e8},
+        "rows": table, "answers": [],
+    }  # fmt: skip
+    made["answers"] = answers.answers(made)
+    return made
+
+
+SLOW, FAST = [100.0, 101, 99, 100, 102], [50.0, 50.5, 49.5, 50, 51]
+TRAIN = [
+    row("manual", SLOW, bytes_per_sequence=5e8),
+    row("sdpa", FAST, kernels=["flash"], bytes_per_sequence=1e9),
+    row("sdpa_flash", [50.4, 50.2, 49.9, 49.6, 51.3]),
+    {"mode": "train", "backend": "flex", "point": {}, "status": "failed",
+     "why": ["out of memory: CUDA out of memory"], "batch_size": 8},
+    {"mode": "train", "backend": "triton", "point": {}, "status": "unavailable",
+     "why": ["a <reason> & another"], "batch_size": 8},
+]  # fmt: skip
+KERNEL = [
+    attention_row("manual", 128, 1.0), attention_row("sdpa", 128, 2.0),
+    attention_row("manual", 1024, 20.0), attention_row("sdpa", 1024, 10.0),
+    attention_row("manual", 4096, 400.0), attention_row("sdpa", 4096, 90.0),
+    attention_row("manual", 128, 4.0, 8), attention_row("sdpa", 128, 3.0, 8),
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- the answers
+
+
+def test_fastest_names_who_is_level_and_where_the_crossover_lies():
+    said = content([*TRAIN, *KERNEL])["answers"][0]
+    assert "batch 8 x 1000 tokens, sdpa with 160,000 tok/s, 2.00 x manual" in said
+    assert "the noise does not tell it from sdpa_flash." in said
+    assert "batch 1: manual at 128 tokens, then sdpa from 1,024 to 4,096 tokens" in said
+    assert "batch 8: sdpa at 128 tokens" in said
+
+
+def test_memory_tells_how_large_a_batch_it_allows():
+    said = content([*TRAIN, *KERNEL])["answers"][1]
+    # 80 GB - 2.5 GB at batch 8, 1 GB a sequence
+    assert "sdpa 2.50 GB (1.00 GB a sequence: batch 85 or so)" in said
+    assert "manual 2.50 GB (500.0 MB a sequence: batch 163 or so)" in said
+    assert "--batch_size=auto measures it" in said
+    fits = {"batch_size": 96, "limit": "memory", "tried": {}}
+    said = content([row("sdpa", FAST, fits=fits, batch_size=96)])["answers"][1]
+    assert "sdpa 2.50 GB at batch 96, the largest that fits." in said
+    fits["limit"] = "time"
+    said = content([row("sdpa", FAST, fits=fits, batch_size=96)])["answers"][1]
+    assert "sdpa 2.50 GB at batch 96, where a step is slow already." in said
+
+
+def test_the_limit_says_of_which_peak():
+    said = content([*TRAIN, *KERNEL])["answers"][2]
+    assert "The best, sdpa, runs at 80.0% mfu (72.0% causal) of 989.4 TFLOP/s (datasheet" in said
+    assert "Attention alone reaches 10.0% of it at best (manual, batch 1, 128 tokens" in said
+    assert "measured" not in said
+    measured = content(TRAIN, peak_source="measured: products")["answers"][2]
+    assert "measured on this machine, not taken from a datasheet" in measured
+    too_much = content([row("sdpa", [30.0, 30, 30])])["answers"][2]
+    assert "the peak that was taken is too low" in too_much
+
+
+def test_agreement_names_who_disagrees():
+    assert "All agree with manual in float32" in content(TRAIN)["answers"][3]
+    off = [*TRAIN, row("flash_attn_3", FAST, loss_difference=0.2)]
+    assert "flash_attn_3 DISAGREE with manual in float32" in content(off)["answers"][3]
+    off = [*TRAIN, row("flash_attn_3", FAST, gradient_norm_difference=0.1)]
+    assert "flash_attn_3 DISAGREE" in content(off)["answers"][3]
+    apart = [*KERNEL, attention_row("tiled", 64, 1.0, error_out=4e-7, error_grad=1e-7)]
+    fine = content(apart, "kernel", dtype="float32")["answers"][-1]
+    assert "4.0e-07 of the output (tiled, 64 tokens) and 9.0e-07 of a gradient (manual" in fine
+    wrong = [*KERNEL, attention_row("flex", 128, 1.0, error_grad=1e-2)]
+    said = content(wrong, "kernel", dtype="float32")["answers"][-1]
+    assert "flex (error_grad 1.0e-02 at 128 tokens) is WRONG" in said
+
+
+# ----------------------------------------------------------------------------- comparing
+
+
+def compare(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], capsys: Any) -> str:
+    for name, made in (("a", a), ("b", b)):
+        records.write(tmp_path / name, made)
+    assert (
+        bench_mfu.main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "record.json")]) == 0
+    )
+    return capsys.readouterr().out
+
+
+def test_compare_says_which_differences_exceed_the_noise(tmp_path, capsys):
+    later = copy.deepcopy(TRAIN)
+    later[1] = row("sdpa", [40.0, 40.4, 39.6, 40, 40.8])  # from 50
+    later[0] = row("manual", [101.0, 102, 100, 101, 103])  # from 100
+    out = compare(tmp_path, content(TRAIN), content(later), capsys)
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert (
+        "B faster" in lines["sdpa"]
+        and "160,000 tok/s" in lines["sdpa"]
+        and "1.250" in lines["sdpa"]
+    )
+    assert "within the noise" in lines["manual"] and "flex" not in lines
+    back = compare(tmp_path, content(later), content(TRAIN), capsys)
+    assert "B slower" in back
+
+
+def test_compare_of_two_machines_is_of_ratios_to_manual(tmp_path, capsys):
+    # The other machine is ten times faster, and sdpa gains less there: 1.6 x manual, not 2 x.
+    other = [row("manual", [10.0, 10.1, 9.9, 10, 10.2]), row("sdpa", [6.25, 6.3, 6.2, 6.25, 6.4])]
+    out = compare(tmp_path, content(TRAIN), content(other, name="NVIDIA X2"), capsys)
+    assert "two machines" in out and "tok/s" not in out
+    line = next(line for line in out.splitlines() if line.startswith("sdpa "))
+    assert "2 x manual" in line and "1.6 x manual" in line and "B slower" in line
+    assert not any(line.startswith("manual") for line in out.splitlines())
+    assert "only in A: sdpa_flash" in out
+    alone = content([row("sdpa", FAST)], threads=3)
+    assert "nothing to compare" in compare(tmp_path, content(TRAIN), alone, capsys)
+
+
+def test_compare_tells_what_else_differs(tmp_path, capsys):
+    b = content(TRAIN, packages={"torch": "2.14.0"})
+    b["settings"]["n_layer"] = 24
+    out = " ".join(compare(tmp_path, content(TRAIN), b, capsys).split())
+    assert "not only the code differs: n_layer (12 / 24), versions" in out
+    one = content([row("sdpa", [50.0])])
+    assert "noise unknown" in compare(tmp_path, content(TRAIN), one, capsys)
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    old = records.ROOT / "bench" / "records" / "2026-11-21_cpu_nanogpt"
+    with pytest.raises(UserError, match=r"is no record of bench_mfu\.py's"):
+        records.read(old)
+    (tmp_path / "record.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="no record that can be read"):
+        records.read(tmp_path)
+
+
+def test_a_records_folder_tells_date_device_and_name(tmp_path):
+    made = content(TRAIN)["machine"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_x1_s", records.folder_of(tmp_path, "s", made).name)
+    for name, slug in (("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+                       ("NVIDIA GeForce RTX 4090", "rtx-4090")):  # fmt: skip
+        assert records.device_slug({**made, "name": name}) == slug
+    assert records.device_slug({**made, "kind": "cpu"}) == "cpu"
+
+
+# ----------------------------------------------------------------------------- tables, page
+
+
+def test_a_row_that_is_noisy_or_missing_says_so():
+    noisy = row("sdpa", [50.0, 60, 70], noisy=True)
+    (line,) = tables.cells("train", [noisy])[1]
+    assert "noisy" in line[tables.cells("train", [])[0].index("quartiles")]
+    lines = tables.missing(content(TRAIN)["rows"])[1]
+    assert lines == [
+        ["flex", "failed (train)", "out of memory: CUDA out of memory"],
+        ["triton", "unavailable", "a <reason> & another"],
+    ]
+    device = row("x", FAST, device_kernels=["flash_fwd_kernel<128>"])
+    assert tables.kernel_names(device) == "flash_fwd_kernel<128>"
+    assert tables.kernel_names(row("manual", FAST)) == "not fused"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    records.write(folder, content([*TRAIN, *KERNEL]))
+    assert bench_mfu.main(["report", str(folder)]) == 0
+    return folder / "report.html"
+
+
+def test_the_page_needs_nothing_from_outside(page):
+    text = page.read_text(encoding="utf-8")
+    outside = re.sub(r"data:image/png;base64,[\w+/=]+", "", text)
+    assert not re.search(r"https?:|<script|<link|@import|url\(", outside)
+    assert len(re.findall(r'<img src=""', outside)) == 3  # speed, length, error
+    assert outside.count("prefers-color-scheme: dark") == 1 + 3
+    assert "a &lt;reason&gt; &amp; another" in text and "<reason>" not in text
+    for name in ("speed", "length", "error"):
+        assert (page.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width, scheme", [(1200, 1), (390, 0)], ids=["light", "phone-dark"])
+def test_the_page_in_a_browser(page, width, scheme, tmp_path):
+    """A script that is added for the test reports what a reader would see."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    look = """<script>addEventListener("load", () => {
+      const see = e => e.getBoundingClientRect();
+      document.title = JSON.stringify({
+        images: [...document.images].map(i => i.complete && i.naturalWidth),
+        dark: document.images[0].currentSrc.slice(-64),
+        rows: document.querySelectorAll("tbody tr").length,
+        wide: document.documentElement.scrollWidth - innerWidth,
+        ink: getComputedStyle(document.body).color,
+        paper: getComputedStyle(document.body).backgroundColor,
+        text: document.body.innerText.includes("160,000"),
+        high: see(document.querySelector("h1")).height})})</script></body>"""
+    watched = tmp_path / "watched.html"
+    text = page.read_text(encoding="utf-8")
+    watched.write_text(text.replace("</body>", look), encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+               f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},900",
+               f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+               watched.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
+    assert found, done.stderr
+    seen = json.loads(found[1].replace("&amp;", "&"))
+    assert seen["images"] == [seen["images"][0]] * 3 and seen["images"][0] > 500
+    assert seen["rows"] == 3 + len(KERNEL) + 2 and seen["text"]
+    assert (
+        seen["wide"] <= 0 and seen["high"] > 20
+    )  # nothing sticks out, at the width of a phone too
+    light = report.pictures(content([*TRAIN, *KERNEL]))["speed"]
+    assert seen["paper"] == ("rgb(255, 255, 255)" if scheme else "rgb(23, 26, 33)")
+    assert base64.b64encode(light).decode().endswith(seen["dark"]) == bool(scheme)
