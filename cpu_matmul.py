@@ -48,7 +48,32 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N)."""
-    return _Linear.apply(x, weight, bias)
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = of_one_row(rows, weight) if len(rows) == 1 else product(rows, weight.t())
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def of_one_row(x: Tensor, weight: Tensor) -> Tensor:
+    """x (1, K) times weight.T, (N, K), float32 -> (1, N): what a decode step consists of.
+
+    The weights are read once and used once, so the speed is that of memory, and one core alone does
+    not reach it. MKL gives the product of one row to one thread; as a batch of as many products as
+    there are threads, each of a part of the weights, all of them read. oneDNN uses all threads too,
+    and reads more slowly.
+    """
+    (N, K), parts = weight.shape, torch.get_num_threads()
+    if parts == 1 or N % parts:
+        return x @ weight.t() if parts == 1 else product(x, weight.t())
+    w = weight.view(parts, N // parts, K).transpose(1, 2)  # no copy
+    return torch.bmm(x.expand(parts, 1, K), w).view(1, N)
 
 
 class _Linear(torch.autograd.Function):
@@ -57,10 +82,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y = product(x.reshape(-1, x.shape[-1]), weight.t())
-        if bias is not None:
-            y += bias
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return _linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -5,13 +5,14 @@ shapes in the comments: B sequences, T tokens each, C = n_embd channels, H query
 key/value heads of D = C / H channels each, V tokens in the vocabulary.
 
 Attention itself is not here: `attend` is chosen by name from the package attention/, once for each
-phase (training, evaluation), and called in CausalSelfAttention.forward.
+phase (training, evaluation, prefill, decoding), and called in CausalSelfAttention.forward. Nor are
+the caches (attention/cache.py) and the loop that generates text (generate.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 import cpu_matmul
+import generate
 from attention import Resolution, Spec
 
 IGNORE = -1  # a target that counts for nothing
@@ -70,6 +72,11 @@ class GPTConfig:
             raise ValueError(
                 f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
                 f"n_head={self.n_head}"
+            )
+        if self.sdpa_flash_impl != "FA2" and self.dropout:
+            raise ValueError(
+                f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout, got dropout="
+                f"{self.dropout:g}; it must be 0, or sdpa_flash_impl FA2"
             )
         if self.gelu not in ("exact", "tanh"):
             raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
@@ -133,10 +140,7 @@ class Linear(nn.Linear):
     onednn = False
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-        if self.onednn and not plain and x.dtype == torch.float32:
-            return cpu_matmul.linear(x, self.weight, self.bias)
-        return super().forward(x)
+        return linear(x, self.weight, self.bias, self.onednn)
 
 
 class CausalSelfAttention(nn.Module):
@@ -151,12 +155,20 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, attend: Callable[..., Tensor], spec: Spec, segments: Tensor | None
+        self,
+        x: Tensor,
+        attend: Callable[..., Tensor],
+        spec: Spec,
+        segments: Tensor | None,
+        cache: Any = None,
     ) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
-        y = attend(q, k, v, spec, segments=segments)  # (B, T, H, D)
+        if cache is not None and spec.cache in ("none", "dynamic"):
+            k, v = cache.append(k, v)  # (B, Tk, Hkv, D): to the kernel, plain keys and values
+            cache = None
+        y = attend(q, k, v, spec, segments=segments, cache=cache)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -185,9 +197,14 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, attend: Callable[..., Tensor], spec: Spec, segments: Tensor | None
+        self,
+        x: Tensor,
+        attend: Callable[..., Tensor],
+        spec: Spec,
+        segments: Tensor | None,
+        cache: Any = None,
     ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), attend, spec, segments)
+        x = x + self.attn(self.ln_1(x), attend, spec, segments, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -220,7 +237,11 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The loss where there are targets, else the logits.
 
@@ -228,46 +249,63 @@ class GPT(nn.Module):
             idx: (B, T) int64 token ids, T <= block_size.
             targets: (B, T) int64, the token after each; -1 counts for nothing.
             segments: (B, T) int32; a token sees only its own segment.
+            cache: one step of a KV cache; see hidden().
 
         Returns:
             (None, loss): mean cross entropy in nats a token, float32, shape (); the logits of the
             whole batch, the largest tensor of all, never exist at once. Without targets
             (logits, None): (B, T, V).
         """
-        x = self.hidden(idx, segments)
+        x = self.hidden(idx, segments, cache)
         if targets is None:
             return self.head(x), None
         return None, linear_cross_entropy(
             x.flatten(0, 1), self.transformer.wte.weight, targets.flatten(), self.onednn
         )
 
-    def hidden(self, idx: Tensor, segments: Tensor | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Any = None) -> Tensor:
         """(B, T) token ids -> (B, T, C), what the head reads.
 
+        Args:
+            cache: one step of a KV cache (attention/cache.py): the tokens stored in it come before
+                idx, and idx joins them. Its positions and its segments hold.
+
         Raises:
-            ValueError: T > block_size.
+            ValueError: the tokens do not fit into block_size, or segments beside a cache.
         """
         T = idx.shape[1]
-        if self.config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
-        chosen, spec = self.attention(segments is not None, (idx.shape[0], T))
+        kind, page_size = "none", None
+        if cache is None:
+            if self.config.block_size < T:
+                raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
+            pos = torch.arange(T, device=idx.device)
+        elif segments is not None:
+            raise ValueError("segments cannot be given with a cache, which keeps its own")
+        else:
+            kind, page_size = cache.kind, cache.page_size
+            pos, segments = cache.positions(T), cache.segments
+        chosen, spec = self.attention(segments is not None, (idx.shape[0], T), kind, page_size)
         attend = chosen.backend.attend
-        pos = torch.arange(T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T, C)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
         x = self.transformer.drop(x)
-        for block in self.transformer.h:
+        for i, block in enumerate(self.transformer.h):
             if self.config.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
             else:
-                x = block(x, attend, spec, segments)
+                x = block(x, attend, spec, segments, cache.view(i) if cache is not None else None)
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
-        return F.linear(x, self.transformer.wte.weight)
+        return linear(x, self.transformer.wte.weight, None, self.onednn)
 
     def attention(
-        self, segments: bool = False, shape: tuple[int, int] | None = None
+        self,
+        segments: bool = False,
+        shape: tuple[int, int] | None = None,
+        cache: str = "none",
+        page_size: int | None = None,
+        compiled: bool = False,
     ) -> tuple[Resolution, Spec]:
         """The backend for this phase, device and dtype: resolved when first asked for, and kept.
 
@@ -276,19 +314,23 @@ class GPT(nn.Module):
         Args:
             segments: whether there will be any.
             shape: batch size and tokens of a sequence; None: one sequence of block_size tokens.
+            cache, page_size: as in Spec.
+            compiled: it will run inside torch.compile, whatever self.compiled says.
         """
         weight = self.transformer.wte.weight
         device = weight.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-        key = (str(device), dtype, self.training, torch.is_grad_enabled(), segments, self.compiled)
+        compiled = compiled or self.compiled or torch.compiler.is_compiling()
+        key = (str(device), dtype, self.training, torch.is_grad_enabled(), segments, compiled,
+               cache, page_size)  # fmt: skip
         if key not in self._resolved:
             self._resolve(key, shape or (1, self.config.block_size))
         return self._resolved[key]
 
     @torch.compiler.disable
     def _resolve(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled = key
+        device, dtype, training, grad, segments, compiled, cache, page_size = key
         config = self.config
         spec = config.spec(
             str(dtype).removeprefix("torch."),
@@ -296,18 +338,30 @@ class GPT(nn.Module):
             segments=segments,
             grad=grad,
             compiled=compiled,
+            cache=cache,
+            page_size=page_size,
         )
-        chosen = attention.select(
-            config.attention_backend,
-            spec,
-            device,
-            config.attention_fallback,
-            allow_mps_sdpa=config.allow_mps_sdpa,
-            shape=shape,
-        )
+        if config.sdpa_flash_impl != "FA2" or device.startswith("cuda"):
+            attention.use_flash_impl(config.sdpa_flash_impl)
+        guard = config.allow_mps_sdpa
+        if config.attention_backend == "fastest":
+            B, T = shape
+            # With a cache nearly all calls decode: one query, and in the end block_size keys.
+            full = (B, T, T) if cache == "none" else (B, 1, config.block_size)
+            chosen = attention.fastest(spec, device, full, allow_mps_sdpa=guard)
+        else:
+            chosen = attention.select(
+                config.attention_backend,
+                spec,
+                device,
+                config.attention_fallback,
+                allow_mps_sdpa=guard,
+                shape=shape,
+            )
         known = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
         other = known and (chosen.backend.name, chosen.kernels) not in known
-        attention.announce(chosen, " for evaluation" if other and not training else "")
+        phase = f" with the {cache} cache" if cache != "none" else " for evaluation"
+        attention.announce(chosen, phase if other and not training else "")
         self._resolved[key] = (chosen, spec)
 
     def use_onednn(self, on: bool) -> None:
@@ -352,81 +406,23 @@ class GPT(nn.Module):
 
         return load_hf(source, **changes)
 
-    @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
-        """Append `max_new_tokens` sampled tokens; see stream() for the rest.
+    def generate(self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any) -> Any:
+        """Append `max_new_tokens` sampled tokens: generate.generate(), which has the options."""
+        return generate.generate(self, idx, max_new_tokens, **options)
 
-        Returns:
-            (B, T + max_new_tokens) int64, the prompt included.
-        """
-        new = self.stream(idx, max_new_tokens, **sampling)
-        return torch.cat([idx, *(token[:, None] for token in new)], dim=1)
-
-    @torch.no_grad()
     def stream(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        vocab_size: int | None = None,
+        self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
     ) -> Iterator[Tensor]:
-        """Sample tokens one at a time.
-
-        A text longer than block_size is read through a window of its last block_size tokens.
-
-        Args:
-            idx: (B, T) int64, the prompts.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k, top_p: see sample_next.
-            vocab_size: draw from the first so many tokens only: those beyond the tokenizer's pad
-                the vocabulary.
-
-        Yields:
-            (B,) int64, the next token of each sequence.
-        """
-        for _ in range(max_new_tokens):
-            x = self.hidden(idx[:, -self.config.block_size :])
-            logits = self.head(x[:, -1])[:, :vocab_size]  # (B, V)
-            token = sample_next(logits, temperature, top_k, top_p, generator)
-            yield token
-            idx = torch.cat([idx, token[:, None]], dim=1)
+        """Sample tokens one at a time: generate.stream(), which has the options."""
+        return generate.stream(self, idx, max_new_tokens, **options)
 
 
-def sample_next(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw one token from each row of logits.
-
-    Args:
-        logits: (B, V).
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        top_p: then from the fewest likeliest tokens whose probabilities sum to at least p
-            (nucleus sampling, Holtzman et al. 2020, arXiv 1904.09751).
-
-    Returns:
-        (B,) int64.
-    """
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        kept = logits.topk(top_k, dim=-1)  # by index: of equals, no more than k stay
-        logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
-    if top_p is not None and top_p < 1:
-        sorted_, order = logits.sort(dim=-1, descending=True)
-        probs = sorted_.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # the mass of all likelier tokens
-        sorted_ = sorted_.masked_fill(before >= top_p, -torch.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, sorted_)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+    """F.linear, with float32 products by oneDNN where that is asked for: cpu_matmul.py."""
+    plain = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    if onednn and not plain and x.dtype == torch.float32:
+        return cpu_matmul.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def linear_cross_entropy(

@@ -2,15 +2,23 @@
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
+python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --batch_size=16
+
+Texts go to stdout, or as JSON lines to --out; how fast they came, to stderr. Ctrl-C keeps what is
+there: the texts so far are written, and the exit code is 130.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 
@@ -18,9 +26,12 @@ import attention
 import checkpoint
 import cpu_matmul
 import data
+from generate import ENDED, Stats
 from model import GPT
-from runtime import pick_device, show_log
+from runtime import pick_device, show_log, synchronize, why_not_compile
 from settings import UserError, exit_on_user_error, read
+
+log = logging.getLogger("nanoattn")
 
 
 @dataclass(frozen=True)
@@ -37,18 +48,31 @@ class SampleConfig:
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
     start: str = "\n"  # the prompt, or FILE:prompt.txt; may be given several times
+    prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
     num_samples: int = 1  # texts for each prompt
     max_new_tokens: int = 500  # tokens to generate; less where the model ends the text
     temperature: float = 0.8  # below 1 plays safe, above dares; 0 takes the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
+    stop: str | None = None  # a text ends before this string
     seed: int = 1337  # sample i of a prompt is drawn with seed + i
-    stream: bool = False  # print tokens as they come
+    overflow: Literal["slide", "stop"] = "slide"
+    """a text of block_size tokens goes on with the last block_size, which costs as much as no
+    cache for every token from there on; or it stops"""
+    # --- output ---
+    stream: bool = False  # print tokens as they come, one text at a time
+    json: bool = False  # JSON lines on stdout
+    out: str | None = None  # a file for JSON lines, in place of stdout
+    # --- speed ---
+    kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see generate.py
+    compile: bool = False  # each decode step as one graph, with --kv_cache=static
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
+    batch_size: int = 8  # texts at a time
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "max_new_tokens"):
+        for name in ("num_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.temperature < 0:
@@ -57,11 +81,20 @@ class SampleConfig:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.compile and self.kv_cache != "static":
+            raise ValueError(f"--compile needs --kv_cache=static, got {self.kv_cache}")
+        if self.json and (self.stream or self.out):
+            other = "--stream" if self.stream else "--out"
+            raise ValueError(f"--json and {other} both say where the texts go; take one of them")
+        if self.stop == "":
+            raise ValueError("stop must have at least one character, or be none")
 
 
 def load(config: SampleConfig) -> tuple[GPT, Any]:
     """The model in evaluation mode on its device, and its tokenizer."""
     device = pick_device(config.device)
+    if config.compile and (why := why_not_compile(True, device)):
+        raise UserError(f"--compile cannot work here: {why}")
     changes = {
         "attention_backend": config.attention_backend,
         "attention_fallback": config.attention_fallback,
@@ -75,7 +108,7 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
         if config.checkpoint == "best":
             folder = checkpoint.best_folder(source) or folder
         source = str(folder)
-    model = checkpoint.init_model(source, **changes).to(device).eval()
+    model = checkpoint.init_model(source, **changes).to(device, getattr(torch, config.dtype)).eval()
     with torch.no_grad():
         model.attention()  # says what runs, before the text begins
     if device.type == "cpu":
@@ -90,44 +123,157 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     return model, tokenizer
 
 
-def prompts(config: SampleConfig, argv: list[str]) -> list[str]:
-    """Every --start that was given, files read."""
+@dataclass
+class Prompt:
+    """What one text begins with, and where that came from."""
+
+    text: str
+    where: str = ""  # "prompts.txt:3: ", for messages
+    ids: list[int] = field(default_factory=list)
+
+
+def prompts(config: SampleConfig, argv: list[str]) -> list[Prompt]:
+    """Every --start that was given, files read, and the lines of --prompts."""
     words = list(zip(argv, [*argv[1:], ""], strict=True))
     starts = [
         word.removeprefix("--start=") if word.startswith("--start=") else after
         for word, after in words
         if word.startswith("--start=") or word == "--start"
     ]
-    texts = []
-    for start in starts or [config.start]:
+    found = []
+    for start in starts or [config.start] * (config.prompts is None):
         if start.startswith("FILE:"):
-            path = Path(start.removeprefix("FILE:"))
-            try:
-                start = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as e:
-                raise UserError(f"the prompt file {path} cannot be read ({e})") from e
-        texts.append(start)
-    return texts
+            start = _read(start.removeprefix("FILE:"))
+        found.append(Prompt(start))
+    return found + (prompt_lines(config.prompts) if config.prompts is not None else [])
 
 
-def complete(
-    model: GPT, tokenizer: Any, ids: list[int], config: SampleConfig, i: int
-) -> Iterator[int]:
-    """The tokens of sample number i."""
+def prompt_lines(path: str) -> list[Prompt]:
+    """The prompts of a file; where its first line is an object with "prompt", it is JSON lines."""
+    lines = [(n, line) for n, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"there is no prompt in {path}")
+    if _prompt_of(lines[0][1]) is None:
+        return [Prompt(line, f"{path}:{n}: ") for n, line in lines]
+    found = []
+    for n, line in lines:
+        text = _prompt_of(line)
+        if text is None:
+            raise UserError(f'{path}:{n} must be an object with a text "prompt", as line 1 is')
+        found.append(Prompt(text, f"{path}:{n}: "))
+    return found
+
+
+def _prompt_of(line: str) -> str | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    text = row.get("prompt") if isinstance(row, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"the prompt file {path} cannot be read ({e})") from e
+
+
+def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: str) -> None:
+    """Fill in the ids of each prompt.
+
+    Raises:
+        UserError: a prompt is empty, or has a character that the tokenizer lacks, or is longer
+            than the context where overflow="stop".
+    """
+    for prompt in given:
+        try:
+            prompt.ids = tokenizer.encode(prompt.text)
+        except UserError as e:
+            raise UserError(f"{prompt.where}{e}") from None
+        if not prompt.ids:
+            raise UserError(
+                f"{prompt.where}a prompt is empty; leave --start out, or give it a character"
+            )
+        if len(prompt.ids) > block_size:
+            too_long = f"{prompt.where}a prompt has {len(prompt.ids)} tokens, the model's context "
+            too_long += f"{block_size}"
+            if overflow == "stop":
+                raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
+            log.warning(f"{too_long}: it reads the last {block_size} of them")
+
+
+@dataclass
+class Text:
+    """One text that is being written."""
+
+    prompt: Prompt
+    seed: int
+    new: list[int] = field(default_factory=list)
+    finish: str = "interrupted"  # or "stop", or "length"
+
+
+def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfig,
+          stats: Stats) -> Iterator[None]:  # fmt: skip
+    """Write the texts of one batch, a token of each at a time."""
     device = model.transformer.wte.weight.device
-    generator = torch.Generator(device).manual_seed(config.seed + i)
-    for token in model.stream(
-        torch.tensor([ids], device=device),
+    ends = ends_with(config.stop, tokenizer)
+
+    def stop(row: int, new: list[int]) -> bool:
+        return new[-1] == tokenizer.eot or ends(new)
+
+    for tokens in model.stream(
+        [text.prompt.ids for text in texts],
         config.max_new_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        generator=generator,
+        generator=[torch.Generator(device).manual_seed(text.seed) for text in texts],
         vocab_size=tokenizer.vocab_size,
+        kv_cache=config.kv_cache,
+        overflow=config.overflow,
+        compile=config.compile,
+        stop=stop,
+        stats=stats,
     ):
-        if (t := int(token)) == tokenizer.eot:
+        for row, (text, token) in enumerate(zip(texts, tokens.tolist(), strict=True)):
+            if token != ENDED:
+                text.new.append(token)
+                if stop(row, text.new):
+                    text.finish = "stop"
+                    if token == tokenizer.eot:
+                        text.new.pop()
+        yield
+    for text in texts:
+        text.finish = "stop" if text.finish == "stop" else "length"
+
+
+def ends_with(stop: str | None, tokenizer: Any) -> Callable[[list[int]], bool]:
+    """Whether tokens have `stop` in the text of the last few, as many as it has bytes."""
+    if stop is None:
+        return lambda new: False
+    n = len(stop.encode())  # no token is shorter than a byte
+    return lambda new: stop in tokenizer.decode(new[-n:])
+
+
+def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces of a text up to `stop`; what may be its beginning is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if stop is None:
+            sure = len(held)
+        elif stop in held:
+            yield held.partition(stop)[0]
             return
-        yield t
+        else:
+            sure = len(held) - next(n for n in range(len(stop), -1, -1) if held.endswith(stop[:n]))
+        if sure:
+            yield held[:sure]
+            held = held[sure:]
+    if held:
+        yield held
 
 
 def main(argv: list[str]) -> int:
@@ -142,22 +288,102 @@ def run(argv: list[str]) -> int:
     show_log()
     aliases = {"attn_implementation": "attention_backend"}
     config = read(SampleConfig, argv, aliases=aliases).settings
+    given = prompts(config, argv)
     model, tokenizer = load(config)
-    texts = prompts(config, argv)
-    encoded = [tokenizer.encode(text) for text in texts]
-    if not all(encoded):
-        raise UserError("a prompt is empty; leave --start out, or give it a character")
-    for text, ids in zip(texts, encoded, strict=True):
-        for i in range(config.num_samples):
-            tokens = complete(model, tokenizer, ids, config, i)
-            print(text, end="", flush=True)
-            if config.stream:
-                for piece in tokenizer.stream_decode(tokens):
-                    print(piece, end="", flush=True)
-            else:
-                print(tokenizer.decode(list(tokens)), end="")
-            print("\n---------------", flush=True)
-    return 0
+    encode(given, tokenizer, model.config.block_size, config.overflow)
+    texts = [Text(p, config.seed + i) for p in given for i in range(config.num_samples)]
+    size = 1 if config.stream else config.batch_size
+    clock = Clock(model.transformer.wte.weight.device)
+    with ExitStack() as stack:
+        out = _open(config.out, stack)
+        code = 0
+        for first in range(0, len(texts), size):
+            batch = texts[first : first + size]
+            writing = clock.watch(write(model, tokenizer, batch, config, clock.stats), batch)
+            try:
+                if config.stream:
+                    _stream(writing, batch[0], tokenizer, config)
+                else:
+                    for _ in writing:
+                        pass
+            except KeyboardInterrupt:
+                code = 130
+            finally:
+                writing.close()
+            for text in batch:
+                _print(text, tokenizer, config, out)
+            if code:
+                break
+    print(clock.report(config), file=sys.stderr)
+    return code
+
+
+def _stream(writing: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
+    """Print one text while it is being written."""
+    print(text.prompt.text, end="", flush=True)
+
+    def new() -> Iterator[int]:
+        shown = 0
+        for _ in writing:
+            yield from text.new[shown:]
+            shown = len(text.new)
+
+    for piece in before(config.stop, tokenizer.stream_decode(new())):
+        print(piece, end="", flush=True)
+
+
+def _print(text: Text, tokenizer: Any, config: SampleConfig, out: IO[str] | None) -> None:
+    """Put a text where it belongs, at once, so that a later Ctrl-C takes nothing away."""
+    new = "".join(before(config.stop, [tokenizer.decode(text.new)]))
+    row = {"prompt": text.prompt.text, "text": new, "tokens": len(text.new), "seed": text.seed,
+           "finish": text.finish}  # fmt: skip
+    if out is not None:
+        print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
+    if config.json:
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+    elif out is None or config.stream:
+        shown = "" if config.stream else text.prompt.text + new
+        print(f"{shown}\n---------------", flush=True)
+
+
+def _open(path: str | None, stack: ExitStack) -> IO[str] | None:
+    if path is None:
+        return None
+    try:
+        return stack.enter_context(open(path, "w", encoding="utf-8"))
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e})") from e
+
+
+class Clock:
+    """How fast the texts came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stats = device, Stats()
+        self.seconds, self.first, self.tokens, self.texts = 0.0, 0.0, 0, 0
+
+    def watch(self, writing: Iterator[None], batch: Sequence[Text]) -> Generator[None, None, None]:
+        """The same, with the time taken."""
+        begin = time.perf_counter()
+        try:
+            for _ in writing:
+                self.first = self.first or time.perf_counter() - begin
+                yield
+        finally:
+            synchronize(self.device)
+            self.seconds += time.perf_counter() - begin
+            self.texts += len(batch)
+            self.tokens += sum(len(text.new) for text in batch)
+
+    def report(self, config: SampleConfig) -> str:
+        """One line: tokens/s, time to the first token, memory of the cache."""
+        rate = self.tokens / max(self.seconds, 1e-9)
+        cache = f"{self.stats.cache_bytes / 1e6:.1f} MB" if self.stats.cache_bytes else "not used"
+        return (
+            f"{self.texts} text{'s' * (self.texts != 1)}, {self.tokens} tokens in "
+            f"{self.seconds:.2f} s: {rate:.1f} tokens/s, first token after "
+            f"{1e3 * self.first:.0f} ms; KV cache ({config.kv_cache}): {cache}"
+        )
 
 
 if __name__ == "__main__":

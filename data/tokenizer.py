@@ -1,7 +1,8 @@
 """Text to token ids and back: one id a character, or GPT-2's byte-pair encoding.
 
 Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode and to_meta, what meta.json and checkpoints keep to make them again.
+decode, stream_decode, token_bytes (what each id stands for, for constrain.py) and to_meta, what
+meta.json and checkpoints keep to make them again.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class CharTokenizer:
         """The text of the ids as they come."""
         return (self.vocabulary[i] for i in ids)
 
+    def token_bytes(self) -> list[bytes]:
+        """The UTF-8 of each id's text; nothing for eot, which is no text."""
+        return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
+
     def to_meta(self) -> dict[str, Any]:
         return {"name": self.name, "vocabulary": self.vocabulary, "eot": self.eot}
 
@@ -101,6 +106,11 @@ class GPT2Tokenizer:
                 yield text
         if text := whole.decode(b"", final=True):
             yield text
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id, which may be a part of a character; nothing for eot."""
+        known = [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)]
+        return [b"" if i == self.eot else token for i, token in enumerate(known)]
 
     def to_meta(self) -> dict[str, Any]:
         return {"name": self.name}

@@ -41,6 +41,24 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
         assert close(got, truth, other)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 9])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
+    threads: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(1, 1, 70), torch.randn(9, 70), torch.randn(9) if bias else None
+    batches: list[int] = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "bmm", lambda x, y: batches.append(len(x)) or bmm(x, y))
+    with torch.no_grad():
+        got = cpu_matmul.linear(x, w, b)
+    assert batches == ([threads] if threads in (3, 9) else [])  # 9 rows are no 2 equal parts
+    truth = F.linear(x.double(), w.double(), None if b is None else b.double())
+    assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
+
+
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
     before = torch.get_float32_matmul_precision()
     cpu_matmul.product(torch.ones(2, 3), torch.ones(3, 2))

@@ -24,7 +24,8 @@ import cpu_matmul
 import model as model_module
 from attention import BACKENDS, BackendUnavailable, Machine, packages
 from attention.probe import _once
-from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy, sample_next
+from generate import sample_next
+from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy
 from settings import UserError
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)

@@ -68,11 +68,6 @@ def test_the_kernels_are_what_ran() -> None:
     assert probe(BACKENDS["sdpa"], with_dropout, "cpu").kernels == ("math",)
 
 
-def test_a_cache_is_not_probed_and_so_not_accepted() -> None:
-    spec = dataclasses.replace(SPEC, cache="dynamic")
-    assert "cannot run a 'dynamic' cache" in probe(BACKENDS["manual"], spec, "cpu").why[0]
-
-
 def test_the_random_state_is_left_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

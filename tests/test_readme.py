@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+import bench_mfu
 from attention import support
 from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options, split_name
+from bench.settle import settle
 from data.prepare import DATASETS, PrepareConfig
 from sample import SampleConfig
 from settings import read
@@ -63,8 +65,13 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         read(PrepareConfig, rest[3:])
     elif rest[:2] == ["-m", "attention"]:
         read(Options, split_name(rest[2:])[1], aliases=CLI_ALIASES)
+    elif rest[0] == "bench_mfu.py":
+        words = rest[1:]
+        if words[:1] not in (["compare"], ["report"]):
+            settle(words[1:] if words and words[0] in bench_mfu.MODES else words)
     else:
-        assert rest[:2] == ["-m", "pytest"] or (ROOT / rest[0]).is_file(), f"unknown: {line}"
+        module = rest[:2] in (["-m", "pytest"], ["-m", "attention.support"])
+        assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 
 
 def test_the_support_tables_are_those_that_caps_give() -> None:

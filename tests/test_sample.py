@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -146,6 +147,154 @@ def test_a_prompt_longer_than_the_context(trained):
     assert len(a) == 105 and a[100:] == b[16:]
 
 
+def test_a_prompt_longer_than_the_context_is_told(trained, caplog):
+    text_of(*of(trained, "--start=" + TEXT[:100], n=2))
+    (said,) = (r.getMessage() for r in caplog.records if "tokens" in r.getMessage())
+    assert said == "a prompt has 100 tokens, the model's context 16: it reads the last 16 of them"
+    words = of(trained, "--start=" + TEXT[:17], "--overflow=stop")
+    assert "a prompt has 17 tokens, the model's context 16; --overflow=slide" in refused(*words)
+
+
+def test_overflow_stop_ends_the_text(trained):
+    (a,) = text_of(*of(trained, "--start=Ann", "--overflow=stop", "--temperature=0"))
+    (b,) = text_of(*of(trained, "--start=Ann", "--temperature=0"))
+    assert len(a) == 16 and b.startswith(a) and len(b) == 43
+
+
+# --- many prompts, and where the texts go ---
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("form", ["lines", "json"])
+def test_prompts_from_a_file(form, trained, tmp_path):
+    """In batches, each prompt answered as it is alone."""
+    wanted = ["Ann sees", "The king", "m", "Bob keeps the moon and"]
+    lines = [json.dumps({"prompt": w, "id": 1}) if form == "json" else w for w in wanted]
+    path, out = tmp_path / "prompts", tmp_path / "out.jsonl"
+    path.write_text("\n\n".join(lines) + "\n")
+    words = of(trained, f"--prompts={path}", f"--out={out}", "--num_samples=2", n=20)
+    for size in (1, 3, 8):
+        code, shown, err = enter(sample.main, ["--device=cpu", f"--batch_size={size}", *words])
+        assert (code, shown) == (0, "")
+        rows = rows_of(out.read_text())
+        assert [row["prompt"] for row in rows] == [w for w in wanted for _ in range(2)]
+        assert [row["seed"] for row in rows] == [1337, 1338] * 4
+        for row in rows:
+            assert row["tokens"] == len(row["text"]) == 20 and row["finish"] == "length"
+            alone = of(trained, f"--start={row['prompt']}", f"--seed={row['seed']}", n=20)
+            assert text_of(*alone) == [row["prompt"] + row["text"]]
+        assert "8 texts, 160 tokens in" in err and "KV cache (dynamic): " in err
+
+
+def test_json_lines_on_stdout(trained):
+    words = ["--device=cpu", *of(trained, "--start=Ann", "--start=Bob", n=5)]
+    code, plain, _ = enter(sample.main, words)
+    code_json, shown, _ = enter(sample.main, [*words, "--json"])
+    assert code == code_json == 0
+    assert [r["prompt"] + r["text"] for r in rows_of(shown)] == plain.split(BAR)[:-1]
+    assert rows_of(shown)[0].keys() == {"prompt", "text", "tokens", "seed", "finish"}
+
+
+def test_files_of_prompts_that_cannot_be(trained, tmp_path):
+    path = tmp_path / "prompts.txt"
+    words = of(trained, f"--prompts={path}")
+    assert str(path) in refused(*words)
+    path.write_text("\n \n")
+    assert "there is no prompt in" in refused(*words)
+    path.write_text("Ann\n\nBob §\n")
+    assert f"{path}:3: the character '§'" in refused(*words)
+    path.write_text('{"prompt": "Ann"}\n{"text": "Bob"}\n')
+    assert f'{path}:2 must be an object with a text "prompt"' in refused(*words)
+    path.write_text('{"prompt": "Ann"}\n{"prompt": ""}\n')
+    assert f"{path}:2: a prompt is empty" in refused(*words)
+    said = refused(*of(trained, f"--out={tmp_path / 'no' / 'out.jsonl'}"))
+    assert "out.jsonl cannot be written" in said
+
+
+@pytest.mark.parametrize("how", ["batch", "stream", "out"])
+def test_ctrl_c_keeps_what_was_written(how, trained, tmp_path, monkeypatch):
+    """In the second of three batches, after four tokens."""
+    words = ["--device=cpu", *of(trained, "--num_samples=3", "--batch_size=1", n=10)]
+    path = tmp_path / "out.jsonl"
+    words += {"batch": [], "stream": ["--stream"], "out": [f"--out={path}"]}[how]
+    _, whole, _ = enter(sample.main, words)
+    whole = path.read_text() if how == "out" else whole
+    hidden, calls = GPT.hidden, []
+
+    def interrupt(self: GPT, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 15:
+            raise KeyboardInterrupt
+        return hidden(self, *args)
+
+    monkeypatch.setattr(GPT, "hidden", interrupt)
+    code, shown, err = enter(sample.main, words)
+    assert code == 130 and "Traceback" not in err and "2 texts, 14 tokens in" in err
+    if how == "out":
+        rows, before = rows_of(path.read_text()), rows_of(whole)
+        assert rows[0] == before[0] and len(rows) == 2
+        assert (rows[1]["finish"], rows[1]["tokens"]) == ("interrupted", 4)
+        assert rows[1]["text"] == before[1]["text"][:4]
+    else:
+        assert shown == whole.split(BAR)[0] + BAR + whole.split(BAR)[1][:5] + BAR
+
+
+@pytest.mark.parametrize("how", [(), ("--stream",)])
+def test_a_text_ends_before_the_stop_string(how, trained):
+    words = of(trained, "--start=Ann", "--temperature=0", *how)
+    (whole,) = text_of(*words)
+    for stop in (whole[10:12], whole[20], whole[8:15]):
+        end = 3 + whole[3:].index(stop)
+        assert text_of(*words, f"--stop={stop}") == [whole[:end]]
+    assert text_of(*words, "--stop=§") == [whole]
+    _, shown, _ = enter(sample.main, ["--device=cpu", *words, f"--stop={whole[20]}"])
+    assert shown == whole[: 3 + whole[3:].index(whole[20])] + BAR
+
+
+@pytest.mark.parametrize("pieces", [["a", "ab", "ac", "aba", "cd"], list("aababcaba"), ["", "ab"]])
+@pytest.mark.parametrize("stop", [None, "abc", "a", "bab", "x", "caba", "ba", "aa"])
+def test_what_is_shown_before_a_stop_string(pieces, stop) -> None:
+    """However the text is cut; and nothing is held back that cannot be its beginning."""
+    text = "".join(pieces)
+    assert "".join(sample.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
+    if stop == "x":
+        assert list(sample.before(stop, pieces)) == [p for p in pieces if p]
+
+
+# --- caches, precision, speed ---
+
+
+@pytest.mark.parametrize("kv", ["none", "dynamic", "static", "paged"])
+def test_every_cache_gives_the_same_texts(kv, trained):
+    words = of(trained, "--start=Ann", "--start=The king", "--num_samples=2")
+    assert text_of(*words, f"--kv_cache={kv}") == text_of(*words, "--kv_cache=none")
+    _, _, err = enter(sample.main, ["--device=cpu", *words, f"--kv_cache={kv}"])
+    memory = "not used" if kv == "none" else r"\d+\.\d MB"
+    assert re.search(
+        rf"4 texts, 160 tokens in \d+\.\d\d s: \d+\.\d tokens/s, first token after \d+ ms; "
+        rf"KV cache \({kv}\): {memory}\n$",
+        err,
+    )
+
+
+def test_bfloat16_weights(trained):
+    config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
+    model, _ = sample.load(config)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.attention()[1].dtype == "bfloat16"
+    (text,) = text_of(*of(trained, "--dtype=bfloat16", "--kv_cache=static"))
+    assert len(text) == 41
+
+
+def test_compile_without_a_compiler_is_one_sentence(trained, monkeypatch):
+    monkeypatch.setattr("runtime.shutil.which", lambda name: None)
+    said = refused(*of(trained, "--compile", "--kv_cache=static"))
+    assert "--compile cannot work here: there is no C++ compiler on this machine" in said
+
+
 # --- which model ---
 
 
@@ -193,6 +342,12 @@ def test_a_window_that_was_trained_with_stays(tmp_path):
         (["--max_new_tokens=0"], "max_new_tokens must be at least 1"),
         (["--temprature=1"], "did you mean '--temperature'"),
         (["--checkpoint=newest"], "latest, best"),
+        (["--batch_size=0"], "batch_size must be at least 1"),
+        (["--stop="], "stop must have at least one character"),
+        (["--kv_cache=ring"], "none, dynamic, static, paged"),
+        (["--compile"], "--compile needs --kv_cache=static, got dynamic"),
+        (["--json", "--stream"], "--json and --stream both say where"),
+        (["--json", "--out=x.jsonl"], "--json and --out both say where"),
         (["--device=cuda:7"], "there is no device 'cuda:7'"),
     ],
 )
@@ -245,7 +400,7 @@ def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
 def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     path = gpt2_like(tmp_path / "ckpt.pt")
     tokens = iter([[65], [66], [50256], [67]])
-    monkeypatch.setattr("model.sample_next", lambda *a: torch.tensor(next(tokens)))
+    monkeypatch.setattr("generate.pick", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
 
 

@@ -1,0 +1,641 @@
+"""Generation: every cache gives the tokens of no cache, every row those of its prompt alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_model import HERE, SHAPES, TINY, build, tokens
+from torch import Tensor
+
+import attention
+import generate
+from attention import BACKENDS, BackendUnavailable
+from attention.cache import DynamicCache, PagedCache, StaticCache
+from generate import ENDED, KV_CACHES, Stats, pick
+from model import GPT
+
+CACHES = [kv for kv in KV_CACHES if kv != "none"]
+SLOW = {"flex", "triton"}  # compiled or interpreted here: one shape of model is enough
+
+
+def asked(kv: str, **more: Any) -> dict[str, Any]:
+    """The part of a Spec that says which cache."""
+    return {"cache": kv, "page_size": 16 if kv == "paged" else None, "grad": False, **more}
+
+
+def can_decode(name: str, kv: str) -> bool:
+    spec = TINY.spec("float32", training=False, **asked(kv))
+    return not BACKENDS[name].why_not(spec, HERE)
+
+
+PAIRS = [(name, kv) for kv in CACHES for name in BACKENDS if can_decode(name, kv)]
+
+
+def lively(**changes: Any) -> GPT:
+    """A model whose texts do not come to rest at one token, where all caches would look alike."""
+    return build(scale=20.0, **changes).eval()
+
+
+@torch.no_grad()
+def greedy(model: GPT, idx: Tensor, n: int) -> Tensor:
+    """nanoGPT's way: the last block_size tokens through the model for each new one."""
+    for _ in range(n):
+        logits, _ = model(idx[:, -model.config.block_size :])
+        assert logits is not None
+        idx = torch.cat([idx, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return idx
+
+
+def ragged() -> list[Tensor]:
+    return [tokens(1, T, seed=T)[0] for T in (5, 1, 9, 5)]
+
+
+# --- the same tokens ---
+
+
+def test_these_decode_here() -> None:
+    """Without this, backends whose caps refuse everything would pass."""
+    here = set(PAIRS)
+    assert {("manual", "dynamic"), ("tiled", "dynamic"), ("sdpa", "dynamic")} <= here
+    assert {("manual", "static"), ("sdpa", "static"), ("paged", "paged")} <= here
+
+
+@pytest.mark.parametrize("name, kv", PAIRS)
+def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
+    """Through the limit of 16 positions, where the window begins to slide; GQA, MQA, windows."""
+    for shape, changes in SHAPES.items():
+        if name in SLOW and shape != "mqa-window":
+            continue
+        # Beyond the limit no cache is read, and paged, which reads nothing else, is replaced.
+        model = lively(attention_backend=name, attention_fallback=name == "paged", **changes)
+        plain = lively(attention_backend="manual", **changes)
+        sizes = [(5, 5)] if name in SLOW else [(5, 14), (1, 8), (15, 3), (16, 3), (20, 2)]
+        for T, n in sizes:
+            got = model.generate(tokens(T=T), n, temperature=0, kv_cache=kv)
+            assert torch.equal(got, greedy(plain, tokens(T=T), n)), (shape, T)
+
+
+def test_the_texts_that_are_compared_are_lively() -> None:
+    for changes in SHAPES.values():
+        for row in greedy(lively(**changes), tokens(T=5), 14)[:, 5:]:
+            assert len(row.unique()) > 3
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_of_any_lengths_answer_as_each_alone(shape, kv) -> None:
+    """Greedily, and with a generator for each row; up to the limit and beyond it."""
+    model, prompts = lively(**SHAPES[shape]), ragged()
+
+    def generator(row: int) -> torch.Generator:
+        return torch.Generator().manual_seed(row)
+
+    for sampling in ({"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.8}):
+        both = {**sampling, "kv_cache": kv}
+        four = model.generate(prompts, 14, generator=[generator(b) for b in range(4)], **both)
+        assert [len(text) for text in four] == [19, 15, 23, 19]
+        for b, prompt in enumerate(prompts):
+            (alone,) = model.generate([prompt], 14, generator=[generator(b)], **both)
+            assert torch.equal(four[b], alone)
+            assert torch.equal(alone[: len(prompt)], prompt)
+            if sampling.get("temperature") == 0:
+                assert torch.equal(alone[None], greedy(model, prompt[None], 14))
+
+
+def test_lists_of_numbers_are_prompts_too() -> None:
+    model = lively()
+    as_tensors = model.generate(ragged(), 4, temperature=0)
+    as_lists = model.generate([p.tolist() for p in ragged()], 4, temperature=0)
+    assert all(torch.equal(a, b) for a, b in zip(as_tensors, as_lists, strict=True))
+    (one,) = model.generate([[1, 2, 3]], 0)
+    assert one.tolist() == [1, 2, 3]
+
+
+# --- the same logits ---
+
+
+def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
+    """An object with step(counts), which begins a step of a new cache."""
+    config = model.config
+    sizes = {"dtype": model.transformer.wte.weight.dtype}
+    heads = config.kv_heads, config.head_dim
+    if kv == "dynamic":
+        window = config.spec("float32").window
+        dynamic = DynamicCache(config.n_layer, max_len=max_len, window=window)
+        return lambda T: dynamic.reserve(T)
+    if kv == "static":
+        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
+        return lambda T: static.reserve(T)
+    paged = PagedCache(config.n_layer, *heads, n_pages=B * max_len + 1, page_size=4, **sizes)
+    rows = [paged.pool.new() for _ in range(B)]
+    return lambda T: paged.reserve(rows, [T] * B)
+
+
+CHUNKS = {
+    "prefill": [16],
+    "prefill, decode": [6, *[1] * 10],
+    "chunked prefill, decode": [4, 5, 2, *[1] * 5],
+    "decode": [1] * 16,
+}
+
+
+@torch.no_grad()
+def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor:
+    """(B, T, V): all logits, the tokens coming in chunks."""
+    reserve, logits, n = caches(kv, model, len(idx), 16), [], 0
+    for T in chunks:
+        step = reserve(T)
+        out, _ = model(idx[:, n : n + T], cache=step)
+        step.advance()
+        logits.append(out)
+        n += T
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("phase", CHUNKS)
+@pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
+def test_logits_are_those_without_a_cache(name, kv, phase) -> None:
+    """Against the same weights in float64; allowed: twice manual's own error, and one rounding."""
+    for shape, changes in SHAPES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build(attention_backend=name, **changes).eval().to(dtype)
+            plain = build(attention_backend="manual", **changes).eval().to(dtype)
+            with torch.no_grad():
+                yardstick = plain(tokens())[0].double()
+                truth = copy.deepcopy(plain).double()(tokens())[0]
+            got = cached_logits(model, tokens(), kv, CHUNKS[phase])
+            assert got.dtype == dtype and got.isfinite().all()
+            allowed = 2 * (yardstick - truth).abs().max()
+            allowed += torch.finfo(dtype).eps * truth.abs().max()
+            assert (got - truth).abs().max() <= allowed, (shape, dtype)
+            spec = next(s for _, s in model._resolved.values() if s.cache in (kv, "none"))
+            assert spec.dtype == str(dtype).removeprefix("torch.") and not spec.grad
+
+
+@pytest.mark.parametrize("phase", CHUNKS)
+@pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
+def test_canary_a_later_token_moves_nothing_before_it(name, kv, phase) -> None:
+    for window in (None, 4):
+        model = build(attention_backend=name, attention_window=window).eval()
+        idx = tokens()
+        before = cached_logits(model, idx, kv, CHUNKS[phase])
+        for t in (1, 7, 15):
+            changed = idx.clone()
+            changed[:, t] = (changed[:, t] + 1) % 37
+            after = cached_logits(model, changed, kv, CHUNKS[phase])
+            assert torch.equal(before[:, :t], after[:, :t])
+            assert not torch.equal(before[:, t], after[:, t])
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_canary_another_row_moves_nothing(kv) -> None:
+    model, idx = build().eval(), tokens()
+    before = cached_logits(model, idx, kv, CHUNKS["chunked prefill, decode"])
+    other = torch.stack([idx[0], tokens(1, seed=9)[0]])
+    after = cached_logits(model, other, kv, CHUNKS["chunked prefill, decode"])
+    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = build().eval()
+    for kv in ("dynamic", "static"):
+        reserve = caches(kv, model, 2, 16)
+        with pytest.raises(ValueError, match="17 tokens do not fit into a cache of 16"):
+            reserve(17)
+        with pytest.raises(ValueError, match="the cache has reserved 4 tokens, and 5 came"):
+            model(tokens(T=5), cache=reserve(4))
+    step = caches("dynamic", model, 2, 16)(5)
+    with pytest.raises(ValueError, match="segments cannot be given with a cache"):
+        model(tokens(T=5), None, torch.zeros(2, 5, dtype=torch.int32), step)
+
+
+# --- which backend reads which cache ---
+
+
+def test_attention_is_resolved_once_a_phase(monkeypatch) -> None:
+    specs = []
+    select = attention.select
+
+    def note(name: str, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        specs.append(spec)
+        return select(name, spec, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "select", note)
+    model = build().eval()
+    for kv, kinds in (
+        ("dynamic", ["none", "dynamic"]),
+        ("static", ["static"]),
+        ("paged", ["paged"]),
+    ):
+        specs.clear()
+        for _ in range(2):
+            model.generate(tokens(T=5), 6, kv_cache=kv)
+        assert [spec.cache for spec in specs] == kinds  # the prompt of a static cache needs "none"
+    assert not any(spec.grad for spec in specs)
+
+
+def test_a_backend_that_cannot_read_the_cache_is_replaced_aloud_or_refused(caplog) -> None:
+    attention.probe.__globals__["_once"].cache_clear()
+    caplog.set_level("WARNING", logger="nanoattn")
+    model = build(attention_backend="tiled").eval()
+    want = greedy(model, tokens(T=5), 6)
+    for kv, after in (("static", "manual"), ("paged", "paged")):
+        caplog.clear()
+        assert torch.equal(model.generate(tokens(T=5), 6, temperature=0, kv_cache=kv), want)
+        words = " ".join(r.getMessage() for r in caplog.records)
+        assert f"tiled requested but it has no '{kv}' cache" in words
+        assert f"Falling back to '{after}'" in words
+        strict = build(attention_backend="tiled", attention_fallback=False).eval()
+        with pytest.raises(BackendUnavailable, match=f"tiled: it has no '{kv}' cache"):
+            strict.generate(tokens(T=5), 6, kv_cache=kv)
+
+
+def test_the_named_backend_reads_the_cache(monkeypatch) -> None:
+    """It is called for each layer with the view, and its Spec says which cache that is."""
+    seen: list[tuple[str, bool, int, int]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, spec: Any, *, segments: Any, cache: Any) -> Tensor:
+        seen.append((spec.cache, cache is not None, q.shape[1], k.shape[1]))
+        return chosen.backend.attend(q, k, v, spec, segments=segments, cache=cache)
+
+    model = build(attention_backend="manual").eval()
+    for kv, want in (
+        ("dynamic", [("dynamic", False, 5, 5), ("dynamic", False, 1, 6), ("dynamic", False, 1, 7)]),
+        ("static", [("none", False, 5, 5), ("static", True, 1, 1), ("static", True, 1, 1)]),
+    ):
+        model.generate(tokens(T=5), 3, kv_cache=kv)
+        for key, (chosen, spec) in model._resolved.items():
+            backend = replace(chosen.backend, attend=spy)
+            monkeypatch.setitem(model._resolved, key, (replace(chosen, backend=backend), spec))
+        seen.clear()
+        model.generate(tokens(T=5), 3, kv_cache=kv)
+        monkeypatch.undo()
+        assert seen[::2] == seen[1::2] == want
+
+
+# --- the limit of positions ---
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_stop_ends_a_text_that_has_block_size_tokens(kv) -> None:
+    """Each row by itself; the others go on."""
+    model, prompts = lively(), ragged()
+    slid = model.generate(prompts, 30, temperature=0, kv_cache=kv)
+    texts = model.generate(prompts, 30, temperature=0, kv_cache=kv, overflow="stop")
+    assert [len(t) for t in texts] == [16] * 4
+    assert all(torch.equal(t, s[:16]) for t, s in zip(texts, slid, strict=True))
+    rows = torch.stack(list(model.stream(prompts, 30, temperature=0, kv_cache=kv, overflow="stop")))
+    assert (rows != ENDED).sum(0).tolist() == [11, 15, 7, 11] and len(rows) == 15
+    full = tokens(T=16)
+    assert torch.equal(model.generate(full, 5, kv_cache=kv, overflow="stop"), full)
+    with pytest.raises(ValueError, match="a prompt of 17 tokens does not fit into block_size 16"):
+        model.generate(tokens(T=17), 5, kv_cache=kv, overflow="stop")
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_the_cache_is_used_until_the_limit_and_given_up_there(kv, monkeypatch) -> None:
+    columns = []
+    hidden = GPT.hidden
+
+    def note(self: GPT, idx: Tensor, segments: Any = None, cache: Any = None) -> Tensor:
+        columns.append((idx.shape[1], cache is not None))
+        return hidden(self, idx, segments, cache)
+
+    monkeypatch.setattr(GPT, "hidden", note)
+    build().eval().generate(tokens(T=13), 6, kv_cache=kv)
+    assert columns == [(13, True), (1, True), (1, True), (1, True), (16, False), (16, False)]
+    columns.clear()
+    build().eval().generate(tokens(T=13), 6, kv_cache="none")
+    assert columns == [(n, False) for n in (13, 14, 15, 16, 16, 16)]
+
+
+# --- memory ---
+
+
+def test_what_the_caches_hold(monkeypatch) -> None:
+    """2 layers of keys and values, 4 heads of 8 numbers of 4 bytes: 512 bytes a token."""
+    for kv, tokens_held in (("none", 0), ("dynamic", 128), ("static", 129), ("paged", 96 + 16)):
+        stats = Stats()
+        model = build(block_size=256).eval()
+        model.generate(tokens(1, 64), 32, kv_cache=kv, stats=stats)
+        assert stats.cache_bytes == 512 * tokens_held, kv
+    stats = Stats()
+    build(block_size=256, attention_window=8).eval().generate(tokens(1, 64), 99, stats=stats)
+    assert stats.cache_bytes <= 512 * 16
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.5}])
+def test_a_seed_gives_the_tokens_of_no_cache(sampling, kv) -> None:
+    model = lively()
+
+    def text(kv: str, n: int = 20) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return model.generate(tokens(T=5), n, kv_cache=kv, generator=generator, **sampling)
+
+    assert torch.equal(text(kv), text("none"))
+    assert torch.equal(text(kv)[:, :13], text(kv, 8))  # a longer text begins like a shorter one
+
+
+def test_a_generator_for_each_row() -> None:
+    model, idx = lively(), tokens(1, 5).expand(3, 5)
+
+    def texts(*seeds: int) -> list[list[int]]:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        return model.generate(idx[: len(seeds)], 80, generator=generators).tolist()
+
+    state = torch.get_rng_state()
+    a, b, c = texts(1, 2, 1)
+    assert a == c != b and texts(2) == [b]
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="3 rows need as many generators, got 1"):
+        model.generate(idx, 5, generator=[torch.Generator()])
+
+
+def test_pick_is_the_inverse_of_the_distribution_function() -> None:
+    """Steps of u over [0, 1) give each token as often as it is likely, to one step."""
+    p = torch.tensor([0.5, 0.0, 0.125, 0.25, 0.125, 0.0], dtype=torch.float64)
+    n = 1 << 12
+    u = torch.arange(n, dtype=torch.float64) / n
+    logits = p.log().float().expand(n, -1)
+    drawn = torch.bincount(pick(logits, u), minlength=6)
+    assert (drawn - n * p).abs().max() <= 1 and drawn[1] == drawn[5] == 0
+    assert pick(logits[:1], torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [4]
+    assert pick(logits[:1], torch.zeros(1, dtype=torch.float64), top_k=3).tolist() == [0]
+    assert pick(logits[:2], None).tolist() == [0, 0]
+    backwards = logits[:1].flip(-1)  # a first token of probability 0 is not drawn by u = 0 either
+    assert pick(backwards, torch.zeros(1, dtype=torch.float64)).tolist() == [1]
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """Numbers from ten widths before a token to ten widths behind it: one in 21 is the token."""
+    logits = 4 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1)[0].double()
+    p /= p.sum()
+    upto = p.cumsum(0)
+    for token in p.argsort()[500::500].tolist():
+        width, low = float(p[token]), float(upto[token] - p[token])
+        u = torch.arange(210, dtype=torch.float64) / 10 * width + low - 10 * width
+        inside = u[(u >= 0) & (u < 1)]
+        hits = int((pick(logits.expand(len(inside), -1), inside) == token).sum())
+        assert len(inside) > 100 and 8 <= hits <= 12, (token, width, hits)
+
+
+def test_options_that_mean_nothing() -> None:
+    model, idx = build().eval(), tokens(T=5)
+    for options, words in (
+        ({"kv_cache": "ring"}, "kv_cache must be one of none, dynamic, static, paged, got 'ring'"),
+        ({"overflow": "grow"}, "overflow must be one of slide, stop, got 'grow'"),
+        ({"compile": True}, "compile=True needs kv_cache='static', got 'dynamic'"),
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.generate(idx, 5, **options)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -1"):
+        model.generate(idx, -1)
+    for prompts in ([], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="at least one token"):
+            model.generate(prompts, 5)
+
+
+# --- stop ---
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_a_row_ends_with_its_stop_token(kv) -> None:
+    """Which does not change what the others say."""
+    model, prompts = lively(), ragged()
+    full = [t.tolist() for t in model.generate(prompts, 20, temperature=0, kv_cache=kv)]
+
+    def cut(text: list[int], prompt: int, stop: set[int]) -> list[int]:
+        ends = [i + 1 for i in range(prompt, len(text)) if text[i] in stop]
+        return text[: min(ends, default=len(text))]
+
+    def wanted(stop: set[int]) -> list[list[int]]:
+        return [cut(text, len(p), stop) for text, p in zip(full, prompts, strict=True)]
+
+    def lengths(texts: list[list[int]]) -> set[int]:
+        return {len(text) - len(p) for text, p in zip(texts, prompts, strict=True)}
+
+    pairs = [{a, b} for a in range(37) for b in range(a)]
+    stop = max(pairs, key=lambda stop: (len(lengths(wanted(stop))), -max(lengths(wanted(stop)))))
+    want = wanted(stop)
+    assert len(lengths(want)) >= 3 and max(lengths(want)) < 20
+    options = {"temperature": 0, "kv_cache": kv, "stop": stop}
+    assert [t.tolist() for t in model.generate(prompts, 20, **options)] == want
+    rows = [row.tolist() for row in model.stream(prompts, 20, **options)]
+    for b, (text, prompt) in enumerate(zip(want, prompts, strict=True)):
+        new = [row[b] for row in rows]
+        assert new == text[len(prompt) :] + [ENDED] * (len(rows) - len(text) + len(prompt))
+    (text,) = model.generate(prompts[:1], 20, temperature=0, kv_cache=kv, stop=full[0][8])
+    assert text.tolist() == cut(full[0], 5, {full[0][8]})
+
+
+def test_a_tensor_of_rows_that_ended_repeats_the_last_token() -> None:
+    model, idx = lively(), tokens(T=5)
+    full = model.generate(idx, 9, temperature=0)
+    text = model.generate(idx, 9, temperature=0, stop=lambda row, new: row == 0 and len(new) == 2)
+    assert torch.equal(text[0, :7], full[0, :7]) and (text[0, 7:] == full[0, 6]).all()
+    assert torch.equal(text[1], full[1])
+    short = model.generate(idx, 9, temperature=0, stop=lambda row, new: len(new) == 2)
+    assert torch.equal(short, full[:, :7])
+
+
+def test_nothing_is_computed_after_the_last_row_has_ended(monkeypatch) -> None:
+    calls = []
+    hidden = GPT.hidden
+    monkeypatch.setattr(
+        GPT, "hidden", lambda self, *a, **k: calls.append(1) or hidden(self, *a, **k)
+    )
+    build().eval().generate(tokens(T=5), 100, stop=lambda row, new: len(new) == 4)
+    assert len(calls) == 4
+
+
+# --- logits processors ---
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+@pytest.mark.parametrize("compile", [False, True])
+def test_processors(kv, compile, eager_graphs) -> None:
+    """One that does nothing changes nothing; one that bans is obeyed; each sees all so far."""
+    if compile and kv != "static":
+        return
+    model, idx = lively(), tokens(T=5)
+    options = {"kv_cache": kv, "compile": compile, "vocab_size": 30}
+
+    def text(processor: Any = None) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return model.generate(idx, 15, generator=generator, logits_processor=processor, **options)
+
+    seen = []
+
+    def nothing(input_ids: Tensor, logits: Tensor) -> Tensor:
+        assert input_ids.dtype == torch.int64 and logits.shape == (2, 30)
+        seen.append(input_ids.clone())
+        return logits
+
+    plain = text()
+    assert torch.equal(text(nothing), plain)
+    assert len(seen) == 15
+    assert all(torch.equal(ids, plain[:, :n]) for n, ids in enumerate(seen, 5))
+
+    def even(input_ids: Tensor, logits: Tensor) -> Tensor:
+        return logits.masked_fill(torch.arange(30) % 2 == 1, -torch.inf)
+
+    assert (plain[:, 5:] % 2 == 1).any() and (text(even)[:, 5:] % 2 == 0).all()
+
+    def one_more(input_ids: Tensor, logits: Tensor) -> Tensor:
+        """The token after the last, and nothing else."""
+        return torch.full_like(logits, -torch.inf).scatter(1, (input_ids[:, -1:] + 1) % 30, 0.0)
+
+    want = (idx[:, -1:] % 30 + torch.arange(1, 16)) % 30
+    assert torch.equal(text(one_more)[:, 5:], want)
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_a_processor_never_sees_padding(kv) -> None:
+    """So prompts of different lengths are given to it one by one, each as if it were alone."""
+
+    def rarely(input_ids: Tensor, logits: Tensor) -> Tensor:
+        """What was there before becomes less likely: padding would count as token 0."""
+        assert (input_ids != 0).all() or (prompt0 := input_ids[:, 0]).numel() == prompt0.numel()
+        return logits - 5 * torch.zeros_like(logits).scatter(1, input_ids, 1.0)
+
+    model, prompts = lively(), ragged()
+    options = {"temperature": 0, "kv_cache": kv, "logits_processor": rarely}
+    four = model.generate(prompts, 14, **options)
+    for text, prompt in zip(four, prompts, strict=True):
+        assert torch.equal(text[None], model.generate(prompt[None], 14, **options))
+    assert not torch.equal(four[0], model.generate(prompts, 14, temperature=0, kv_cache=kv)[0])
+
+
+# --- nothing waits for the device ---
+
+
+@pytest.mark.parametrize("kv", KV_CACHES)
+def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
+    """Without `stop` no value of a tensor is asked for; with it, once a step, in one place."""
+    model, prompts = build().eval(), ragged()
+    model.generate(prompts, 20, kv_cache=kv)  # the backends are probed
+    asked: list[str] = []
+    allowed = []
+
+    def forbid(name: str) -> Any:
+        original = getattr(Tensor, name)
+
+        def method(self: Tensor, *args: Any) -> Any:
+            if not allowed:
+                asked.append(name)
+            return original(self, *args)
+
+        return method
+
+    names = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy")
+    for name in (*names, "nonzero", "cpu"):
+        monkeypatch.setattr(Tensor, name, forbid(name))
+    with torch.no_grad():
+        run = generate._Run(model, prompts, 20, kv_cache=kv, top_k=4, top_p=0.9, temperature=0.7)
+        assert len(list(run.tokens())) == 20
+    assert asked == []
+    wait = generate._Copy.wait
+
+    def read_back(self: Any) -> list[int]:
+        allowed.append(1)
+        try:
+            return wait(self)
+        finally:
+            allowed.pop()
+
+    monkeypatch.setattr(generate._Copy, "wait", read_back)
+    model.generate(prompts, 20, kv_cache=kv, stop=36)
+    assert asked == []
+    assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works
+
+
+# --- torch.compile ---
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that torch.compile makes, run as they are."""
+    graphs: list[Any] = []
+    torch_compile = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def compile(function: Any, **how: Any) -> Any:
+        assert how["fullgraph"] and how["dynamic"] is False
+        return torch_compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    generate.compiled.cache_clear()
+    torch._dynamo.reset()
+    yield graphs
+    generate.compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
+    """Buckets of 128, 256 and 300 places; another text of another length compiles nothing."""
+    model = lively(block_size=300, n_kv_head=2, attention_backend=name)
+    want = model.generate(tokens(T=5), 295, temperature=0, kv_cache="none")
+    for T in (5, 40, 5):
+        got = model.generate(want[:, :T], 300 - T, temperature=0, kv_cache="static", compile=True)
+        assert torch.equal(got, want)
+        assert len(eager_graphs) == 3
+
+
+def test_other_numbers_need_no_other_graph(eager_graphs) -> None:
+    model = lively()
+
+    def text(compile: bool, **sampling: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return model.generate(tokens(T=5), 9, kv_cache="static", compile=compile,
+                              generator=generator, **sampling)  # fmt: skip
+
+    for sampling in ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_p": 0.5}):
+        assert torch.equal(text(True, **sampling), text(False, **sampling))
+    assert len(eager_graphs) == 1
+
+
+def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
+    model = lively()
+    for overflow in ("slide", "stop"):
+        options = {"temperature": 0, "overflow": overflow}
+        want = model.generate(ragged(), 30, kv_cache="none", **options)
+        got = model.generate(ragged(), 30, kv_cache="static", compile=True, **options)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert len(eager_graphs) == 1
+
+
+def test_a_processor_runs_between_two_graphs(eager_graphs) -> None:
+    model = build().eval()
+    options = {"kv_cache": "static", "compile": True, "temperature": 0}
+    model.generate(tokens(T=5), 9, logits_processor=lambda ids, logits: logits, **options)
+    assert len(eager_graphs) == 2
+
+
+def test_the_compiler_gives_the_same_tokens() -> None:
+    """inductor itself, on a small model."""
+    torch._dynamo.reset()
+    generate.compiled.cache_clear()
+    model = lively(n_layer=1, attention_window=6)
+
+    def text(**how: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return model.generate(tokens(T=5), 9, top_k=5, generator=generator, **how)
+
+    assert torch.equal(text(kv_cache="static", compile=True), text())
