@@ -1,0 +1,427 @@
+"""Text that must match: a regular expression, one of several choices, or a JSON schema.
+
+    regular expression  ->  automaton over bytes  ->  automaton over tokens  ->  tensors
+    (choices, JSON schema)    (n states, 256)           (n states, V)
+
+A finite automaton reads text and is in one of n states; some states accept: the text so far is a
+whole match. Whether a token may come next depends on the state alone, so a decode step needs only
+
+    which tokens    row `state` of a table of n x V, as a mask on the logits
+    the next state  entry (state, token) of the same table
+
+and both are gathers: they run on the device, inside the graph of the step, and the host waits for
+nothing. Elsewhere a constraint is a callback that brings the tokens to the host and a mask back.
+
+**Small tables.** For GPT-2's V = 50,257 a state would take 201 kB in int32. But most tokens do the
+same: within a string all that are letters only lead from every state where any other of them
+leads. Tokens that agree in every state form a class; there are tens to hundreds of classes where
+there are 50,257 tokens. Kept are the class of each token (V,) and the next state (n, classes). That
+replaces bit masks of V bits a state, which would be larger and say nothing about where a token
+leads. The classes come out exactly, and without going through n x V entries: what a token does is
+what its bytes do one after the other, so there is one composition for each *different* map of
+states to states and each byte, found again in a dictionary. This is the transition monoid of the
+automaton (Pin, "Syntactic semigroups", Handbook of Formal Languages 1997, ch. 10), as far as the
+vocabulary enters it. That tokens can be checked by states at all: Willard & Louf 2023, "Efficient
+guided generation for large language models", arXiv 2307.09702.
+
+**Bytes.** GPT-2's tokens are bytes, and a character of several bytes may be cut between two of
+them. The automaton is over the bytes of UTF-8, so it knows where in a character it is.
+
+**Every text ends well.** For each state is known the least number of tokens that lead to a match.
+A token is allowed only where that many are left after it, so what max_new_tokens cuts off is a
+match as well. A budget that is too short for any match is refused before the first token.
+
+**The end.** Where a state accepts, the end-of-text token is allowed; after it nothing else is. A
+text also ends, with no token drawn for it, where it is a match and no longer match can follow in
+the tokens that are left. A model without an end-of-text token cannot say that it is done: its text
+goes on to that point, and of two choices of which one begins the other it gives the longer.
+
+The regular expression is compiled to an automaton by outlines-core (the extra "constrain"), whose
+index of a vocabulary is plain data; xgrammar and llguidance, which know more of JSON schema, keep a
+stack and have no such table. Its translation of JSON schemas is not used: version 0.2.14 drops
+keywords that it does not know, such as multipleOf, and lets an "email" have a bare quotation mark.
+Here a keyword is honoured or refused (json_schema.py). Choices need no library.
+
+Refused: look-around, back-references, anchors other than ^ and $ around the whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from settings import UserError
+
+NEVER = 2**31 - 1  # tokens to a match from where there is none
+MAX_ENTRIES = 2**27  # of a table: 0.5 GB
+
+
+class Tokens(Protocol):
+    """What is asked of a tokenizer (data/tokenizer.py)."""
+
+    @property
+    def eot(self) -> int | None: ...
+
+    def token_bytes(self) -> list[bytes]: ...
+
+
+class Automaton(nn.Module):
+    """An automaton over tokens, as tensors: a module so that it moves to a device with .to().
+
+    The state of B rows is one tensor (B, 2) int64: where each is, and how many tokens it has left.
+
+    >>> automaton = choices(["yes", "no"], tokenizer)
+    >>> state = automaton.start([max_new_tokens] * B)
+    >>> token = draw(automaton(logits, state))
+    >>> state = automaton.advance(state, token)
+    """
+
+    transition: Tensor  # (states, classes) int32: the next state
+    token_class: Tensor  # (V,) int64
+    least: Tensor  # (states,) int32: the fewest tokens to a match, 0 where a state accepts
+    onward: Tensor  # (states,) int32: the fewest to a longer match than this one
+
+    def __init__(
+        self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray, has_eot: bool
+    ) -> None:
+        """
+        Args:
+            transition: (states, classes) int32; the first state is the start, the last two are the
+                end and the dead state.
+            token_class: (V,).
+            least: (states,), NEVER for the dead state.
+            has_eot: whether a token leads to the end.
+        """
+        super().__init__()
+        self.register_buffer("transition", torch.from_numpy(transition))
+        self.register_buffer("token_class", torch.from_numpy(token_class.astype(np.int64)))
+        self.register_buffer("least", torch.from_numpy(least.astype(np.int32)))
+        self.end = len(transition) - 2
+        after = np.where(transition == self.end, NEVER, least[transition]).min(1)
+        onward = np.where(after < NEVER, after + 1, NEVER)
+        self.register_buffer("onward", torch.from_numpy(onward.astype(np.int32)))
+        self.shortest = int(least[0] if has_eot else onward[0])
+
+    def start(self, left: Sequence[int]) -> Tensor:
+        """The state of rows that have no text yet: (B, 2) int64.
+
+        Args:
+            left: for each row, how many tokens it can have at most.
+
+        Raises:
+            UserError: no match is that short.
+        """
+        if min(left) < self.shortest:
+            raise UserError(
+                f"the shortest text that matches the constraint has {self.shortest} tokens, and "
+                f"there is room for {min(left)}; raise max_new_tokens"
+            )
+        return self._at(
+            torch.zeros(len(left), dtype=torch.int64, device=self.transition.device),
+            torch.tensor(left, device=self.transition.device),
+        )
+
+    def forward(self, logits: Tensor, state: Tensor) -> Tensor:
+        """The logits (B, V) with -inf for each token that the constraint forbids.
+
+        logits may be wider than the tokenizer's vocabulary: what pads it is forbidden. One allowed
+        token at least always has a finite logit, whatever a logits processor did to them.
+        """
+        after = self.least[self.transition[state[:, 0]]]  # (B, classes) tokens to come after one
+        forbidden = (after >= state[:, 1:]).index_select(1, self.token_class)  # (B, V)
+        forbidden = F.pad(forbidden, (0, logits.shape[1] - forbidden.shape[1]), value=True)
+        return logits.clamp(min=-3e4).masked_fill(forbidden, -math.inf)  # -3e4: float16 holds it
+
+    def advance(self, state: Tensor, token: Tensor) -> Tensor:
+        """The state (B, 2) after these tokens, (B,) int64, which were allowed."""
+        at = self.transition[state[:, 0], self.token_class[token]].long()
+        return self._at(at, state[:, 1] - 1)
+
+    def _at(self, at: Tensor, left: Tensor) -> Tensor:
+        """The state of rows, ended where no text that is left room for is longer: (B, 2)."""
+        at = torch.where(self.onward[at] <= left, at, self.end)
+        return torch.stack([at, left.clamp(min=1)], dim=1)  # at the end a token is always allowed
+
+    def stop(self, left: Sequence[int]) -> Callable[[int, list[int]], bool]:
+        """For generate()'s `stop`: whether a row's text ended with the last of its new tokens.
+
+        On the host, called for every token in its turn.
+
+        Args:
+            left: as start() was given.
+        """
+        transition, token_class = self.transition.cpu().numpy(), self.token_class.tolist()
+        onward = self.onward.tolist()
+        at: dict[int, int] = {}
+
+        def ended(row: int, tokens: list[int]) -> bool:
+            before = 0 if len(tokens) == 1 else at[row]
+            at[row] = int(transition[before, token_class[tokens[-1]]])
+            return onward[at[row]] > left[row] - len(tokens)
+
+        return ended
+
+
+# --- from what the user wrote ---
+
+
+def regex(pattern: str, tokenizer: Tokens) -> Automaton:
+    """Texts that match a regular expression as a whole.
+
+    The syntax and the character classes are those of Rust's regex crate, which are Python's for the
+    most part. A text never has the character NUL.
+
+    Raises:
+        UserError: it is no regular expression, asks for what an automaton cannot do, or no text of
+            the tokenizer's tokens matches; or outlines-core is not installed.
+    """
+    return _over_tokens(
+        compiled(pattern), tokenizer, f"the regular expression {_shortened(pattern)}"
+    )
+
+
+def choices(texts: Sequence[str], tokenizer: Tokens) -> Automaton:
+    """One of several texts.
+
+    Raises:
+        UserError: there are none, or the tokenizer has no tokens for any.
+    """
+    if not texts:
+        raise UserError("there are no choices to choose from")
+    rows: list[dict[int, int]] = [{}]  # a tree of bytes, one state a node
+    ends = set()
+    for text in texts:
+        at = 0
+        for byte in _utf8(text):
+            if byte not in rows[at]:
+                rows[at][byte] = len(rows)
+                rows.append({})
+            at = rows[at][byte]
+        ends.add(at)
+    return _over_tokens(
+        _Bytes.of(rows, ends), tokenizer, f"the choices {_shortened(', '.join(texts))}"
+    )
+
+
+def json_schema(schema: str | dict[str, Any], tokenizer: Tokens) -> Automaton:
+    """JSON values that a schema describes, see json_schema.py.
+
+    Raises:
+        UserError: as json_schema.to_regex() and regex().
+    """
+    from json_schema import to_regex  # which imports this module
+
+    return _over_tokens(compiled(to_regex(schema)), tokenizer, "the JSON schema")
+
+
+# --- the automaton over bytes ---
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """An automaton over bytes: the first state is the start, the last is dead."""
+
+    table: np.ndarray  # (n, 256) int32
+    accepts: np.ndarray  # (n,) bool
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[int, int]], ends: set[int]) -> _Bytes:
+        table = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
+        for row, steps in zip(table, rows):
+            row[list(steps)] = list(steps.values())
+        accepts = np.zeros(len(table), dtype=bool)
+        accepts[list(ends)] = True
+        return cls(table, accepts)
+
+
+# An escape, a class in brackets, or any other character.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
+
+
+def unanchored(pattern: str) -> str:
+    """The pattern without ^ and $ around it: a whole text has to match in any case."""
+    pieces = _PIECE.findall(pattern)
+    pieces = pieces[pieces[:1] == ["^"] :]
+    pieces = pieces[: len(pieces) - (pieces[-1:] == ["$"])]
+    for piece in pieces:
+        if piece in ("^", "$", r"\A", r"\z", r"\b", r"\B"):
+            raise UserError(
+                f"the regular expression {pattern!r} has {piece} inside; the whole text must match "
+                "it, and ^ and $ can only stand at its ends"
+            )
+    return "".join(pieces)
+
+
+def compiled(pattern: str) -> _Bytes:
+    """The automaton of a regular expression, by outlines-core.
+
+    The library's automaton looks for the match that a backtracking search would find first: for
+    "a|ab" it never goes on to "ab", nor for "a??" to "a". With a NUL behind the pattern no match
+    ends before the NUL, and nothing is cut off. A state accepts where the NUL would match.
+
+    It also prepares for matches that begin later in a text, which makes 2^20 states of the 21 of
+    "a[ab]{20}". With an empty alternative, the last, there is a match at the start already, and
+    what begins later is cut off. But version 0.2.14 drops steps into the state right after a match
+    where that is no match itself: "ab|" loses its "ab". So there is a NUL before the pattern too,
+    whose step is dropped, and a token of the NUL and each byte, which steps over that state.
+    """
+    try:
+        from outlines_core import Index, Vocabulary
+    except ImportError as e:
+        raise UserError(
+            f"a regular expression or a JSON schema needs the package outlines-core ({e}); "
+            "pip install outlines-core"
+        ) from e
+    pattern = unanchored(pattern)
+    tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
+    try:
+        # By itself first: "a)(b" is an error, though "(?:a)(b)" is not. No state but the first is
+        # looked at: the byte ff is never part of a text.
+        Index(f"{pattern}|", Vocabulary(1, {b"\xff": [0]}))
+        index = Index(f"\\x00(?:{pattern})\\x00|", Vocabulary(512, tokens))
+    except ValueError as e:
+        reason = str(e).split(". ")[0]
+        raise UserError(
+            f"the regular expression {_shortened(pattern)} cannot be used ({reason}); it needs "
+            "balanced brackets, something to match in each branch, no look-around or "
+            "back-reference, and no very large number of repetitions"
+        ) from e
+    found, finals = index.get_transitions(), index.get_final_states()
+    after_nul = found.get(index.get_initial_state(), {})
+    rows = [{token - 256: state for token, state in after_nul.items() if 256 <= token < 512}]
+    number: dict[int, int] = {}  # of the library's states, in the order in which they are met
+    ends = set()
+    for i, row in enumerate(rows):
+        if row.pop(0, None) in finals:
+            ends.add(i)
+        for byte, state in row.items():
+            if state not in number:
+                number[state] = len(rows)
+                rows.append({b: s for b, s in found.get(state, {}).items() if b < 256})
+            row[byte] = number[state]
+    return _Bytes.of(rows, ends)
+
+
+# --- the automaton over tokens ---
+
+
+def _over_tokens(automaton: _Bytes, tokenizer: Tokens, what: str) -> Automaton:
+    tokens = tokenizer.token_bytes()
+    dead = len(automaton.table) - 1
+    try:
+        step, token_class = _classes(automaton.table, tokens)  # (n, classes), (V,)
+    except MemoryError:
+        raise UserError(
+            f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f} GB; "
+            "it needs fewer choices, or smaller numbers of repetitions"
+        ) from None
+    least = _least(step, automaton.accepts)
+    alive = least < NEVER
+    alive &= _reached(np.where(alive[step], step, dead))
+    if not alive[0]:
+        raise UserError(f"no text of the model's vocabulary of {len(tokens)} tokens matches {what}")
+    if not alive[step[0]].any():
+        raise UserError(f"only the empty text matches {what}")
+
+    n = int(alive.sum())
+    end, dead = n, n + 1
+    renamed = np.full(len(alive), dead, dtype=np.int32)
+    renamed[alive] = np.arange(n)
+    transition = np.full((n + 2, step.shape[1] + 1), dead, dtype=np.int32)
+    transition[:n, :-1] = renamed[step[alive]]
+    # The last column is the end-of-text token's. Without one an ended row repeats the first token,
+    # which nobody reads, so that there is always a token to draw.
+    eot = tokenizer.eot
+    if eot is None:
+        transition[:n, -1] = transition[:n, token_class[0]]
+    else:
+        transition[:n, -1][automaton.accepts[alive]] = end
+    transition[end, -1] = end
+    token_class[eot or 0] = step.shape[1]
+
+    # Columns that differed only in states which are gone are one class.
+    transition, same = np.unique(transition, axis=1, return_inverse=True)
+    token_class = same.reshape(-1)[token_class]
+    least = np.concatenate([least[alive], [0, NEVER]])
+    return Automaton(np.ascontiguousarray(transition), token_class, least, eot is not None)
+
+
+def _classes(table: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that lead from every state to the same state as one another, as one column.
+
+    Args:
+        table: (n, 256), the last state is dead.
+        tokens: V of them. One without bytes is no text, and never allowed.
+
+    Returns:
+        (n, classes) the next state, (V,) the class of each token.
+
+    Raises:
+        MemoryError: more than MAX_ENTRIES.
+    """
+    columns, byte_class = np.unique(table.T, axis=0, return_inverse=True)
+    kind = byte_class.reshape(-1).tolist()  # bytes that do the same are one kind
+    maps = [np.arange(len(table), dtype=np.int32)]  # the state that each is led to
+    number = {maps[0].tobytes(): 0}
+    composed: dict[tuple[int, int], int] = {}
+    of_token = np.empty(len(tokens), dtype=np.int64)
+    for i, token in enumerate(tokens):
+        at = 0
+        for byte in token:
+            key = (at, kind[byte])
+            if key not in composed:
+                after = columns[kind[byte]][maps[at]]
+                composed[key] = number.setdefault(after.tobytes(), len(maps))
+                if composed[key] == len(maps):
+                    maps.append(after)
+                    if len(maps) * len(table) > MAX_ENTRIES:
+                        raise MemoryError
+            at = composed[key]
+        of_token[i] = at if token else -1
+    maps.append(np.full_like(maps[0], len(table) - 1))
+    used, token_class = np.unique(of_token, return_inverse=True)
+    return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)
+
+
+def _least(step: np.ndarray, accepts: np.ndarray) -> np.ndarray:
+    """The fewest tokens from each state to one that accepts, or NEVER: (n,)."""
+    least = np.where(accepts, 0, NEVER)
+    far = np.flatnonzero(~accepts)
+    for n in range(1, len(step) + 1):
+        near = (least[step[far]] == n - 1).any(1)
+        if not near.any():
+            break
+        least[far[near]] = n
+        far = far[~near]
+    return least
+
+
+def _reached(step: np.ndarray) -> np.ndarray:
+    """Which states the first one leads to, itself included: (n,) bool."""
+    reached = np.zeros(len(step), dtype=bool)
+    new = np.array([0])
+    while len(new):
+        reached[new] = True
+        new = np.unique(step[new])
+        new = new[~reached[new]]
+    return reached
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise UserError(f"{text!r} cannot be written as UTF-8 ({e.reason})") from None
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 100 else text[:97] + "...")
