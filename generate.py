@@ -42,6 +42,7 @@ import cpu_matmul
 from attention.cache import DynamicCache, PagedCache, StaticCache, bucket
 
 if TYPE_CHECKING:
+    from constrain import Automaton
     from model import GPT
 
 ENDED = -1  # in the place of a token: this row's text has ended before
@@ -75,7 +76,7 @@ def generate(
         list, a list of (T_i + n_i,) tensors.
     """
     run = _Run(model, idx, max_new_tokens, **options)
-    if run.stop is None:
+    if run.stop is None and run.constraint is None:
         deque(run.tokens(), maxlen=0)  # nobody looks at the tokens before the end
     else:
         deque(run.read(), maxlen=0)
@@ -103,6 +104,9 @@ def stream(
         logits_processor: (input_ids, logits) -> logits, called before each draw with the text so
             far, (B, T) int64, prompts included, and (B, V). Prompts of different lengths: it is
             called for each row by itself, so that it never sees padding.
+        constraint: what the new text must match (constrain.py), on the model's device. Its mask
+            comes last, after the logits_processor; a row ends where its match does. Where
+            overflow="stop" the room is what block_size leaves.
         stop: a row ends with this token, or with one of these; or a function of the row's number
             and its new tokens that says whether it ends here.
         compile: torch.compile each decode step, sampling included, to one graph; on CUDA a CUDA
@@ -115,7 +119,7 @@ def stream(
 
     Raises:
         ValueError: an option that means nothing, an empty prompt, or one longer than block_size
-            where overflow="stop".
+            where overflow="stop", or no room for a text that matches the constraint.
     """
     yield from _Run(model, idx, max_new_tokens, **options).read()
 
@@ -135,6 +139,7 @@ class _Run:
     kv_cache: str = "dynamic"
     overflow: str = "slide"
     logits_processor: Processor | None = None
+    constraint: Automaton | None = None
     stop: Stop | None = None
     compile: bool = False
     page_size: int = 16
@@ -176,6 +181,14 @@ class _Run:
         self.nucleus = None
         if self.top_p is not None and self.top_p < 1:
             self.nucleus = torch.tensor(self.top_p, device=self.device)
+        self.state: Tensor | None = None  # (B, 2) of the constraint
+        if self.constraint is not None:
+            self.room = [
+                min(self.max_new_tokens, self.block_size - self.T + pad)
+                if self.overflow == "stop" else self.max_new_tokens
+                for pad in self.pad
+            ]  # fmt: skip
+            self.state = self.constraint.start(self.room)
         self.token: Tensor | None = None  # (B,) the last that was drawn, in memory of its own
         self.cache: Any = None
         self.rows: list[int] = []  # in a paged cache
@@ -202,6 +215,7 @@ class _Run:
     def read(self) -> Iterator[Tensor]:
         """The same on the CPU, ENDED for what follows a row's end; the test for `stop` is here."""
         stops = _stops(self.stop)
+        matched = self.constraint.stop(self.room) if self.constraint is not None else None
         new: list[list[int]] = [[] for _ in range(self.B)]
         on_the_way: deque[_Copy] = deque()
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before a token is read
@@ -222,7 +236,8 @@ class _Run:
                     ids[row] = ENDED
                     continue
                 new[row].append(id_)
-                if stops is not None and stops(row, new[row]):
+                ended = matched is not None and matched(row, new[row])
+                if ended or (stops is not None and stops(row, new[row])):
                     self._end(row, column + 1)
             if all(id_ == ENDED for id_ in ids):
                 return  # launched before the last row was known to have ended
@@ -268,16 +283,20 @@ class _Run:
             step = self._reserve([1] * self.B)
             last = self.model, step, self.token, self.vocab_size
             if self.compile and self.logits_processor is None:
-                drawn = self._graph(_decode_and_pick, *last, u, *how)
+                drawn = self._graph(_decode_and_draw, *last, u, *how, self.constraint, self.state)
                 step.advance()
-                return drawn
+                return self._drawn(drawn)
             logits = self._graph(_decode, *last) if self.compile else _decode(*last)
             step.advance()
         if self.logits_processor is not None:
             logits = self._processed(n, logits)
             if self.compile:
-                return self._graph(pick, logits, u, *how)
-        return pick(logits, u, *how)
+                return self._drawn(self._graph(_draw, logits, u, *how, self.constraint, self.state))
+        return self._drawn(_draw(logits, u, *how, self.constraint, self.state))
+
+    def _drawn(self, drawn: tuple[Tensor, Tensor | None]) -> Tensor:
+        token, self.state = drawn
+        return token
 
     def _window_logits(self, n: int) -> Tensor:
         """Without a cache: the last block_size tokens of each row through the model."""
@@ -364,12 +383,15 @@ class _Run:
 
     # --- torch.compile ---
 
-    def _graph(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """The compiled function's result, in memory of its own."""
+    def _graph(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The compiled function's results, in memory of their own."""
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         with cpu_matmul.onednn(self.model.onednn):
-            return compiled(function, self.device.type)(*args).clone()
+            results = compiled(function, self.device.type)(*args)
+        if isinstance(results, Tensor):
+            return results.clone()
+        return tuple(None if t is None else t.clone() for t in results)
 
 
 def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:
@@ -377,15 +399,24 @@ def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Ten
     return model.head(model.hidden(token[:, None], None, step)[:, -1])[:, :vocab_size]
 
 
-def _decode_and_pick(model: GPT, step: Any, token: Tensor, vocab_size: int | None,
-                     u: Tensor | None, temperature: Tensor, top_k: int | None,
-                     top_p: Tensor | None) -> Tensor:  # fmt: skip
-    """One decode step and the draw: (B,) the last tokens -> (B,) the next."""
-    return pick(_decode(model, step, token, vocab_size), u, temperature, top_k, top_p)
+def _decode_and_draw(model: GPT, step: Any, token: Tensor, vocab_size: int | None,
+                     *draw: Any) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """One decode step and the draw: (B,) the last tokens -> (B,) the next, (B, 2) the state."""
+    return _draw(_decode(model, step, token, vocab_size), *draw)
+
+
+def _draw(logits: Tensor, u: Tensor | None, temperature: Tensor, top_k: int | None,
+          top_p: Tensor | None, constraint: Automaton | None,
+          state: Tensor | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """pick() among the tokens that the constraint allows, and its state after the token."""
+    if constraint is None or state is None:
+        return pick(logits, u, temperature, top_k, top_p), None
+    token = pick(constraint(logits, state), u, temperature, top_k, top_p)
+    return token, constraint.advance(state, token)
 
 
 @memoize
-def compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """torch.compile for fixed shapes; kept, since compiling takes long."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
     mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs

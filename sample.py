@@ -2,6 +2,7 @@
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
+python sample.py --init_from=gpt2 --start="Call me at " --regex="[0-9]{3}-[0-9]{4}"
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --batch_size=16
 
 Texts go to stdout, or as JSON lines to --out; how fast they came, to stderr. Ctrl-C keeps what is
@@ -24,6 +25,7 @@ import torch
 
 import attention
 import checkpoint
+import constrain
 import cpu_matmul
 import data
 from generate import ENDED, Stats
@@ -59,6 +61,10 @@ class SampleConfig:
     overflow: Literal["slide", "stop"] = "slide"
     """a text of block_size tokens goes on with the last block_size, which costs as much as no
     cache for every token from there on; or it stops"""
+    # --- what each text must match, and does (constrain.py) ---
+    regex: str | None = None  # a regular expression, as a whole
+    choices: tuple[str, ...] = ()  # one of these, or of the lines of FILE:choices.txt
+    json_schema: str | None = None  # JSON that this schema describes, or FILE:schema.json
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
     json: bool = False  # JSON lines on stdout
@@ -88,6 +94,9 @@ class SampleConfig:
             raise ValueError(f"--json and {other} both say where the texts go; take one of them")
         if self.stop == "":
             raise ValueError("stop must have at least one character, or be none")
+        given = [n for n in ("regex", "choices", "json_schema", "stop") if getattr(self, n)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} cannot be combined")
 
 
 def load(config: SampleConfig) -> tuple[GPT, Any]:
@@ -142,9 +151,7 @@ def prompts(config: SampleConfig, argv: list[str]) -> list[Prompt]:
     ]
     found = []
     for start in starts or [config.start] * (config.prompts is None):
-        if start.startswith("FILE:"):
-            start = _read(start.removeprefix("FILE:"))
-        found.append(Prompt(start))
+        found.append(Prompt(_text(start)))
     return found + (prompt_lines(config.prompts) if config.prompts is not None else [])
 
 
@@ -171,6 +178,11 @@ def _prompt_of(line: str) -> str | None:
         return None
     text = row.get("prompt") if isinstance(row, dict) else None
     return text if isinstance(text, str) else None
+
+
+def _text(given: str) -> str:
+    """What was given, or what is in the file of FILE:path."""
+    return _read(given.removeprefix("FILE:")) if given.startswith("FILE:") else given
 
 
 def _read(path: str) -> str:
@@ -204,6 +216,18 @@ def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: s
             log.warning(f"{too_long}: it reads the last {block_size} of them")
 
 
+def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton | None:
+    """What each text must match, if anything."""
+    if config.regex:
+        return constrain.regex(config.regex, tokenizer)
+    if config.choices:
+        lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
+        return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
+    if config.json_schema:
+        return constrain.json_schema(_text(config.json_schema), tokenizer)
+    return None
+
+
 @dataclass
 class Text:
     """One text that is being written."""
@@ -215,7 +239,8 @@ class Text:
 
 
 def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfig,
-          stats: Stats) -> Iterator[None]:  # fmt: skip
+          stats: Stats,
+          constraint: constrain.Automaton | None = None) -> Iterator[None]:  # fmt: skip
     """Write the texts of one batch, a token of each at a time."""
     device = model.transformer.wte.weight.device
     ends = ends_with(config.stop, tokenizer)
@@ -234,6 +259,7 @@ def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfi
         kv_cache=config.kv_cache,
         overflow=config.overflow,
         compile=config.compile,
+        constraint=constraint,
         stop=stop,
         stats=stats,
     ):
@@ -246,7 +272,7 @@ def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfi
                         text.new.pop()
         yield
     for text in texts:
-        text.finish = "stop" if text.finish == "stop" else "length"
+        text.finish = "stop" if text.finish == "stop" or constraint is not None else "length"
 
 
 def ends_with(stop: str | None, tokenizer: Any) -> Callable[[list[int]], bool]:
@@ -291,6 +317,9 @@ def run(argv: list[str]) -> int:
     given = prompts(config, argv)
     model, tokenizer = load(config)
     encode(given, tokenizer, model.config.block_size, config.overflow)
+    constraint = constraint_of(config, tokenizer)
+    if constraint is not None:
+        constraint = constraint.to(model.transformer.wte.weight.device)
     texts = [Text(p, config.seed + i) for p in given for i in range(config.num_samples)]
     size = 1 if config.stream else config.batch_size
     clock = Clock(model.transformer.wte.weight.device)
@@ -299,7 +328,8 @@ def run(argv: list[str]) -> int:
         code = 0
         for first in range(0, len(texts), size):
             batch = texts[first : first + size]
-            writing = clock.watch(write(model, tokenizer, batch, config, clock.stats), batch)
+            writing = write(model, tokenizer, batch, config, clock.stats, constraint)
+            writing = clock.watch(writing, batch)
             try:
                 if config.stream:
                     _stream(writing, batch[0], tokenizer, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
 import attention
+import constrain
 import generate
 from attention import BACKENDS, BackendUnavailable
 from attention.cache import DynamicCache, PagedCache, StaticCache
@@ -562,6 +564,66 @@ def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
     assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works
 
 
+# --- constraints ---
+
+PATTERN = r"[0-9]{3}-[0-9]{4}( [a-zé]+)*"
+
+
+class Bytes:
+    """A tokenizer of bytes, whose token 256 ends a text."""
+
+    eot = 256
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([b]) for b in range(256)] + [b""]
+
+
+def constrained(constraint: Any, n: int = 20, **options: Any) -> list[str]:
+    model = build(block_size=64, vocab_size=320).eval()
+    prompts = [tokens(1, T, vocab_size=256, seed=T)[0] for T in (5, 3, 9)]
+    options = {"generator": torch.Generator().manual_seed(3), "vocab_size": 257, **options}
+    out = model.generate(prompts, n, constraint=constraint, **options)
+    new = [text[len(prompt) :].tolist() for text, prompt in zip(out, prompts, strict=True)]
+    return [bytes(t for t in row if t < 256).decode() for row in new]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}],
+                         ids=str)  # fmt: skip
+def test_a_constrained_text_matches_with_every_cache(sampling) -> None:
+    constraint = constrain.regex(PATTERN, Bytes())
+    for n in (8, 9, 20):  # 8 tokens are the shortest match
+        want = constrained(constraint, n, kv_cache="none", **sampling)
+        assert all(re.fullmatch(PATTERN, text) for text in want), want
+        for kv in CACHES:
+            assert constrained(constraint, n, kv_cache=kv, **sampling) == want
+    with pytest.raises(ValueError, match="has 8 tokens, and there is room for 7"):
+        constrained(constraint, 7)
+
+
+def test_a_constraint_comes_after_the_processor_and_leaves_it_a_say() -> None:
+    constraint = constrain.choices(["yes", "no", "perhaps"], Bytes())
+
+    def never_p(ids: Tensor, logits: Tensor) -> Tensor:
+        logits[:, ord("p")], logits[:, ord("x")] = -torch.inf, 1e4
+        return logits
+
+    for seed in range(5):
+        texts = constrained(constraint, generator=torch.Generator().manual_seed(seed),
+                            logits_processor=never_p)  # fmt: skip
+        assert set(texts) <= {"yes", "no"}
+
+
+def test_a_constraint_where_the_context_ends() -> None:
+    """overflow="stop" leaves each row what block_size leaves: it still ends with a match."""
+    constraint = constrain.regex(PATTERN, Bytes())
+    model = build(block_size=64, vocab_size=320).eval()
+    prompts = [tokens(1, T, vocab_size=256)[0] for T in (50, 55)]
+    out = model.generate(prompts, 30, constraint=constraint, vocab_size=257, overflow="stop")
+    for text, prompt in zip(out, prompts, strict=True):
+        new = bytes(t for t in text[len(prompt) :].tolist() if t < 256).decode()
+        assert re.fullmatch(PATTERN, new) and len(text) <= 64
+
+
 # --- torch.compile ---
 
 
@@ -626,6 +688,14 @@ def test_a_processor_runs_between_two_graphs(eager_graphs) -> None:
     options = {"kv_cache": "static", "compile": True, "temperature": 0}
     model.generate(tokens(T=5), 9, logits_processor=lambda ids, logits: logits, **options)
     assert len(eager_graphs) == 2
+
+
+def test_a_constraint_is_part_of_the_graph(eager_graphs) -> None:
+    constraint = constrain.regex(PATTERN, Bytes())
+    want = constrained(constraint, kv_cache="none")
+    assert constrained(constraint, kv_cache="static", compile=True) == want
+    assert constrained(constraint, 30, kv_cache="static", compile=True) != want
+    assert len(eager_graphs) == 1
 
 
 def test_the_compiler_gives_the_same_tokens() -> None:

@@ -280,6 +280,18 @@ def test_every_cache_gives_the_same_texts(kv, trained):
     )
 
 
+@pytest.mark.parametrize("word, pattern", [
+    (r"--regex=[A-Z][a-z]{2,5}( the)?", r"[A-Z][a-z]{2,5}( the)?"),
+    ("--choices=the king,the day", "the (king|day)"),
+    (r'--json_schema={"type": "boolean"}', "true|false"),
+])  # fmt: skip
+def test_a_constrained_text_matches(word, pattern, trained):
+    texts = text_of(*of(trained, "--start=Ann ", "--num_samples=4", word, n=30))
+    assert len(texts) == 4
+    for text in texts:
+        assert re.fullmatch(pattern, text.removeprefix("Ann ")), text
+
+
 def test_bfloat16_weights(trained):
     config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
     model, _ = sample.load(config)
@@ -343,6 +355,10 @@ def test_a_window_that_was_trained_with_stays(tmp_path):
         (["--temprature=1"], "did you mean '--temperature'"),
         (["--checkpoint=newest"], "latest, best"),
         (["--batch_size=0"], "batch_size must be at least 1"),
+        (["--regex=("], "needs balanced brackets"),
+        (["--regex=a", "--choices=b,c"], "regex"),
+        (["--choices=FILE:gone.txt"], "gone.txt"),
+        (["--json_schema={"], "JSON"),
         (["--stop="], "stop must have at least one character"),
         (["--kv_cache=ring"], "none, dynamic, static, paged"),
         (["--compile"], "--compile needs --kv_cache=static, got dynamic"),
