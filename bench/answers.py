@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.rows import Row
 from bench.stats import Summary, differ
-from bench.tables import bytes_
+from bench.tables import bytes_, rate
 
 # How far apart loss and gradient norm may be before it is said aloud, relative: half, float32.
 LOSS, NORM = {True: 1e-2, False: 1e-4}, {True: 5e-2, False: 1e-3}
@@ -73,9 +73,9 @@ def fastest(by_mode: dict[str, list[Row]], content: dict[str, Any]) -> list[str]
     if rows := by_mode["decode"]:
         for where, here in _at_each(rows, ("B", "P")):
             best = max(here, key=lambda r: r["tokens_per_s"])
-            how = f"{best['backend']} with cache {best['point']['cache']}"
-            said.append(f"Generating at {where}: {how}, {best['tokens_per_s']:,.0f} tok/s.")
-        said += cost_of_a_processor(rows)
+            said.append(f"Generating at {where}: {_how(best)}, {rate(best['tokens_per_s'])} tok/s"
+                        f"{against_rivals(here)}.")  # fmt: skip
+        said += cost_of_a_processor([r for r in rows if not r.get("rival")])
     if rows := by_mode["converge"]:
         said.append(f"Over {content['settings']['steps']} steps: {or_others(*winner(rows))}.")
     return said
@@ -88,6 +88,25 @@ def _at_each(rows: list[Row], names: tuple[str, ...]) -> list[tuple[str, list[Ro
         where = ", ".join(f"{words.get(n, n)} {row['point'][n]}" for n in names)
         found.setdefault(where, []).append(row)
     return list(found.items())
+
+
+def _how(row: Row) -> str:
+    return f"{row['backend']} with cache {row['point']['cache']}"
+
+
+def against_rivals(rows: list[Row]) -> str:
+    """The best of ours beside the best of each rival, without processor where that was measured."""
+    plain = [r for r in rows if not r["point"]["processor"]] or rows
+    ours = [r for r in plain if not r.get("rival")]
+    if not ours:
+        return ""
+    best = min(ours, key=lambda r: r["ms"])
+    said = ""
+    for name in dict.fromkeys(r["backend"] for r in plain if r.get("rival")):
+        theirs = min((r for r in plain if r["backend"] == name), key=lambda r: r["ms"])
+        said += f"; {_how(best)} is {theirs['ms'] / best['ms']:.2f} x as fast as {_how(theirs)}"
+        said += " (the noise does not tell them apart)" if level(best, [theirs]) else ""
+    return said
 
 
 def cost_of_a_processor(rows: list[Row]) -> list[str]:

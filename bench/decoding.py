@@ -2,7 +2,9 @@
 
 The model is cast to the dtype, as one does for inference, and draws the likeliest token. Time is
 the host's: a token is there when its reader has it. `first` is from the call to the first token;
-the rate is that of all tokens after it.
+the rate is that of all tokens after it. A rival's model writes with its own generate(), and the
+same clock: transformers hands every token to a reader, as we do; nanoGPT's first token is there
+when its model is called for the second.
 
 The processor, where there is one, forbids the token that was just written: it reads the text and
 changes the logits, as a repetition penalty or a grammar does.
@@ -14,7 +16,8 @@ and values of every sequence, whether or not they are kept in a cache here:
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
 
 context is the mean length of the text while it grows; the position embeddings, of which one row is
-read, do not count. The bandwidth is measured: the best of several large copies.
+read, do not count. For a rival it is the same formula. The bandwidth is measured: the best of
+several large copies.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import torch
 from torch import Tensor
 
 import attention
-from bench import machine
+from attention.probe import KERNELS
+from bench import machine, rivals
 from bench.training import build
 from generate import Stats
 from runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
@@ -40,62 +44,97 @@ def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
     return logits.scatter(-1, ids[:, -1:], -torch.inf)
 
 
+class Ours:
+    """This project's model with the attention backend that was named."""
+
+    def __init__(self, name: str, config: TrainConfig, vocab_size: int, device: torch.device,
+                 dtype: torch.dtype) -> None:  # fmt: skip
+        self.title = attention.get(name).title
+        self.compile = config.compile is True
+        self.model = build(config, vocab_size).to(device, dtype).eval()
+        self.model.use_onednn(why_not_onednn(config.onednn, device, dtype) is None)
+
+    def write(self, prompt: Tensor, new: int, cache: str,
+              processor: rivals.Processor | None) -> tuple[float, float, int]:  # fmt: skip
+        """Continue `prompt`, (B, T) int64, by `new` tokens.
+
+        Returns:
+            when the first and the last token were there, in seconds of time.perf_counter(), and
+            the bytes of the cache.
+        """
+        stats = Stats()
+        options: dict[str, Any] = {"logits_processor": processor} if processor else {}
+        times = [
+            time.perf_counter()
+            for _ in self.model.stream(
+                prompt, new, stats=stats, temperature=0.0, kv_cache=cache,
+                compile=self.compile and cache == "static", **options,
+            )
+        ]  # fmt: skip
+        assert len(times) == new, (len(times), new)
+        return times[0], times[-1], stats.cache_bytes
+
+
 class Decoding:
-    """Texts of one backend's model, for any batch size, prompt length and cache."""
+    """Texts of one contender's model, for any batch size, prompt length and cache."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = from_dict(TrainConfig, job["train"])
-        self.job, self.compile = job, config.compile is True
+        self.job = job
         device = self.device = torch.device(job["device"])
         allow_tf32(config.tf32)
         dtype = pick_dtype(config.dtype, device)
         torch.manual_seed(config.seed)
-        model = build(replace(config, dropout=0.0), job["vocab_size"])
-        self.model = model.to(device, dtype).eval()
-        self.model.use_onednn(why_not_onednn(config.onednn, device, dtype) is None)
-        c = self.model.config
-        positions = self.model.transformer.wpe.weight.numel()
+        # gradient_checkpointing is nothing to generation
+        config = replace(config, dropout=0.0, gradient_checkpointing=False)
+        parts = (config, job["vocab_size"], device, dtype)
+        if job["rival"]:
+            self.ours = None
+            self.who: Any = rivals.writer(job["rival"], *parts)
+        else:
+            self.ours = self.who = Ours(job["contender"], *parts)
+        weights = sum(p.numel() for n, p in self.who.model.named_parameters() if "wpe" not in n)
+        kv_heads = config.n_kv_head or config.n_head
+        head_dim = config.n_embd // config.n_head
         self.about = {
-            "title": attention.get(job["contender"]).title,
-            "weight_bytes": (self.model.num_params() - positions) * dtype.itemsize,
-            "token_bytes": 2 * c.n_layer * c.kv_heads * c.head_dim * dtype.itemsize,
+            "title": self.who.title,
+            "weight_bytes": weights * dtype.itemsize,
+            "token_bytes": 2 * config.n_layer * kv_heads * head_dim * dtype.itemsize,
         }
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job["vocab_size"], (B, P), generator=draw).to(self.device)
-        options: dict[str, Any] = {"temperature": 0.0, "kv_cache": request["cache"]}
-        options["compile"] = self.compile and request["cache"] == "static"
-        if request["processor"]:
-            options["logits_processor"] = forbid_last
+        how = (request["cache"], forbid_last if request["processor"] else None)
         if request.get("warm_up"):
-            return self.warm_up(prompt, new, options)
-        stats = Stats()
+            return self.warm_up(prompt, new, *how)
         synchronize(self.device)
         start = time.perf_counter()
-        times = [
-            time.perf_counter()
-            for _ in self.model.stream(prompt, new, stats=stats, **options)
-        ]  # fmt: skip
-        assert len(times) == new, (len(times), new)
+        first, last, cache_bytes = self.who.write(prompt, new, *how)
         return {
-            "first_ms": (times[0] - start) * 1e3,
-            "ms": (times[-1] - times[0]) / (new - 1) * 1e3,
-            "cache_bytes": stats.cache_bytes,
+            "first_ms": (first - start) * 1e3,
+            "ms": (last - first) / (new - 1) * 1e3,
+            "cache_bytes": cache_bytes,
         }
 
-    def warm_up(self, prompt: Tensor, new: int, options: dict[str, Any]) -> dict[str, Any]:
+    def warm_up(self, prompt: Tensor, new: int, cache: str,
+                processor: rivals.Processor | None) -> dict[str, Any]:  # fmt: skip
         machine.reset_peak(self.device)
-        for _ in self.model.stream(prompt, new, **options):
-            pass
-        with torch.no_grad():
-            page = 16 if options["kv_cache"] == "paged" else None
-            chosen, _ = self.model.attention(cache=options["kv_cache"], page_size=page)
-        return {
-            "kernels": list(chosen.kernels),
-            "peak_bytes": machine.memory(self.device),
-        }
+        self.who.write(prompt, new, cache, processor)
+        peak = machine.memory(self.device)
+        if self.ours:
+            with torch.no_grad():
+                page = 16 if cache == "paged" else None
+                chosen, _ = self.ours.model.attention(cache=cache, page_size=page)
+            kernels = list(chosen.kernels)
+        else:  # which kernels torch chose for it, as the profiler saw them in two tokens
+            with torch.profiler.profile() as profiler:
+                self.who.write(prompt, 2, cache, processor)
+                synchronize(self.device)
+            ran = (e.key for e in profiler.key_averages())
+            kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
+        return {"kernels": kernels, "peak_bytes": peak}
 
 
 def mbu(about: dict[str, Any], B: int, P: int, new: int, token_ms: float,

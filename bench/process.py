@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,11 @@ class Outcome:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failure: Failure | None = None
 
+    @property
+    def out_of_memory(self) -> bool:
+        words = str(self.failure)  # worker.py's, or those of _died()
+        return words.startswith("out of memory") or "memory runs out" in words
+
 
 Key = tuple[str, str]  # contender, point
 
@@ -137,6 +142,7 @@ def measure(
     points: Mapping[str, Mapping[str, Any]],
     rounds: int,
     *,
+    without: Container[Key] = (),
     fresh: bool | None = None,
     budget: int = 0,
     timeout: float = 600.0,
@@ -147,6 +153,7 @@ def measure(
 
     Args:
         jobs: contender -> its worker's job; points: name -> what a round asks of a worker.
+        without: pairs that there are not; nothing comes of them.
         fresh: new processes in every round; None: only where they do not all fit into `budget`.
         budget: bytes for all workers together; 0: not known, so they all stay.
         watch: told what is about to be done.
@@ -154,7 +161,8 @@ def measure(
     Returns:
         what came of it, and whether rounds had fresh processes.
     """
-    outcomes = {(name, point): Outcome() for name in jobs for point in points}
+    pairs = ((name, point) for name in jobs for point in points)
+    outcomes = {pair: Outcome() for pair in pairs if pair not in without}
     workers: dict[str, Worker] = {}
     held: dict[str, int] = {}  # bytes of a sleeping worker
     peak = 0  # the most that any worker needed
@@ -186,7 +194,7 @@ def measure(
         for round_ in range(rounds + 1):
             for point in points:
                 for name in jobs:
-                    if outcomes[name, point].failure:
+                    if (name, point) not in outcomes or outcomes[name, point].failure:
                         continue
                     doing = f"round {round_} of {rounds}" if round_ else "warming up"
                     watch(f"{doing}: {name} {point}".strip())
@@ -195,7 +203,8 @@ def measure(
                     except Failure as e:
                         begun = name in workers
                         for p in [point] if begun else points:  # not begun: it never will
-                            outcomes[name, p].failure = e
+                            if (name, p) in outcomes:
+                                outcomes[name, p].failure = e
                         if e.kind == "died":
                             drop(name)
                     if fresh is None and budget and sum(held.values()) + peak > budget:

@@ -26,7 +26,7 @@ class BenchConfig(TrainConfig):
     batch_size: int | Literal["auto"] = 12  # type: ignore[assignment]  # auto: the largest that fits
     # --- what is measured ---
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
-    rival: tuple[str, ...] = ()  # nanogpt=PATH and hf: their own models in the same rounds
+    rival: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: their own models
     sweep: bool = True  # train: also time attention alone over lengths and batch sizes
     lengths: tuple[int, ...] = ()  # kernel, sweep: tokens; none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[int, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8

@@ -25,6 +25,11 @@ def _ms(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def rate(value: float) -> str:
+    """Tokens a second: "4.5", "1,234"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -90,7 +95,7 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
         ("prompt", lambda r: str(r["point"]["P"])),
         ("cache", lambda r: r["point"]["cache"]),
         ("processor", lambda r: "with" if r["point"]["processor"] else "without"),
-        ("tok/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+        ("tok/s", lambda r: rate(r["tokens_per_s"])),
         ("ms/token", lambda r: _ms(r["ms"])),
         ("quartiles", spread),
         ("rounds", lambda r: str(len(r["rounds"]))),

@@ -7,12 +7,15 @@ said when something could not be.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import itertools
 import json
 import math
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,7 +29,7 @@ import attention
 import bench_mfu
 import flops
 from attention.spec import Backend, Caps
-from bench import fitting, machine, process, rivals, rows, settle, training
+from bench import decoding, fitting, machine, process, rivals, rows, settle, training
 from bench.decoding import mbu
 from bench.kernels import Kernels, flops_of
 from bench.process import Failure, Outcome, measure
@@ -60,12 +63,23 @@ class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
         self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
-    def forward(self, idx, targets):
+        self.wpe = torch.nn.Embedding(config.block_size, config.n_embd)
+        self.calls = []
+    def forward(self, idx, targets=None):
+        self.calls.append(tuple(idx.shape))
         logits = self.wte(idx) @ self.wte.weight.T
+        if targets is None:
+            return logits[:, [-1]], None
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
     def configure_optimizers(self, weight_decay, lr, betas, device_type):
         print("a line on stdout, which belongs to nobody")
         return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            probs = F.softmax(self(idx)[0][:, -1] / temperature, dim=-1)
+            idx = torch.cat((idx, torch.multinomial(probs, 1)), dim=1)
+        return idx
 '''
 
 
@@ -234,6 +248,49 @@ def test_decode_runs_over_batches_prompts_caches_and_processors():
         run(["decode", *SMALL, "--prompts=30", "--new_tokens=4"])
 
 
+def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    caches, new = ("none", "dynamic", "static"), 3
+    argv = ["decode", *SMALL, "--backends=sdpa", "--batch_sizes=2", "--prompts=5", "--json",
+            f"--kv_caches={','.join(caches)}", f"--new_tokens={new}", "--rival", "hf",
+            "--rival", f"nanogpt={tmp_path}"]  # fmt: skip
+    code, out = run(argv)
+    content = last_line(out)
+    at = {(r["backend"], r["point"]["cache"], r["point"]["processor"]): r for r in content["rows"]}
+    hf = [("hf_sdpa", c, p) for c in caches[1:] for p in (False, True)]
+    ours = [("sdpa", c, p) for c in caches for p in (False, True)]
+    assert code == 0 and len(content["rows"]) == len(at)
+    assert set(at) == {*ours, *hf, ("nanogpt", "none", False)}
+    assert [r["backend"] for r in content["rows"] if r["rival"]].count("hf_sdpa") == 4
+    assert not any(at[k]["rival"] for k in ours)
+    row = at["nanogpt", "none", False]
+    assert row["status"] == "ok" and len(row["rounds"]) == 2 and row["cache_bytes"] == 0
+    assert row["first_ms"] > 0 and row["tokens_per_s"] == pytest.approx(2 / row["ms"] * 1e3)
+    # its weights without the positions, and keys and values as ours would be
+    size = 4 * 64 * 32 + 2 * (5 + new / 2) * 2 * 2 * 32 * 4
+    rate = size / (row["ms"] / 1e3) / content["machine"]["bandwidth"]
+    assert row["mbu"] == pytest.approx(rate)
+    assert "x as fast as nanogpt with cache none" in out
+    for key in hf:
+        if importlib.util.find_spec("transformers") is None:
+            assert at[key]["status"] == "unavailable" and "not installed" in at[key]["why"][0]
+            continue
+        # the last token is drawn, but never read: keys and values of one less
+        assert at[key]["status"] == "ok" and at[key]["title"].startswith("transformers ")
+        assert at[key]["cache_bytes"] == 2 * (5 + new - 1) * 2 * 2 * 32 * 4
+
+
+def test_a_rival_with_nothing_to_measure_says_so(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    code, out = run(["decode", *SMALL, "--backends=sdpa", "--batch_sizes=1", "--prompts=5",
+                     "--kv_caches=dynamic", "--processors=False", "--new_tokens=2", "--rounds=1",
+                     f"--rival=nanogpt={tmp_path}", "--json"])  # fmt: skip
+    found = {r["backend"]: r for r in last_line(out)["rows"]}
+    assert code == 0 and found["sdpa"]["status"] == "ok"
+    assert found["nanogpt"]["status"] == "unavailable"
+    assert "none of --kv_caches" in found["nanogpt"]["why"][0]
+
+
 def write_tokens(folder: Path) -> Path:
     """A dataset of bytes, where each follows from the one before."""
     tokens = [(i * i + i // 7) % 61 for i in range(6000)]
@@ -336,6 +393,36 @@ def test_the_models_knobs_are_those_of_train():
             assert fields[name].default == BenchConfig.__dataclass_fields__[name].default
 
 
+def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
+    """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
+    config, _ = settle.settle(["--device=cpu", "--batch_size=auto", "--sweep=False"])
+    here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops"}
+    bench = bench_mfu.Bench(config, "cpu", 77, ["sdpa"], None, print, here)
+    found = {"batch_size": 16, "limit": "memory", "tried": {}}
+    monkeypatch.setattr(fitting, "search", lambda *a: dict(found))
+    tried: list[int] = []
+
+    def fails(words: str) -> Callable[..., Any]:
+        def run(self: Any, jobs: Any, points: Any, rounds: int, fresh: Any) -> Any:
+            (job,) = jobs.values()
+            tried.append(job["train"]["batch_size"])
+            return {("sdpa", ""): Outcome(failure=Failure("failed", [words]))}
+
+        return run
+
+    monkeypatch.setattr(bench_mfu.Bench, "measure", fails("out of memory: 3 GB"))
+    ((row,), _) = bench_mfu.train(bench)
+    assert tried == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert (row["status"], row["batch_size"], row["fits"]["batch_size"]) == ("failed", 1, 1)
+    tried.clear()
+    monkeypatch.setattr(bench_mfu.Bench, "measure", fails("RuntimeError: boom"))
+    ((row,), _) = bench_mfu.train(bench)
+    assert tried == [16] and row["batch_size"] == 16
+    killed = Failure("died", ["its process died (killed by SIGKILL, as Linux does when memory runs "
+                              "out)"])  # fmt: skip
+    assert Outcome(failure=killed).out_of_memory and not Outcome().out_of_memory
+
+
 def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
     config = BenchConfig(attention_fallback=True, n_layer=3, compile=False)
     bench = bench_mfu.Bench(config, "cpu", 77, ["sdpa"], 5, print, {})
@@ -374,7 +461,8 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         (["--rival=llama"], "--rival is nanogpt=PATH or hf"),
         (["--rival=nanogpt=/none/such"], "is no checkout of nanoGPT"),
         (["--record=a/b"], "--record must be letters"),
-        (["kernel", "--rival=hf"], "--rival is for the mode train"),
+        (["kernel", "--rival=hf"], "--rival is for the modes train and decode"),
+        (["converge", "--rival=hf"], "--rival is for the modes train and decode"),
         (["converge", "--steps=15"], "--steps must be a multiple of 10"),
         (["--n_embd=33"], "n_embd must be a multiple of n_head"),
         (["--backend_s=sdpa"], "did you mean '--backends'"),
@@ -474,6 +562,17 @@ def test_rounds_are_interleaved_and_each_contender_has_one_process(stub):
     ]  # fmt: skip
     assert len({n.split()[2] for n in notes}) == 3 and not fresh
     assert all(len(o.rounds) == 2 and o.failure is None for o in outcomes.values())
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_pair_that_there_is_not_costs_nothing(stub, fresh):
+    without = {("b", "x"), ("c", "x"), ("c", "y")}
+    outcomes, _, notes = stub(at=("x", "y"), without=without, fresh=fresh)
+    assert set(outcomes) == {("a", "x"), ("a", "y"), ("b", "y")}
+    assert all(len(o.rounds) == 2 for o in outcomes.values())
+    assert not any(n.startswith(("c", "b warmx", "b roundx")) for n in notes)
+    refused, _, _ = stub(at=("x", "y"), without=without, refuses="b")
+    assert set(refused) == set(outcomes) and refused["b", "y"].failure
 
 
 def test_fresh_rounds_have_new_processes(stub):
@@ -708,6 +807,71 @@ def test_hf_rivals_are_what_they_say():
     with pytest.raises(UserError, match="it has no attention_window"):
         windowed = job("train", "auto", attention_window=4)
         training.Training({**windowed, "rival": "hf=sdpa"})
+
+
+def test_nanogpt_writes_without_a_cache_from_the_same_prompt(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    rival = {**job("decode", ""), "rival": f"nanogpt={tmp_path / 'model.py'}"}
+    worker = decoding.Decoding(rival)
+    ask = {"B": 3, "P": 5, "cache": "none", "processor": False, "new_tokens": 4}
+    first = worker.round({**ask, "warm_up": True})
+    assert first["kernels"] == [] and first["peak_bytes"] > 0
+    calls = worker.who.model.calls
+    calls.clear()
+    answer = worker.round(ask)
+    assert calls == [(3, 5), (3, 6), (3, 7), (3, 8)] and not worker.who.model.training
+    assert answer["first_ms"] > 0 < answer["ms"] and answer["cache_bytes"] == 0
+    assert worker.about["weight_bytes"] == 4 * 64 * 32
+
+
+def test_the_first_token_of_nanogpt_is_there_when_the_model_is_called_again(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    rival = {**job("decode", ""), "rival": f"nanogpt={tmp_path / 'model.py'}"}
+    worker = decoding.Decoding(rival)
+    began: list[float] = []
+    worker.who.model.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+    ended: list[float] = []
+    worker.who.model.register_forward_hook(lambda *_: ended.append(time.perf_counter()))
+    first, last, _ = worker.who.write(torch.zeros(1, 3, dtype=torch.long), 3, "none", None)
+    assert ended[0] < began[1] <= first < ended[1] < ended[2] < last
+
+
+def test_hf_writes_with_its_caches_and_our_processor(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="package 'transformers' is missing")
+    worker = decoding.Decoding({**job("decode", ""), "rival": "hf=sdpa"})
+    model = worker.who.model
+    assert isinstance(model, transformers.GPT2LMHeadModel) and not model.training
+    weights = sum(p.numel() for p in model.parameters()) - 16 * 32
+    assert worker.about["weight_bytes"] == 4 * weights
+    ours = decoding.Decoding(job("decode", "sdpa", bias=True))
+    assert worker.about["weight_bytes"] == ours.about["weight_bytes"]
+    assert worker.about["token_bytes"] == ours.about["token_bytes"]
+    written: dict[Any, list[list[int]]] = {}
+    generate = model.generate
+
+    def listen(prompt: torch.Tensor, **options: Any) -> Any:
+        found = generate(prompt, **options)
+        kind = type(found.past_key_values).__name__
+        written[kind, bool(options["logits_processor"])] = found.sequences.tolist()
+        return found
+
+    monkeypatch.setattr(model, "generate", listen)
+    for cache in ("dynamic", "static"):
+        for processor in (False, True):
+            ask = {"B": 2, "P": 5, "cache": cache, "processor": processor, "new_tokens": 9}
+            assert worker.round(ask)["cache_bytes"] == 2 * (5 + 9 - 1) * 2 * 32 * 4
+    assert {kind for kind, _ in written} == {"DynamicCache", "StaticCache"} and len(written) == 4
+    assert written["DynamicCache", False] == written["StaticCache", False]
+    for (_, processor), texts in written.items():
+        assert [len(t) for t in texts] == [14, 14]
+        twice = any(a == b for t in texts for a, b in itertools.pairwise(t[4:]))
+        assert twice != processor  # an untrained model repeats itself, where it may
+    draw = torch.Generator().manual_seed(5)  # the prompts of all contenders
+    prompt = torch.randint(64, (2, 5), generator=draw).tolist()
+    assert [t[:5] for t in written["DynamicCache", False]] == prompt
+    with pytest.raises(UserError, match="it has no n_kv_head"):
+        grouped = job("decode", "", n_kv_head=1)
+        decoding.Decoding({**grouped, "rival": "hf=sdpa"})
 
 
 # ----------------------------------------------------------------------------- statistics
