@@ -352,7 +352,9 @@ class _Run:
     def _new_cache(self, longest: int) -> Any:
         model, config = self.model, self.model.config
         most = min(longest + self.max_new_tokens, self.block_size)  # places in a row
-        _, spec = model.attention(shape=(self.B, longest))
+        _, spec = model.attention(
+            False, (self.B, longest), *prefill_of(self.kv_cache, self.page_size)
+        )
         sizes = {"dtype": getattr(torch, spec.dtype), "device": self.device}
         if self.kv_cache == "dynamic":
             return DynamicCache(config.n_layer, max_len=self.block_size, window=spec.window,
@@ -392,6 +394,16 @@ class _Run:
         if isinstance(results, Tensor):
             return results.clone()
         return tuple(None if t is None else t.clone() for t in results)
+
+
+def prefill_of(kv_cache: str, page_size: int = 16) -> tuple[str, int | None]:
+    """The cache and its page size that the prompts are read with, as Spec has them.
+
+    A static cache is empty then, and any backend may read the prompts.
+    """
+    if kv_cache == "paged":
+        return "paged", page_size
+    return ("dynamic" if kv_cache == "dynamic" else "none"), None
 
 
 def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:

@@ -28,7 +28,7 @@ import checkpoint
 import constrain
 import cpu_matmul
 import data
-from generate import ENDED, Stats
+from generate import ENDED, Stats, prefill_of
 from model import GPT
 from runtime import pick_device, show_log, synchronize, why_not_compile
 from settings import UserError, exit_on_user_error, read
@@ -119,7 +119,9 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
         source = str(folder)
     model = checkpoint.init_model(source, **changes).to(device, getattr(torch, config.dtype)).eval()
     with torch.no_grad():
-        model.attention()  # says what runs, before the text begins
+        model.attention(
+            False, None, *prefill_of(config.kv_cache)
+        )  # says what runs, before the text
     if device.type == "cpu":
         model.use_onednn(cpu_matmul.why_not() is None)
     meta = checkpoint.tokenizer_meta(source)

@@ -230,8 +230,8 @@ def test_attention_is_resolved_once_a_phase(monkeypatch) -> None:
     monkeypatch.setattr(attention, "select", note)
     model = build().eval()
     for kv, kinds in (
-        ("dynamic", ["none", "dynamic"]),
-        ("static", ["static"]),
+        ("dynamic", ["dynamic"]),
+        ("static", ["none", "static"]),
         ("paged", ["paged"]),
     ):
         specs.clear()
@@ -255,6 +255,16 @@ def test_a_backend_that_cannot_read_the_cache_is_replaced_aloud_or_refused(caplo
         strict = build(attention_backend="tiled", attention_fallback=False).eval()
         with pytest.raises(BackendUnavailable, match=f"tiled: it has no '{kv}' cache"):
             strict.generate(tokens(T=5), 6, kv_cache=kv)
+
+
+@pytest.mark.parametrize("name, kv", PAIRS)
+def test_a_strict_backend_generates_with_the_caches_that_it_has(name, kv) -> None:
+    """paged reads nothing else: it must not be asked for anything without a cache."""
+    if name in SLOW:
+        return
+    model = build(attention_backend=name, attention_fallback=False).eval()
+    assert model.generate(tokens(T=5), 6, kv_cache=kv).shape == (2, 11)
+    assert {r.backend.name for r, _ in model._resolved.values()} == {name}
 
 
 def test_the_named_backend_reads_the_cache(monkeypatch) -> None:

@@ -292,6 +292,12 @@ def test_a_constrained_text_matches(word, pattern, trained):
         assert re.fullmatch(pattern, text.removeprefix("Ann ")), text
 
 
+def test_paged_attention_alone_may_run(trained):
+    strict = ("--attention_backend=paged", "--attention_fallback=False", "--kv_cache=paged")
+    words = of(trained, "--start=Ann", "--overflow=stop", n=20)  # beyond the context: no cache
+    assert text_of(*words, *strict) == text_of(*words)
+
+
 def test_bfloat16_weights(trained):
     config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
     model, _ = sample.load(config)
