@@ -56,6 +56,7 @@ class GPTConfig:
     bias: bool = True  # in Linear and LayerNorm
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
+    residual_dtype: Literal["float32", "autocast"] = "float32"  # autocast: that of the products
     attention_backend: str = "auto"
     attention_window: int | None = None  # keys that a query sees, itself included; None: all
     attention_fallback: bool = True  # False: a backend that is refused is an error
@@ -80,6 +81,10 @@ class GPTConfig:
             )
         if self.gelu not in ("exact", "tanh"):
             raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
+        if self.residual_dtype not in ("float32", "autocast"):
+            raise ValueError(
+                f"residual_dtype must be 'float32' or 'autocast', got {self.residual_dtype!r}"
+            )
         if self.attention_backend not in attention.RULES:
             attention.get(self.attention_backend)  # an unknown name lists the known ones
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
@@ -123,7 +128,7 @@ class GPTConfig:
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization with an optional bias."""
+    """Layer normalization with an optional bias; mean and variance are taken in float32."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -131,7 +136,9 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):  # it would lift a bfloat16 x to float32
+            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 
 class Linear(nn.Linear):
@@ -287,7 +294,7 @@ class GPT(nn.Module):
         chosen, spec = self.attention(segments is not None, (idx.shape[0], T), kind, page_size)
         attend = chosen.backend.attend
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
-        x = self.transformer.drop(x)
+        x = self.transformer.drop(x.to(self.residual_dtype))
         for i, block in enumerate(self.transformer.h):
             if self.config.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
@@ -363,6 +370,14 @@ class GPT(nn.Module):
         phase = f" with the {cache} cache" if cache != "none" else " for evaluation"
         attention.announce(chosen, phase if other and not training else "")
         self._resolved[key] = (chosen, spec)
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """What x is between the blocks: the weights' dtype, or autocast's."""
+        device = self.transformer.wte.weight.device.type
+        if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.transformer.wte.weight.dtype
 
     def use_onednn(self, on: bool) -> None:
         """Take oneDNN for float32 products in the linear layers and the loss: cpu_matmul.py.

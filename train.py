@@ -83,6 +83,7 @@ class TrainConfig:
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
     vocab_size: int | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
+    residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
     attention_backend: str = "auto"  # a name from python -m attention
     attention_window: int | None = None  # keys that a query sees, itself included; none: all
@@ -109,6 +110,9 @@ class TrainConfig:
     )
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
+    compile_mode: Literal[
+        "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"
+    ] = "default"  # torch.compile's: CUDA graphs, kernels tuned without them, both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     seed: int = 1337  # of the weights, the batches and dropout
     peak_tflops: float | None = None  # of one device, for MFU; none: datasheet or measured
@@ -199,9 +203,9 @@ def build_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
     source = config.init_from
     if source == "resume":
         source = str(checkpoint.latest(config.out_dir))
-    runtime = ["dropout", "gradient_checkpointing", "attention_backend", "attention_fallback",
-               "attention_deterministic", "attention_hub_kernels", "sdpa_flash_impl",
-               "allow_mps_sdpa"]  # fmt: skip
+    runtime = ["dropout", "gradient_checkpointing", "residual_dtype", "attention_backend",
+               "attention_fallback", "attention_deterministic", "attention_hub_kernels",
+               "sdpa_flash_impl", "allow_mps_sdpa"]  # fmt: skip
     if "attention_window" in loaded.origins:  # else the one that the weights were trained with
         runtime.append("attention_window")
     model = checkpoint.init_model(source, **{name: getattr(config, name) for name in runtime})
@@ -325,10 +329,11 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     say(f"model: {model.num_params():,} parameters, {model.num_params(False):,} without positions")
     if device.type == "cpu":
         say(f"oneDNN for float32 products: {'on' if no_onednn is None else f'off ({no_onednn})'}")
-    say(f"compile: {'on' if no_compile is None else f'off ({no_compile})'}")
+    how = f"on (mode {config.compile_mode})"
+    say(f"compile: {how if no_compile is None else f'off ({no_compile})'}")
     say(f"peak: {peak}")
     say(f"{global_batch * T:,} tokens a step, {config.max_iters:,} steps")
-    run: Any = torch.compile(model) if model.compiled else model
+    run: Any = torch.compile(model, mode=config.compile_mode) if model.compiled else model
     if world.size > 1:
         ids = [device.index] if device.type == "cuda" else None
         run = DistributedDataParallel(run, device_ids=ids, gradient_as_bucket_view=True)

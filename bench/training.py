@@ -124,7 +124,8 @@ class Ours:
         dtype = pick_dtype(config.dtype, device)
         self.model.use_onednn(why_not_onednn(config.onednn, device, dtype) is None)
         self.compiled = self.model.compiled
-        self.run: Any = torch.compile(self.model) if self.compiled else self.model
+        mode = config.compile_mode
+        self.run: Any = torch.compile(self.model, mode=mode) if self.compiled else self.model
         self.bad = torch.zeros((), device=device)
         self.title = self.chosen.backend.title if self.chosen else ""
 

@@ -677,6 +677,45 @@ def test_gradient_checkpointing_changes_no_bit(name, dropout) -> None:
 # --- which backend, and when that is decided ---
 
 
+def dtypes_between_blocks(model: GPT) -> list[torch.dtype]:
+    """Of what goes into each block and into the last norm, and of the gradients that come back."""
+    seen: list[torch.dtype] = []
+    modules = [*model.transformer.h, model.transformer.ln_f]
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+             for m in modules]  # fmt: skip
+    hooks += [m.register_full_backward_hook(lambda m, gin, gout: seen.append(gout[0].dtype))
+              for m in modules]  # fmt: skip
+    model(tokens(), tokens(seed=1))[1].backward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_the_residual_stream_in_the_dtype_of_autocast() -> None:
+    def autocast(enabled: bool = True) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled)
+
+    with autocast():
+        half = build(residual_dtype="autocast")
+        assert set(dtypes_between_blocks(half)) == {torch.bfloat16}
+        assert set(dtypes_between_blocks(build())) == {torch.float32}
+    assert {p.grad.dtype for p in half.parameters()} == {torch.float32}
+    with autocast(False):
+        assert set(dtypes_between_blocks(build(residual_dtype="autocast"))) == {torch.float32}
+
+
+def test_the_residual_stream_in_bfloat16_is_as_exact_as_bfloat16_is() -> None:
+    """Loss and gradients against float64; the yardstick is the whole model in bfloat16."""
+    idx, targets = tokens(), tokens(seed=1)
+    truth, true_grads = gradients(build().double(), idx, targets)
+    plain, plain_grads = gradients(build().bfloat16(), idx, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, grads = gradients(build(residual_dtype="autocast"), idx, targets)
+    assert_within(got, plain, truth, torch.bfloat16, 2)
+    for name, grad in grads.items():
+        assert_within(grad, plain_grads[name], true_grads[name], torch.bfloat16, 3)
+
+
 @pytest.fixture
 def selected(monkeypatch) -> list[Any]:
     """Every question to attention.select."""
@@ -932,6 +971,7 @@ def test_each_row_is_drawn_from_its_own_logits() -> None:
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
     ({"gelu": "fast"}, "gelu must be 'exact' or 'tanh', got 'fast'"),
+    ({"residual_dtype": "half"}, "residual_dtype must be 'float32' or 'autocast', got 'half'"),
     ({"attention_backend": "spda"}, "unknown attention backend 'spda'; did you mean 'sdpa'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(changes, words) -> None:
