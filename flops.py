@@ -79,6 +79,43 @@ PEAKS: list[tuple[str, dict[str, float], str]] = [
 ]
 
 
+# Bytes a second between the device's memory and its chip, in GB/s: how the name ends, rate,
+# datasheet. As in PEAKS, a longer name is another device.
+BANDWIDTHS: list[tuple[str, float, str]] = [
+    ("B200", 8000, "NVIDIA DGX B200 datasheet"),
+    ("H200( NVL)?", 4800, "NVIDIA H200 datasheet"),
+    (r"GH200 \d+GB? HBM3e", 4900, "NVIDIA GH200 datasheet"),
+    (r"GH200 \d+GB?", 4000, "NVIDIA GH200 datasheet"),
+    ("H100 NVL", 3900, "NVIDIA H100 datasheet"),
+    ("H[18]00 PCIe", 2000, "NVIDIA H100 datasheet"),
+    ("H100 80GB HBM3|H800", 3350, "NVIDIA H100 datasheet"),
+    ("A[18]00-SXM4?-80GB", 2039, "NVIDIA A100 datasheet"),
+    ("A[18]00 80GB PCIe", 1935, "NVIDIA A100 datasheet"),
+    ("A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?", 1555, "NVIDIA A100 datasheet"),
+    ("A40", 696, "NVIDIA A40 datasheet"),
+    ("A30", 933, "NVIDIA A30 datasheet"),
+    ("A10", 600, "NVIDIA A10 datasheet"),
+    ("L40S?", 864, "NVIDIA L40S datasheet"),
+    ("L4", 300, "NVIDIA L4 datasheet"),
+    ("RTX 5090", 1792, "NVIDIA RTX Blackwell paper"),
+    ("RTX 4090|RTX 3090 Ti", 1008, "NVIDIA Ada and GA102 whitepapers"),
+    ("RTX 3090", 936, "NVIDIA GA102 whitepaper"),
+    ("RTX A6000", 768, "NVIDIA RTX A6000 datasheet"),
+    ("TITAN RTX", 672, "NVIDIA Turing whitepaper"),
+    ("T4", 320, "NVIDIA T4 datasheet"),
+    ("V100-(PCIE|SXM2)-(16|32)GB", 900, "NVIDIA V100 datasheet"),
+    ("MI300X( OAM| VF)?", 5300, "AMD datasheet"),
+]
+
+
+def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
+    """Bytes a second of the device of that name and where that stands, None where it is unknown."""
+    for pattern, rate, source in BANDWIDTHS:
+        if re.search(rf"\b({pattern})$", name):
+            return rate * 1e9, f"datasheet: {source}"
+    return None
+
+
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
     """The peak of the device of that name, None where the table does not know it.
 

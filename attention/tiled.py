@@ -63,6 +63,9 @@ class Tile(NamedTuple):
     skipped: bool
     m: Tensor  # (B, H, B_r) running maximum after this tile; the least finite number: nothing seen
     l: Tensor  # (B, H, B_r) running sum of exp(s - m)
+    O: Tensor  # (B, H, B_r, D) the output after this tile, not normalised yet
+    S: Tensor | None  # (B, H, B_r, B_c) the scores, -inf where masked; None: skipped
+    rescale: Tensor | None  # (B, H, B_r) what the old l and O were multiplied by; None: skipped
     read: int  # bytes
     written: int  # bytes
 
@@ -153,8 +156,12 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
                 read = (K[..., J, :].nbytes + V[..., J, :].nbytes) * (j in todo)
                 read += Q[..., I, :].nbytes * (j == first)
                 written = (O[..., I, :].nbytes + L[..., I, :].nbytes) * (j == last)
-                m, l = (t.flatten(1, 2).squeeze(-1) for t in (m_i, l_i))
-                trace.append(Tile(i, j, j not in todo, m, l, read, written))
+                m, l, O_now = (t.flatten(1, 2) for t in (m_i, l_i, O_i))
+                S, factor = None, None
+                if j in todo:
+                    S, factor = S_ij.flatten(1, 2), rescale.flatten(1, 2)[..., 0]
+                trace.append(Tile(i, j, j not in todo, m[..., 0], l[..., 0], O_now, S, factor,
+                                  read, written))  # fmt: skip
         l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
         O[..., I, :] = (O_i / l_i).to(q.dtype)
         L[..., I, :] = m_i + torch.log(l_i)

@@ -1,0 +1,332 @@
+"""See the attention of a model at work, on your own text: one HTML file, or --text in a terminal.
+
+python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
+python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
+python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
+
+Maps of every layer and head, the tiles of FlashAttention one by one with the bytes that they move,
+a decode step through each KV cache, and what it all costs on a GPU as the text grows. No GPU is
+needed. Everything shown is computed in that run, by the model and by the code in attention/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import attention
+import checkpoint
+import sample
+from model import GPT
+from runtime import describe, show_log
+from settings import UserError, exit_on_user_error, read
+from viewer.caches import caches, refused
+from viewer.cost import costs, traffic
+from viewer.document import About, Document, Token
+from viewer.maps import Call, maps, watched
+from viewer.tiles import tiles
+
+MOST_TOKENS = 256  # shown; what comes after them is left out
+LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # characters that cannot be seen
+
+
+@dataclass(frozen=True)
+class ExplainConfig:
+    """Show the attention of a trained model at work."""
+
+    # --- model ---
+    out_dir: str = "out/shakespeare_cpu"  # folder of the run to explain
+    init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
+    checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
+    attention_backend: str = "auto"  # a name from python -m attention
+    attention_fallback: bool = True  # False: a backend that cannot run here is an error
+    window: int | None = None  # keys that a query sees; none: as the model has it
+    # --- text ---
+    prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
+    segments: str | None = None  # a mark that cuts the prompt into documents; it is left out
+    # --- what to look at ---
+    layer: int = 0  # what the page begins with, and --text shows
+    head: int = 0  # of that layer
+    block_m: int = 8  # rows of a tile, queries: small, so that a short text has several
+    block_n: int = 8  # columns of a tile, keys
+    fast_memory: int = 192 * 1024  # bytes on chip that are assumed; an A100 has so many a processor
+    gpu: str = "A100-SXM4-80GB"  # whose roofline
+    # --- output ---
+    html: str | None = None  # the page; none: explain.html in out_dir, or here with --init_from
+    text: bool = False  # to the terminal instead
+    json: str | None = None  # the numbers behind it, as a file
+    # --- machine ---
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
+    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "fast_memory"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.segments == "":
+            raise ValueError("segments must have at least one character, or be none")
+
+
+def load(config: ExplainConfig) -> tuple[GPT, Any]:
+    """The model in evaluation mode on its device, and its tokenizer."""
+    same = ("out_dir", "init_from", "checkpoint", "attention_backend", "attention_fallback",
+            "dtype", "device")  # fmt: skip
+    model, tokenizer = sample.load(
+        sample.SampleConfig(kv_cache="none", **{name: getattr(config, name) for name in same})
+    )
+    if config.window is not None:
+        changed = GPT(replace(model.config, attention_window=config.window))
+        changed.load_state_dict(model.state_dict())
+        weight = model.transformer.wte.weight
+        changed.use_onednn(model.onednn)
+        model = changed.to(weight.device, weight.dtype).eval()
+    for name, there in (("layer", model.config.n_layer), ("head", model.config.n_head)):
+        if not 0 <= getattr(config, name) < there:
+            raise UserError(
+                f"{name} must be 0 to {there - 1}, which this model has, got "
+                f"{getattr(config, name)}"
+            )
+    return model, tokenizer
+
+
+@dataclass
+class Prompt:
+    """The tokens that are shown."""
+
+    text: str
+    ids: list[int]
+    segments: list[int] | None  # the document of each token
+    notes: list[str]  # what was left out
+
+
+def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
+    """The prompt's tokens, at most MOST_TOKENS.
+
+    Raises:
+        UserError: it is empty, has a character that the tokenizer lacks, or more than block_size
+            tokens.
+    """
+    given = config.prompt
+    if given.startswith("FILE:"):
+        try:
+            given = Path(given.removeprefix("FILE:")).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"the prompt file cannot be read ({e})") from e
+    parts = [given] if config.segments is None else given.split(config.segments)
+    encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
+    ids = [id_ for part in encoded for id_ in part]
+    segments = [n for n, part in enumerate(encoded) for _ in part]
+    if not ids:
+        raise UserError("the prompt is empty; leave --prompt out, or give it a character")
+    if len(ids) > block_size:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, the model takes {block_size} (block_size); "
+            "shorten it"
+        )
+    if block_size < 2:
+        raise UserError("the model takes one token only (block_size 1): there is nothing to see")
+    notes = []
+    if len(ids) > MOST_TOKENS:
+        notes.append(
+            f"The prompt has {len(ids)} tokens; the first {MOST_TOKENS} are shown. No later token "
+            "changes what they see."
+        )
+    cut = slice(MOST_TOKENS)
+    return Prompt(given, ids[cut], None if config.segments is None else segments[cut], notes)
+
+
+def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str,
+            progress: Callable[[str], None] = lambda what: None) -> Document:  # fmt: skip
+    """Everything that is shown.
+
+    Args:
+        source: where the weights come from, in words.
+        progress: is told what comes next.
+
+    Raises:
+        UserError: of the prompt, or a tile size or a GPU that cannot be.
+    """
+    prompt = prompt_of(config, tokenizer, model.config.block_size)
+    pieces = tokenizer.token_bytes()
+    shown = [token_of(id_, pieces) for id_ in prompt.ids]
+    T, L, H = len(shown), model.config.n_layer, model.config.n_head
+    notes = []
+    if prompt.segments is not None:
+        notes.append("A cache holds one text: here the documents are read as one.")
+    try:
+        progress(f"the model on {T} tokens")
+        calls = forward(model, prompt)
+        spec = calls[0].spec
+        progress(f"maps of {L} layers with {H} heads")
+        found_maps = maps(calls)
+        progress("tiles")
+        found_tiles = tiles(calls, config.block_m, config.block_n, config.layer, config.head)
+        progress("bytes and FLOPs")
+        found_traffic = traffic(spec, T, config.fast_memory)
+        found_costs = costs(spec, config.gpu, config.fast_memory)
+        progress("caches")
+        found_caches = caches(
+            model, prompt.ids, shown, lambda id_: token_of(id_, pieces), len(pieces), notes
+        )
+    except ValueError as e:  # BackendUnavailable is one
+        raise UserError(str(e)) from e
+    return {
+        "about": about(model, tokenizer, config, prompt, shown, source),
+        "maps": found_maps,
+        "tiles": found_tiles,
+        "traffic": found_traffic,
+        "caches": found_caches,
+        "costs": found_costs,
+    }
+
+
+@torch.no_grad()
+def forward(model: GPT, prompt: Prompt) -> list[Call]:
+    """The prompt through the model, and what each layer's attention was given and gave.
+
+    Raises:
+        UserError: numbers that are not finite.
+    """
+    device = model.transformer.wte.weight.device
+    idx = torch.tensor([prompt.ids], device=device)
+    segments = None
+    if prompt.segments is not None:
+        segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
+    with watched(model) as calls:
+        last = model.hidden(idx, segments)
+    outputs = [(f"the attention of layer {n}", call.out) for n, call in enumerate(calls)]
+    for where, x in [*outputs, ("the last layer", last)]:
+        if not x.isfinite().all():
+            raise UserError(f"{where} gives NaN or infinity: there is nothing to show")
+    return calls
+
+
+@torch.no_grad()
+def about(model: GPT, tokenizer: Any, config: ExplainConfig, prompt: Prompt, shown: list[Token],
+          source: str) -> About:  # fmt: skip
+    """The model, the prompt, and the backend that ran."""
+    c = model.config
+    chosen, spec = model.attention(prompt.segments is not None, (1, len(shown)))
+    return {
+        "source": source,
+        "tokenizer": tokenizer.name,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_kv_head": c.kv_heads,
+        "head_dim": c.head_dim,
+        "n_embd": c.n_embd,
+        "block_size": c.block_size,
+        "vocab_size": c.vocab_size,
+        "n_params": model.num_params(),
+        "device": describe(model.transformer.wte.weight.device),
+        "dtype": spec.dtype,
+        "requested": c.attention_backend,
+        "backend": chosen.backend.name,
+        "title": chosen.backend.title,
+        "kernels": list(chosen.kernels),
+        "announced": chosen.info(),
+        "refused": refused(chosen),
+        "torch": torch.__version__,
+        "prompt": prompt.text,
+        "tokens": shown,
+        "segments": prompt.segments,
+        "window": spec.window,
+        "offset": 0,
+        "layer": config.layer,
+        "head": config.head,
+        "notes": prompt.notes,
+    }
+
+
+def token_of(id_: int, pieces: list[bytes]) -> Token:
+    """A token as it is shown.
+
+    Args:
+        pieces: the bytes of each id, as Tokenizer.token_bytes() gives them.
+    """
+    piece = pieces[id_]
+    try:
+        text = piece.decode() if piece else "<end of text>"
+    except UnicodeDecodeError:  # a part of a character, or of several
+        text = f"<{piece.hex(' ').upper()}>"
+    return {"id": id_, "text": text, "label": "".join(LABELS.get(c, c) for c in text)}
+
+
+def source_of(config: ExplainConfig) -> str:
+    """Where the weights come from, as sample.load() finds them."""
+    source = config.out_dir if config.init_from == "resume" else config.init_from
+    if not checkpoint.folders(source):
+        return source
+    best = checkpoint.best_folder(source) if config.checkpoint == "best" else None
+    return str(best or checkpoint.latest(source))
+
+
+class Progress:
+    """One line on stderr that says what is being computed, where it is a terminal."""
+
+    def __init__(self) -> None:
+        self.wide = 0
+
+    def __call__(self, what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{what:<{self.wide}}", end="\r" * (not what), file=sys.stderr, flush=True)
+            self.wide = len(what)
+
+
+def main(argv: list[str]) -> int:
+    show_log()
+    aliases = {"attn_implementation": "attention_backend"}
+    config = read(ExplainConfig, argv, aliases=aliases).settings
+    begin = time.perf_counter()
+    try:
+        model, tokenizer = load(config)
+    except attention.BackendUnavailable as e:
+        raise UserError(str(e)) from e
+    loaded = time.perf_counter()
+    progress = Progress()
+    document = explain(model, tokenizer, config, source_of(config), progress)
+    progress("")
+    n, now = len(document["about"]["tokens"]), time.perf_counter()
+    print(
+        f"{n} token{'s' * (n != 1)} explained in {now - loaded:.1f} s, after "
+        f"{loaded - begin:.1f} s for the model",
+        file=sys.stderr,
+    )
+    if config.json is not None:
+        write(config.json, json.dumps(document, allow_nan=False))
+    if config.text:
+        from viewer.text import render as as_text
+
+        if hasattr(sys.stdout, "reconfigure"):  # signs that the terminal has not become "?"
+            sys.stdout.reconfigure(errors="replace")
+        print(as_text(document))
+        return 0
+    from viewer.page import render
+
+    path = config.html or str(
+        Path(config.out_dir if config.init_from == "resume" else ".") / "explain.html"
+    )
+    page = render(document)
+    write(path, page)
+    print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
+    return 0
+
+
+def write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e})") from e
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))

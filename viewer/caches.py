@@ -1,0 +1,198 @@
+"""One decode step through each KV cache, by the caches themselves (attention/cache.py, pages.py).
+
+The model reads the prompt into a cache, then decodes one token more. What stands where, the caches
+keep books on; what was written is found by comparing the buffers before and after. Layer 0 stands
+for all: every layer has the same cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import Resolution
+from attention.cache import DynamicCache, PagedCache, StaticCache, bucket
+from model import GPT
+from viewer.document import Caches, CacheStep, Refused, Token
+from viewer.maps import off
+
+PAGE_SIZE = 8  # tokens: small, so that a short prompt has several pages
+SPARE_PAGES = 3  # pages beyond those that are needed, so that some are free
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A cache in the middle of its decode step: the tokens are reserved, not yet stored."""
+
+    k: Tensor  # (cells, Hkv, D) of layer 0
+    v: Tensor
+    holds: list[int]  # position of the token in each cell once the step is over; -1: none
+    read: list[int]  # cells
+    seen: list[int]  # cells
+
+
+@torch.no_grad()
+def caches(model: GPT, ids: list[int], tokens: list[Token], show: Callable[[int], Token],
+           vocab_size: int, notes: list[str]) -> Caches:  # fmt: skip
+    """The same step with the dynamic, the static and the paged cache.
+
+    Args:
+        ids: the prompt, at least 2 tokens where they fill block_size.
+        tokens: the same, as they are shown.
+        show: an id as it is shown.
+        vocab_size: of the tokenizer; ids beyond it pad the model's vocabulary.
+        notes: go into the result.
+    """
+    predicted = len(ids) < model.config.block_size
+    if predicted:
+        ids = [*ids, int(last_logits(model, ids)[:vocab_size].argmax())]
+        tokens = [*tokens, show(ids[-1])]
+    else:
+        notes = [*notes, "The prompt fills block_size, so its own last token is the one decoded."]
+    want = last_logits(model, ids)
+    found = [step(kind, model, ids, want) for kind in ("dynamic", "static", "paged")]
+    # As many roundings of the largest logit as attention/probe.py allows a kernel.
+    allowed = 32 * torch.finfo(want.dtype).eps * float(want.abs().max())
+    config = model.config
+    per_layer = 2 * config.kv_heads * config.head_dim * want.element_size()
+    return {
+        "prompt": tokens[:-1],
+        "token": tokens[-1],
+        "position": len(ids) - 1,
+        "predicted": predicted,
+        "bytes_per_token": config.n_layer * per_layer,
+        "steps": found,
+        "allowed": allowed,
+        "agree": all(s["error"] <= allowed for s in found),
+        "notes": notes,
+    }
+
+
+def last_logits(model: GPT, ids: list[int]) -> Tensor:
+    """(V,) the logits after these tokens, without a cache."""
+    idx = torch.tensor([ids], device=model.transformer.wte.weight.device)
+    return model.head(model.hidden(idx)[0, -1])
+
+
+def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
+    """Read all tokens but the last into a cache, then decode that one.
+
+    Args:
+        want: (V,) its logits without a cache.
+    """
+    n, config = len(ids) - 1, model.config
+    device = model.transformer.wte.weight.device
+    idx = torch.tensor([ids], device=device)
+    _, spec = model.attention(False, (1, n))
+    window, sizes = spec.window, {"dtype": getattr(torch, spec.dtype), "device": device}
+    cache: Any
+    rows: list[int] = []
+    if kind == "dynamic":
+        cache = DynamicCache(config.n_layer, max_len=config.block_size, window=window,
+                             device=device)  # fmt: skip
+    elif kind == "static":
+        cache = StaticCache(config.n_layer, 1, bucket(n + 1, config.block_size), config.kv_heads,
+                            config.head_dim, **sizes)  # fmt: skip
+    else:
+        pages = -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES
+        cache = PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=pages,
+                           page_size=PAGE_SIZE, **sizes)  # fmt: skip
+        rows = _used(cache)
+
+    def reserve(T: int) -> Any:
+        return cache.reserve(rows, [T]) if rows else cache.reserve(T)
+
+    first = reserve(n)
+    model.hidden(idx[:, :n], None, first)
+    first.advance()
+    now = reserve(1)
+    buffer = _buffer(kind, cache, now, n, window)
+    before = [_bits(t) for t in (buffer.k, buffer.v)]
+    logits = model.head(model.hidden(idx[:, n:], None, now))[0, -1]
+    changed = torch.zeros(buffer.k.shape[0], dtype=torch.bool)
+    for old, new in zip(before, (buffer.k, buffer.v), strict=True):
+        changed |= (old != _bits(new)).flatten(1).any(dim=1).cpu()
+    now.advance()
+    chosen, _ = model.attention(False, (1, 1), now.kind, now.page_size)
+    table: list[int] = []
+    free: list[int] = []
+    if kind == "paged":
+        table = list(cache.pool.pages(rows[0]))
+        free = [page for page in range(1, cache.pool.n_pages) if page not in table]
+        assert len(free) == cache.pool.n_free
+    used = sum(p >= 0 for p in buffer.holds) * 2 * buffer.k[0].nbytes * config.n_layer
+    return {
+        "kind": kind,
+        "backend": chosen.backend.name,
+        "kernels": list(chosen.kernels),
+        "refused": refused(chosen),
+        "cells": buffer.k.shape[0],
+        "holds": buffer.holds,
+        "read": buffer.read,
+        "seen": buffer.seen,
+        "written": changed.nonzero()[:, 0].tolist(),
+        "length_before": n,
+        "length_after": n + 1,
+        "bytes_allocated": cache.nbytes,
+        "bytes_used": used,
+        "page_size": now.page_size,
+        "page_table": table,
+        "free_pages": free,
+        "error": float(off(logits, want).max()),
+    }
+
+
+def refused(chosen: Resolution) -> list[Refused]:
+    """Every backend that was refused on the way to this one."""
+    return [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()]
+
+
+def _used(cache: PagedCache) -> list[int]:
+    """One new sequence in a pool that other texts have come to and gone from.
+
+    In a fresh pool pages are handed out in order, and a page table would teach nothing.
+    """
+    pool = cache.pool
+    others = [pool.new() for _ in range(pool.n_free)]
+    pool.grow(dict.fromkeys(others, 1))
+    for other in [*others[::2], *others[1::2]]:
+        pool.free(other)
+    return [pool.new()]
+
+
+def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buffer:
+    """What layer 0 has and will have, by the cache's own books.
+
+    Args:
+        now: the step of the token at position n.
+    """
+    first_seen = 0 if window is None else max(0, n + 1 - window)
+    if kind == "paged":
+        size = now.page_size
+        pages = cache.pool.pages(next(iter(now.counts)))
+        k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
+        cell = [page * size + slot for page in pages for slot in range(size)]
+        read = list(cell)
+        at = dict(enumerate(cell[: n + 1]))
+    elif kind == "static":
+        k, v = cache.k[0][0], cache.v[0][0]
+        read = list(range(now.length))
+        at = {p: p for p in range(n + 1)}
+    else:
+        k, v = cache.k[0][0], cache.v[0][0]
+        gone = cache.stored - cache.kept  # tokens that no later one can see, and that were let go
+        at = {p: p - gone for p in range(gone, n + 1)}
+        read = [c for p, c in at.items() if p >= first_seen]
+    holds = [-1] * k.shape[0]
+    for position, c in at.items():
+        holds[c] = position
+    return Buffer(k, v, holds, read, [c for p, c in at.items() if p >= first_seen])
+
+
+def _bits(t: Tensor) -> Tensor:
+    """A copy to compare with: of bits, for what was never written may be NaN."""
+    return t.clone().contiguous().view(torch.uint8)

@@ -1,0 +1,198 @@
+"""What attention costs: bytes to and from main memory, FLOPs, and the roofline over both.
+
+Closed formulas, for one layer of one sequence of T tokens, all H query heads, causal or within a
+window. s is the size of a number, G = H / Hkv the query heads that share keys and values.
+
+    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 numbers each, and
+            Q, K, V and O once. Scale and mask count nothing, as if they were part of a neighbour;
+            manual.py, an operator each, moves more.
+    tiled   reads Q once, and K and V once for each block of queries, but for the tiles that are
+            skipped; writes O and L. S and P never leave the chip.
+
+How large a block of queries can be, the fast memory decides. A block needs
+
+    M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)     Q_i, K_j, V_j; O_i, S_ij, m_i, l_i
+
+bytes on chip, and K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) numbers, and
+manual's O(T D + T^2) do not depend on M at all. So Theorem 2 of Dao et al. 2022 (arXiv 2205.14135),
+whose loop over blocks of keys is the outer one; here it is the inner one (FlashAttention-2), so the
+block that is min(M / 4 D, D) there is the other one here.
+
+The roofline (Williams, Waterman, Patterson 2009, CACM 52(4)): what computes and moves so much takes
+at least max(FLOPs / peak, bytes / bandwidth). FLOPs are those of the two products, 2 * 2 * D a pair
+of query and key, of all pairs that are computed: the whole square for manual, the tiles visited for
+tiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import flops
+from attention import Spec
+from viewer.document import Cost, Costs, ManualStep, Traffic, TrafficRow, TrafficShape
+
+LONG = 4096  # tokens of the long sequence that traffic is shown for
+LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
+
+# Whose roofline can be asked for: names as PyTorch has them, without the maker; rates in flops.py.
+GPUS = (
+    "B200", "H200", "H100 80GB HBM3", "H100 PCIe", "H100 NVL", "A100-SXM4-80GB", "A100 80GB PCIe",
+    "A100-SXM4-40GB", "A40", "A30", "A10", "L40S", "L40", "L4", "RTX 5090", "RTX 4090",
+    "RTX 3090 Ti", "RTX 3090", "RTX A6000", "TITAN RTX", "T4", "V100-SXM2-16GB", "MI300X",
+)  # fmt: skip
+
+
+def find_gpu(text: str) -> str:
+    """The name in GPUS that is meant: the whole of it, or a part that no other has.
+
+    Raises:
+        ValueError: none, or several; lists the known ones.
+    """
+    asked = text.lower()
+    for fits in (str.__eq__, str.__contains__, lambda name, asked: asked.endswith(f" {name}")):
+        found = [name for name in GPUS if fits(name.lower(), asked)]
+        if len(found) == 1:
+            return found[0]
+        if found and asked:
+            raise ValueError(f"the GPU {text!r} could be {', '.join(found)}")
+    raise ValueError(f"the GPU {text!r} is not known; known: {', '.join(GPUS)}")
+
+
+def size_of(spec: Spec) -> int:
+    """Bytes of a number of q, k, v and out."""
+    return torch.finfo(getattr(torch, spec.dtype)).bits // 8
+
+
+def size_inside(spec: Spec) -> int:
+    """Bytes of a number of O_i, S_ij, m, l and L: float32, float64 for float64."""
+    return max(4, size_of(spec))
+
+
+def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
+    """Bytes on chip that a tile of B_r queries and B_c keys needs: M above."""
+    s, acc, D, G = size_of(spec), size_inside(spec), spec.head_dim, spec.n_head // spec.n_kv_head
+    return s * (G * B_r * D + 2 * B_c * D) + acc * G * (B_r * D + B_r * B_c + 2 * B_r)
+
+
+def visited(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[int, int]:
+    """Keys read by all blocks of queries together, and pairs of query and key computed, a head.
+
+    Causal, and B_r = B_c = b divides T: T (T / b + 1) / 2 keys and b times as many pairs.
+
+    Args:
+        skip: False: no tile is skipped.
+    """
+    keys = pairs = 0
+    for first in range(0, T, B_r):
+        stop = min(first + B_r, T)
+        last = min(-(-stop // B_c) * B_c, T) if skip else T
+        begin = 0
+        if skip and spec.window is not None:  # the first query's oldest key begins in this block
+            begin = max(0, first - spec.window + 1) // B_c * B_c
+        keys += last - begin
+        pairs += (stop - first) * (last - begin)
+    return keys, pairs
+
+
+def tiled_bytes(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[int, int]:
+    """Bytes that tiled reads and writes."""
+    s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
+    keys, _ = visited(spec, T, B_r, B_c, skip)
+    return s * D * (H * T + 2 * Hkv * keys), s * H * T * D + size_inside(spec) * H * T
+
+
+def manual_steps(spec: Spec, T: int) -> list[ManualStep]:
+    """The three passes of the standard algorithm (Dao et al. 2022, Algorithm 0)."""
+    s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
+    q, kv, square = s * H * T * D, s * Hkv * T * D, s * H * T * T
+    steps: list[ManualStep] = []
+    read_so_far = written_so_far = 0
+    for name, reads, writes, read, written in (
+        ("S = Q K^T", "Q, K", "S", q + kv, square),
+        ("P = softmax(S)", "S", "P", square, square),
+        ("O = P V", "P, V", "O", square + kv, q),
+    ):
+        read_so_far, written_so_far = read_so_far + read, written_so_far + written
+        steps.append({"name": name, "reads": reads, "writes": writes, "read": read,
+                      "written": written, "read_so_far": read_so_far,
+                      "written_so_far": written_so_far})  # fmt: skip
+    return steps
+
+
+def tile_sizes(spec: Spec, T: int) -> list[tuple[int, int]]:
+    """(B_r, B_c) for the slider: B_r doubles up to T, B_c follows it up to D."""
+    rows = [2**n for n in range(T.bit_length()) if 2**n < T] + [T]
+    return [(B_r, min(B_r, spec.head_dim)) for B_r in rows]
+
+
+def traffic(spec: Spec, T: int, on_chip: int) -> Traffic:
+    """Bytes moved for each tile size, for the prompt's T tokens and for LONG.
+
+    Args:
+        on_chip: bytes of fast memory that are assumed.
+    """
+    shapes: list[TrafficShape] = []
+    for tokens in (T, LONG):
+        rows: list[TrafficRow] = []
+        for B_r, B_c in tile_sizes(spec, tokens):
+            read, written = tiled_bytes(spec, tokens, B_r, B_c)
+            needs = fast_memory(spec, B_r, B_c)
+            rows.append({
+                "block_m": B_r, "block_n": B_c, "fast_memory": needs, "read": read,
+                "written": written, "fits": needs <= on_chip,
+                "read_unskipped": tiled_bytes(spec, tokens, B_r, B_c, skip=False)[0],
+            })  # fmt: skip
+        last = manual_steps(spec, tokens)[-1]
+        shapes.append({"T": tokens, "manual_read": last["read_so_far"],
+                       "manual_written": last["written_so_far"], "rows": rows})  # fmt: skip
+    return {"size": size_of(spec), "fast_memory": on_chip, "shapes": shapes}
+
+
+def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
+    """Manual and tiled under the roofline of a GPU, in half precision, as T grows.
+
+    Raises:
+        ValueError: a GPU that is not known, or not even the smallest tile fits.
+    """
+    name = find_gpu(gpu)
+    half = "bfloat16" if flops.datasheet_peak(name, "bfloat16") else "float16"
+    peak, memory = flops.datasheet_peak(name, half), flops.datasheet_bandwidth(name)
+    assert peak is not None and memory is not None, f"{name} is not in both tables"
+    spec = replace(spec, dtype=half)
+    fit = [b for b in tile_sizes(spec, LENGTHS[-1]) if fast_memory(spec, *b) <= on_chip]
+    if not fit:
+        least = fast_memory(spec, 1, 1)
+        raise ValueError(f"fast_memory must hold a tile, {least} bytes at least, got {on_chip}")
+    B_r, B_c = fit[-1]
+    rate, (width, width_source) = peak.tflops * 1e12, memory
+
+    def cost(pairs: int, moved: int) -> Cost:
+        n = 4 * spec.head_dim * spec.n_head * pairs
+        compute, transfer = n / rate, moved / width
+        return {"flops": n, "bytes": moved, "intensity": n / moved,
+                "seconds": max(compute, transfer),
+                "bound": "memory" if transfer > compute else "compute"}  # fmt: skip
+
+    return {
+        "gpu": name,
+        "dtype": half,
+        "peak": rate,
+        "peak_source": peak.source,
+        "bandwidth": width,
+        "bandwidth_source": width_source,
+        "ridge": rate / width,
+        "block_m": B_r,
+        "block_n": B_c,
+        "fast_memory": on_chip,
+        "rows": [
+            {
+                "T": T,
+                "manual": cost(T * T, sum(s["read"] + s["written"] for s in manual_steps(spec, T))),
+                "tiled": cost(visited(spec, T, B_r, B_c)[1], sum(tiled_bytes(spec, T, B_r, B_c))),
+            }
+            for T in LENGTHS
+        ],
+    }

@@ -1,0 +1,286 @@
+"""The document: what explain.py computes, and what the page and the terminal show, as JSON.
+
+It is the contract between the two sides. The one that computes (maps.py, tiles.py, caches.py,
+cost.py) fills it in; the one that shows (page.py, text.py) computes no attention of its own.
+
+Numbers are plain JSON where there are few, and `Packed` where there are many. T is the number of
+prompt tokens shown, L layers, H query heads, D numbers a head. Bytes are bytes, seconds seconds.
+Layers, heads, tokens and tiles are counted from 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from typing import TypedDict
+
+import numpy as np
+from torch import Tensor
+
+
+class Packed(TypedDict):
+    """An array: base64 of its numbers, little endian, the last dimension fastest."""
+
+    dtype: str  # "uint8", "uint16" or "float32", which may hold -Infinity and NaN
+    shape: list[int]
+    data: str
+
+
+class Token(TypedDict):
+    id: int
+    text: str  # its text; a part of a character, which is no text, as "<E2 80>"
+    label: str  # the same in one line: a space as "␣", a line break as "⏎", a tab as "⇥"
+
+
+class Refused(TypedDict):
+    name: str  # of a backend that was asked for, or came before the one that ran
+    why: list[str]  # every reason
+
+
+class About(TypedDict):
+    """The model, the prompt, and what really ran."""
+
+    source: str  # where the weights come from
+    tokenizer: str  # "char" or "gpt2"
+    n_layer: int  # L
+    n_head: int  # H
+    n_kv_head: int  # key/value heads; fewer than H: query head h reads h // (H / n_kv_head)
+    head_dim: int  # D
+    n_embd: int
+    block_size: int  # the most tokens that the model takes
+    vocab_size: int
+    n_params: int
+    device: str
+    dtype: str  # of the weights, and of q, k and v
+    requested: str  # --attention_backend
+    backend: str  # the one that ran
+    title: str  # what it is
+    kernels: list[str]  # what the profiler saw run; empty: its own operators are no named kernel
+    announced: str  # the line that the command printed about it
+    refused: list[Refused]  # in the order in which they were tried
+    torch: str  # version
+    prompt: str
+    tokens: list[Token]  # T
+    segments: list[int] | None  # T numbers, the document of each token; None: one document
+    window: int | None  # keys that a query sees, itself included; None: all before it
+    offset: int  # Tk - Tq of the maps and tiles, as visible() has it
+    layer: int  # what the page begins with
+    head: int
+    notes: list[str]  # what was cut or left out, and why: a sentence each; show them all
+
+
+class Agreement(TypedDict):
+    """One layer's output, as the model's backend computed it, held against the formula.
+
+    The truth is manual in float64, on the q, k and v that this layer had in this run.
+    """
+
+    error: float  # largest |backend - truth| of all tokens and heads
+    allowed: float  # by the policy of attention/probe.py; the largest error that agrees
+    agrees: bool
+    manual_error: float  # largest |manual - truth|, manual in the model's dtype
+    from_manual: float  # largest |backend - manual|, both in the model's dtype
+    largest: float  # largest |truth|
+    heads: list[float]  # H: `error` of each head
+
+
+class Maps(TypedDict):
+    """P = softmax(Q K^T / sqrt(D)) of every layer and head, by manual in float32."""
+
+    weights: Packed  # (L, H, T (T + 1) / 2) integers, each `weight * levels` rounded. Row i, query
+    # i, has the keys 0 .. i and begins at i (i + 1) / 2. What visible() hides is 0.
+    levels: int  # 65535 or 255
+    rounding: float  # the most that a weight is off by the rounding to integers: 0.5 / levels
+    sum_error: float  # largest |sum of a row - 1| before rounding
+    seen: list[list[int]]  # T pairs [first, stop): the keys that query i sees, by visible()
+    layers: list[Agreement]  # L
+
+
+class TileStep(TypedDict):
+    """One tile, for all heads of a layer together; the same in every layer."""
+
+    i: int  # block of queries
+    j: int  # block of keys
+    rows: list[int]  # [first, stop) queries
+    cols: list[int]  # [first, stop) keys
+    skipped: bool  # wholly masked: nothing is read, nothing computed
+    at: int | None  # its place in the arrays of TracedHead; None where skipped
+    first: bool  # the first tile of its row that is not skipped: Q_i is read
+    last: bool  # the last tile of its row that is not skipped: O_i and L_i are written after it
+    read: int  # bytes read at this tile
+    written: int
+    read_so_far: int  # bytes, this tile included
+    written_so_far: int
+
+
+class ManualStep(TypedDict):
+    """One pass of the standard algorithm over main memory, for all heads of a layer together."""
+
+    name: str  # "S = Q K^T", "P = softmax(S)", "O = P V"
+    reads: str  # "Q, K"
+    writes: str  # "S"
+    read: int  # bytes
+    written: int
+    read_so_far: int
+    written_so_far: int
+
+
+class TracedHead(TypedDict):
+    """What forward_tiles() did for one head. V: tiles that were visited, in their order.
+
+    The last block of queries or keys may be shorter: what lies beyond it is NaN.
+    """
+
+    layer: int
+    head: int
+    scores: Packed  # (V, block_m, block_n) float32: S_ij; -Infinity where masked
+    m: Packed  # (V, block_m) float32: running maximum after the tile; -Infinity: nothing seen yet
+    l: Packed  # (V, block_m) float32: running sum of exp(s - m) after the tile
+    rescale: Packed  # (V, block_m) float32: what the old l and O were multiplied by, exp(m - m_new)
+    o: Packed | None  # (V, block_m, D) float32: O_i after the tile, not normalised yet; None: left
+    # out for its size, which `notes` of Tiles says
+    o_norm: Packed  # (V, block_m) float32: Euclidean norm of each row of O_i after the tile
+    out: Packed  # (T, D) float32: the output of tiled, O_i / l_i
+    manual: Packed  # (T, D) float32: manual's, from the same q, k and v
+    difference: float  # largest |out - manual|
+    allowed: float  # as in Agreement, for this layer's tiled output against float64
+    error: float  # largest |out - truth|
+
+
+class Tiles(TypedDict):
+    """The trace of attention/tiled.py over the prompt, tile by tile."""
+
+    block_m: int  # rows of a tile, queries
+    block_n: int  # columns of a tile, keys
+    n_rows: int  # blocks of queries
+    n_cols: int  # blocks of keys
+    size: int  # bytes of a number of q, k, v, out
+    fast_memory: int  # bytes that one tile needs on chip; see Traffic
+    steps: list[TileStep]  # n_rows * n_cols, in the order of the algorithm
+    manual: list[ManualStep]  # 3
+    heads: list[TracedHead]  # the heads that are there: all, or those that a note names
+    notes: list[str]  # what was left out, and why; empty: nothing was
+
+
+class TrafficRow(TypedDict):
+    """One tile size."""
+
+    block_m: int
+    block_n: int  # block_m, but D at most
+    fast_memory: int  # bytes on chip: Q_i, K_j, V_j in the dtype; O_i, S_ij, m_i, l_i in float32
+    read: int  # bytes by one layer's forward pass, all heads
+    written: int
+    read_unskipped: int  # the same if no tile were skipped
+    fits: bool  # into the fast memory assumed
+
+
+class TrafficShape(TypedDict):
+    T: int  # tokens
+    manual_read: int
+    manual_written: int
+    rows: list[TrafficRow]  # ascending
+
+
+class Traffic(TypedDict):
+    """Bytes to and from main memory against the fast memory that there is: closed formulas."""
+
+    size: int  # bytes of a number
+    fast_memory: int  # bytes on chip that are assumed (--fast_memory)
+    shapes: list[TrafficShape]  # the prompt, and a long sequence
+
+
+class CacheStep(TypedDict):
+    """One decode step through one cache: what its buffers hold in layer 0, and what is touched.
+
+    Cells are numbered through: place c of the buffer; in a paged cache cell c is slot
+    c % page_size of page c // page_size.
+    """
+
+    kind: str  # "dynamic", "static" or "paged"
+    backend: str  # what ran the step
+    kernels: list[str]
+    refused: list[Refused]
+    cells: int  # how many there are
+    holds: list[int]  # cells numbers: the position of the token whose k and v are there; -1: none
+    read: list[int]  # cells that the backend is given to read
+    seen: list[int]  # of these, the cells that the query attends to
+    written: list[int]  # cells whose content changed in this step: found by comparing
+    length_before: int  # tokens stored before the step
+    length_after: int
+    bytes_allocated: int  # all layers, keys and values
+    bytes_used: int  # of these, what holds tokens
+    page_size: int | None  # tokens a page; None: not paged
+    page_table: list[int]  # page of tokens 0 .. page_size - 1, of the next ones, ...; empty: none
+    free_pages: list[int]  # pages that nobody holds; page 0 is the null page, never handed out
+    error: float  # largest |logits - logits without a cache|, of the decoded token
+
+
+class Caches(TypedDict):
+    """The prompt is read, then one more token is decoded, with each of the three caches."""
+
+    prompt: list[Token]  # the tokens that were read first
+    token: Token  # the one that is decoded
+    position: int  # where it stands
+    predicted: bool  # whether it is the model's likeliest next token, or the prompt's own last
+    bytes_per_token: int  # all layers, keys and values
+    steps: list[CacheStep]  # dynamic, static, paged
+    allowed: float  # the largest `error` that counts as agreement
+    agree: bool
+    notes: list[str]
+
+
+class Cost(TypedDict):
+    """One pass of attention: what it computes and moves, and the time below which it cannot be."""
+
+    flops: int  # FLOPs of the two products
+    bytes: int  # to and from main memory
+    intensity: float  # FLOPs a byte
+    seconds: float  # the larger of flops / peak and bytes / bandwidth: the roofline
+    bound: str  # "memory" or "compute"
+
+
+class CostRow(TypedDict):
+    T: int  # tokens
+    manual: Cost
+    tiled: Cost
+
+
+class Costs(TypedDict):
+    """One layer of this model's attention, forward, batch 1, all heads, as T grows."""
+
+    gpu: str  # whose roofline
+    dtype: str  # the dtype assumed there, half precision
+    peak: float  # FLOP/s
+    peak_source: str
+    bandwidth: float  # bytes a second
+    bandwidth_source: str
+    ridge: float  # FLOPs a byte where the two roofs meet: peak / bandwidth
+    block_m: int  # the largest tile that fits into the fast memory assumed
+    block_n: int
+    fast_memory: int  # bytes on chip that are assumed
+    rows: list[CostRow]
+
+
+class Document(TypedDict):
+    about: About
+    maps: Maps
+    tiles: Tiles
+    traffic: Traffic
+    caches: Caches
+    costs: Costs
+
+
+def pack(x: Tensor | np.ndarray) -> Packed:
+    """An array as JSON can hold it; a float tensor becomes float32."""
+    a = x.detach().float().cpu().numpy() if isinstance(x, Tensor) else x
+    assert str(a.dtype) in ("uint8", "uint16", "float32"), a.dtype
+    little = a.byteswap() if sys.byteorder == "big" else a
+    data = base64.b64encode(np.ascontiguousarray(little).tobytes()).decode()
+    return {"dtype": str(a.dtype), "shape": list(a.shape), "data": data}
+
+
+def unpack(packed: Packed) -> np.ndarray:
+    """The array that pack() was given."""
+    dtype = np.dtype(packed["dtype"]).newbyteorder("<")
+    a = np.frombuffer(base64.b64decode(packed["data"]), dtype)
+    return a.reshape(packed["shape"]).astype(packed["dtype"])

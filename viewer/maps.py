@@ -1,0 +1,143 @@
+"""Attention maps: what a model really computed, seen from outside of its kernel.
+
+A fused kernel never holds P = softmax(Q K^T / sqrt(D)): there is nothing to look at. So the q, k
+and v of each layer are caught on their way into the kernel, and P is computed again from them by
+manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
+
+Whether the picture is of the same computation, the output says: the kernel's is held against
+manual's from the same q, k and v, by the policy of attention/probe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention import Spec, manual, visible
+from model import GPT
+from viewer.document import Agreement, Maps, pack
+
+FINE = 5_000_000  # so many weights have 16 bits each, more of them 8; GPT-2 has 4.7 million
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the attention of one layer was given, and what it gave. One sequence: B = 1."""
+
+    q: Tensor  # (1, T, H, D)
+    k: Tensor  # (1, Tk, Hkv, D)
+    v: Tensor  # (1, Tk, Hkv, D)
+    out: Tensor  # (1, T, H, D)
+    spec: Spec
+    segments: Tensor | None  # (1, T) int32
+
+
+@contextmanager
+def watched(model: GPT) -> Iterator[list[Call]]:
+    """Fills the list with a Call for each layer, while the model runs inside."""
+    calls: list[Call] = []
+
+    def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, attend, *rest = args
+        return x, recording(attend), *rest
+
+    def recording(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+                  segments: Tensor | None = None, cache: Any = None) -> Tensor:  # fmt: skip
+            out = attend(q, k, v, spec, segments=segments, cache=cache)
+            calls.append(Call(q, k, v, out, spec, segments))
+            return out
+
+        return noted
+
+    hooks = [block.attn.register_forward_pre_hook(hook) for block in model.transformer.h]
+    try:
+        yield calls
+    finally:
+        for h in hooks:
+            h.remove()
+
+
+def maps(calls: list[Call]) -> Maps:
+    """The maps of all layers, and whether the backend's outputs agree with them."""
+    T, H = calls[0].q.shape[1:3]
+    levels = 65535 if len(calls) * H * T * (T + 1) // 2 <= FINE else 255
+    lower = torch.tril_indices(T, T)
+    rows, sum_error = [], 0.0
+    for call in calls:
+        P = weights(call)
+        sum_error = max(sum_error, float((P.sum(dim=-1) - 1).abs().max()))
+        cells = P[:, lower[0], lower[1]].cpu().numpy()  # (H, T (T + 1) / 2), row after row
+        rows.append(np.rint(cells * levels).astype(np.uint16 if levels > 255 else np.uint8))
+    return {
+        "weights": pack(np.stack(rows)),
+        "levels": levels,
+        "rounding": 0.5 / levels,
+        "sum_error": sum_error,
+        "seen": seen(T, calls[0].spec.window, calls[0].segments),
+        "layers": [agreement(call) for call in calls],
+    }
+
+
+def weights(call: Call) -> Tensor:
+    """P of every head, (H, T, T) float32: manual's output where the values are the identity."""
+    T, Hkv = call.k.shape[1:3]
+    identity = torch.eye(T, device=call.q.device).expand(Hkv, T, T).transpose(0, 1)[None]
+    spec = replace(call.spec, dtype="float32")
+    P = manual.attend(call.q.float(), call.k.float(), identity, spec, segments=call.segments)
+    return P[0].transpose(0, 1)
+
+
+def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:
+    """The keys that each query sees, as [first, stop): one run, since a segment is one."""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seg = None if segments is None else segments[0].cpu()
+    sees = visible(i, j, 0, window, None if seg is None else seg[:, None], seg)
+    first, count = sees.int().argmax(dim=1), sees.sum(dim=1)
+    runs = [[int(a), int(a + n)] for a, n in zip(first, count, strict=True)]
+    assert all(bool(sees[i, a:b].all()) for i, (a, b) in enumerate(runs)), "not one run"
+    return runs
+
+
+def truth(call: Call) -> Tensor:
+    """manual in float64, (1, T, H, D)."""
+    device = "cpu" if call.q.device.type == "mps" else call.q.device
+    q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
+    seg = None if call.segments is None else call.segments.to(device)
+    return manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
+
+
+def agreement(call: Call) -> Agreement:
+    """One layer's output held against the formula.
+
+    As attention/probe.py: twice the error of manual in the same dtype is allowed, plus the rounding
+    of the largest value, plus 32 roundings in the precision that kernels compute in.
+    """
+    exact = truth(call)
+    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
+    manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
+    eps = torch.finfo(call.q.dtype).eps
+    eps_compute = min(eps, torch.finfo(torch.float32).eps)
+    allowed = 2 * manual_error + (eps + 32 * eps_compute) * largest
+    error = float(by_head.max())
+    return {
+        "error": error,
+        "allowed": allowed,
+        "agrees": error <= allowed,
+        "manual_error": manual_error,
+        "from_manual": float(off(call.out, plain).max()),
+        "largest": largest,
+        "heads": by_head.tolist(),
+    }
+
+
+def off(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| in float64, on the CPU."""
+    return (a.cpu().double() - b.cpu().double()).abs()

@@ -1,0 +1,332 @@
+"""The document in a terminal: 80 columns, no colour, one layer and head."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from viewer.document import Caches, CacheStep, Costs, Document, TileStep, Traffic, unpack
+
+WIDTH = 80
+SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-"), (0.0, "."))
+STEPS = 80  # lines of the tile walk
+
+
+def render(document: Document) -> str:
+    """The whole document, lines of at most 80 characters."""
+    about = document["about"]
+    parts = [
+        head(document),
+        attention_map(document, about["layer"], about["head"]),
+        tile_walk(document, about["layer"], about["head"]),
+        traffic(document["traffic"]),
+        caches(document["caches"]),
+        costs(document["costs"], about["n_head"]),
+    ]
+    return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
+
+
+def head(document: Document) -> list[str]:
+    """What is shown, and which kernel it was."""
+    a = document["about"]
+    shared = "" if a["n_kv_head"] == a["n_head"] else f" ({a['n_kv_head']} for keys and values)"
+    lines = wrap(
+        f"{a['source']}: {a['n_layer']} layers, {a['n_head']} heads{shared} of {a['head_dim']} "
+        f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}."
+    )
+    lines += wrap(f"{a['announced']}.")
+    for name, why in ((r["name"], r["why"]) for r in a["refused"]):
+        lines += wrap(f"Refused: {name}, since {'; '.join(why)}.")
+    layers = document["maps"]["layers"]
+    worst = max(layers, key=lambda x: x["error"] / x["allowed"] if x["allowed"] else x["error"])
+    n = sum(x["agrees"] for x in layers)
+    lines += wrap(
+        f"Its output agrees with manual's formula in {n} of {len(layers)} layers. The worst is off "
+        f"by {worst['error']:.2g}, allowed is {worst['allowed']:.2g} (layer "
+        f"{layers.index(worst)}, the truth in float64)."
+    )
+    for layer, x in enumerate(layers):
+        if not x["agrees"]:
+            lines += wrap(
+                f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
+                f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
+            )
+    for note in a["notes"]:
+        lines += wrap(note)
+    return lines
+
+
+def attention_map(document: Document, layer: int, head: int) -> list[str]:
+    """Where each token looks, as shades."""
+    a, maps = document["about"], document["maps"]
+    labels, T = [t["label"] for t in a["tokens"]], len(a["tokens"])
+    P = np.zeros((T, T))
+    P[np.tril_indices(T)] = unpack(maps["weights"])[layer, head] / maps["levels"]
+    wide, n = min(8, max(map(len, labels))), len(str(T - 1))
+    group = -(-T // (WIDTH - 2 * (n + wide + 4)))  # tokens a column
+    lines = title(f"MAP of layer {layer}, head {head}")
+    shades = ", ".join(f"{c} from {low:g}" for low, c in SHADES[::-1])
+    lines += wrap(
+        "A row is a token, and how it spreads its attention over itself and those before it: each "
+        f"row sums to 1. Shades: {shades}; blank: hidden"
+        + (f", by the window of {a['window']}" if a["window"] else "")
+        + (", by the border of a document" if a["segments"] else "")
+        + ", or later."
+    )
+    if group > 1:
+        lines += wrap(
+            f"Of {T} tokens every {group}th row; a column is the sum over {group} tokens."
+        )
+    starts = range(0, T, group)
+    axis = "".join(labels[j][0] for j in starts) if group == 1 else ""
+    lines += ["", f"{'':{n + wide + 2}}{axis:<{len(starts)}} most"]
+    for i in range(group - 1, T, group):
+        first, stop = maps["seen"][i]
+        cells = "".join(
+            shade(float(P[i, j : j + group].sum())) if j < stop and first < j + group else " "
+            for j in starts
+        )
+        j = int(P[i].argmax())
+        query, key = f"{i:>{n}} {labels[i][:wide]:>{wide}}", f"{j:>{n}} {labels[j][:wide]:<{wide}}"
+        lines.append(f"{query} {cells} {key} {P[i, j]:.2f}")
+    return lines
+
+
+def shade(weight: float) -> str:
+    """The character of a weight."""
+    return next(c for low, c in SHADES if weight >= low)
+
+
+def tile_walk(document: Document, layer: int, head: int) -> list[str]:
+    """The tiles of one head in order, and its output beside manual's."""
+    tiles, T = document["tiles"], len(document["about"]["tokens"])
+    lines = title(f"TILES of layer {layer}, head {head}: FlashAttention in plain PyTorch")
+    traced = next(h for h in tiles["heads"] if (h["layer"], h["head"]) == (layer, head))
+    lines += wrap(
+        f"{count(T, 'query', 'queries')} in blocks of {tiles['block_m']}, {count(T, 'key')} in "
+        f"blocks of {tiles['block_n']}. A tile needs {amount(tiles['fast_memory'])} of fast "
+        "memory. m: running maximum of a row's scores, l: running sum of exp(s - m), x: "
+        "what the old output is multiplied by; of each the least and the largest of the tile's "
+        "rows. Bytes: all heads, so far."
+    )
+    scores = unpack(traced["scores"])
+    if tiles["n_cols"] <= 16 and tiles["n_rows"] <= 16:
+        lines += ["", *grid(tiles["steps"], tiles["n_cols"], scores)]
+    lines += ["", f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'x':>12}"
+              f"{'read':>9}"]  # fmt: skip
+    m, l, x = (unpack(traced[name]) for name in ("m", "l", "rescale"))
+    walked = list(merged(tiles["steps"]))
+    for first, last in walked[:STEPS]:
+        name = f"{first['i']},{first['j']}"
+        if first["skipped"]:
+            to = f" to {last['i']},{last['j']}" if last is not first else ""
+            lines.append(f"{name:>7} skipped{to}: wholly masked, nothing is read")
+            continue
+        at = first["at"]
+        assert at is not None
+        lines.append(
+            f"{name:>7} {span(first['rows']):>9} {span(first['cols']):>9}{between(m[at], 1):>16}"
+            f"{between(l[at], 1):>14}{between(x[at], 2):>12}{amount(first['read_so_far']):>9}"
+        )
+    if len(walked) > STEPS:
+        lines += wrap(f"... and {len(walked) - STEPS} lines more; the page has all of them.")
+    last_step, by_manual = tiles["steps"][-1], tiles["manual"][-1]
+    lines += ["", f"{'':10}{'read':>12}{'written':>12}"]
+    for name, read, written in (
+        ("tiled", last_step["read_so_far"], last_step["written_so_far"]),
+        ("manual", by_manual["read_so_far"], by_manual["written_so_far"]),
+    ):
+        lines.append(f"{name:10}{amount(read):>12}{amount(written):>12}")
+    agrees = "agrees" if traced["error"] <= traced["allowed"] else "does NOT agree"
+    lines += wrap(
+        f"The output of tiled {agrees} with the formula: off by {traced['error']:.2g}, allowed is "
+        f"{traced['allowed']:.2g}; from manual's in the same dtype by {traced['difference']:.2g}."
+    )
+    for note in tiles["notes"]:
+        lines += wrap(note)
+    return lines
+
+
+def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str]:
+    """Which tiles are visited: / masked in part, x wholly visible, . skipped."""
+    lines = [" " * 12 + "".join(f"{f'K_{j}':>5}" for j in range(n_cols))]
+    for row in range(0, len(steps), n_cols):
+        cells = []
+        for step in steps[row : row + n_cols]:
+            if step["at"] is None:
+                cells.append(".")
+            else:
+                cells.append("/" if np.isneginf(scores[step["at"]]).any() else "x")
+        lines.append(f"{f'Q_{row // n_cols}':>12}" + "".join(f"{c:>5}" for c in cells))
+    return [*lines, "", "            x wholly visible   / masked in part   . skipped"]
+
+
+def merged(steps: Sequence[TileStep]) -> Iterable[tuple[TileStep, TileStep]]:
+    """(first, last) of each line of the walk: neighbours in a row that are skipped are one."""
+    n = 0
+    while n < len(steps):
+        last = n
+        while (
+            steps[n]["skipped"]
+            and last + 1 < len(steps)
+            and steps[last + 1]["skipped"]
+            and steps[last + 1]["i"] == steps[n]["i"]
+        ):
+            last += 1
+        yield steps[n], steps[last]
+        n = last + 1
+
+
+def traffic(found: Traffic) -> list[str]:
+    """Bytes moved against the fast memory that a tile needs."""
+    lines = title("TRAFFIC: bytes to and from main memory, one layer forward, all heads")
+    lines += wrap(
+        "The larger a tile, the less often keys and values are read. Fast memory assumed: "
+        f"{amount(found['fast_memory'])}; a tile marked - does not fit into it."
+    )
+    for shape in found["shapes"]:
+        manual = shape["manual_read"] + shape["manual_written"]
+        lines += ["", f"{count(shape['T'], 'token')}; manual moves {amount(manual)}",
+                  f"{'tile':>12}{'needs':>10}{'tiled moves':>14}{'of manual':>12}"
+                  f"{'if none were skipped':>23}"]  # fmt: skip
+        for row in shape["rows"]:
+            moved = row["read"] + row["written"]
+            unskipped = row["read_unskipped"] + row["written"]
+            tile = f"{row['block_m']} x {row['block_n']}"
+            lines.append(
+                f"{tile:>12}{amount(row['fast_memory']):>10}{amount(moved):>14}"
+                f"{moved / manual:>12.1%}{amount(unskipped):>23}{'' if row['fits'] else '  -'}"
+            )
+    return lines
+
+
+def caches(found: Caches) -> list[str]:
+    """One decode step with each cache."""
+    token, n = found["token"], len(found["prompt"])
+    what = "the model's likeliest next token" if found["predicted"] else "the prompt's last token"
+    lines = title("CACHES: one decode step")
+    lines += wrap(
+        f"{count(n, 'token')} stored; token {found['position']} ({token['label']!r}, {what}) is "
+        f"decoded. A token takes {amount(found['bytes_per_token'])} of keys and values "
+        "in all layers. W written now, r read and attended to, m read and masked, s stored and not "
+        "read, . empty."
+    )
+    for step in found["steps"]:
+        refused = [f"{r['name']} was refused: {'; '.join(r['why'])}." for r in step["refused"]]
+        lines += ["", *wrap(
+            f"{step['kind']}, by {step['backend']}: {amount(step['bytes_allocated'])} allocated, "
+            f"{amount(step['bytes_used'])} of it used. {' '.join(refused)}"
+        )]  # fmt: skip
+        lines += cells(step)
+    said = "agree" if found["agree"] else "do NOT agree"
+    worst = max(step["error"] for step in found["steps"])
+    lines += ["", *wrap(
+        f"The logits of the three {said} with those without a cache: off by {worst:.2g} at most, "
+        f"allowed is {found['allowed']:.2g}."
+    )]  # fmt: skip
+    for note in found["notes"]:
+        lines += wrap(note)
+    return lines
+
+
+def cells(step: CacheStep) -> list[str]:
+    """The cells of one cache, a character each; of a paged one a page a line."""
+    read, seen, written = set(step["read"]), set(step["seen"]), set(step["written"])
+    drawn = ""
+    for c in range(step["cells"]):
+        if c in written:
+            drawn += "W"
+        elif c in read:
+            drawn += "r" if c in seen else "m"
+        else:
+            drawn += "s" if step["holds"][c] >= 0 else "."
+    size = step["page_size"]
+    if size is None:
+        return [f"  {at:>4} {drawn[at : at + 64]}" for at in range(0, len(drawn), 64)]
+    lines = []
+    for page in range(len(drawn) // size):
+        what = "free"
+        if page in step["page_table"]:
+            first = step["page_table"].index(page) * size
+            what = f"tokens {first} to {min(first + size, step['length_after']) - 1}"
+        elif page == 0:
+            what = "the null page: padding is written here"
+        lines.append(f"  page {page:<3} {drawn[page * size : (page + 1) * size]}  {what}")
+    table = " ".join(map(str, step["page_table"]))
+    return [*lines, *wrap(f"page table [{table}]", "  ")]
+
+
+def costs(found: Costs, n_head: int) -> list[str]:
+    """FLOPs, bytes and the roofline as T grows."""
+    lines = title(f"COST on one {found['gpu']}, {found['dtype']}")
+    lines += wrap(
+        f"One layer forward, batch 1, {n_head} heads, tiles of {found['block_m']} x "
+        f"{found['block_n']}, the largest that fit into {amount(found['fast_memory'])}. Peak "
+        f"{found['peak'] / 1e12:,.4g} TFLOP/s ({found['peak_source']}), "
+        f"{found['bandwidth'] / 1e9:,.4g} GB/s ({found['bandwidth_source']}). Below "
+        f"{found['ridge']:.0f} FLOPs a byte (F/B) memory is the limit, above it arithmetic. "
+        "Computing and moving so much takes at least that time."
+    )
+    lines += ["", f"{'':8}{'manual':^36}{'tiled':^36}",
+              f"{'T':>7} " + f"{'FLOPs':>9}{'bytes':>9}{'F/B':>6}{'time':>10}  " * 2]  # fmt: skip
+    for row in found["rows"]:
+        line = f"{row['T']:>7,} "
+        for c in (row["manual"], row["tiled"]):
+            mark = "m" if c["bound"] == "memory" else "c"
+            line += (
+                f"{scaled(c['flops']):>9}{scaled(c['bytes']):>9}{c['intensity']:>6.0f}"
+                f"{duration(c['seconds']):>8} {mark}  "
+            )
+        lines.append(line)
+    return [*lines, "", "m: memory is the limit, c: arithmetic is"]
+
+
+# --- words and numbers ---
+
+
+def title(text: str) -> list[str]:
+    return [text, "-" * min(len(text), WIDTH)]
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def count(n: int, one: str, many: str = "") -> str:
+    """ "1 token", "4,096 tokens"."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def scaled(n: float) -> str:
+    """Three figures and a unit: "12.3 M"."""
+    units = iter(("", "k", "M", "G", "T"))
+    unit = next(units)
+    while n >= 999.5 and unit != "T":
+        n, unit = n / 1000, next(units)
+    return f"{n:.3g} {unit}" if unit else f"{n:.0f}  "
+
+
+def amount(n: int) -> str:
+    """Bytes: "12.3 kB"."""
+    return f"{scaled(n).rstrip()}{'B' if n >= 999.5 else ' B'}"
+
+
+def duration(seconds: float) -> str:
+    """ "12.3 us": three figures."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def span(ends: Sequence[int]) -> str:
+    return f"{ends[0]}..{ends[1] - 1}"
+
+
+def between(values: np.ndarray, digits: int) -> str:
+    """The least and the largest of a tile's rows; those beyond a short block are NaN."""
+    there = values[~np.isnan(values)]
+    low, high = (f"{v:.{digits}f}" for v in (there.min(), there.max()))
+    return f"{low}..{high}"
