@@ -1,0 +1,1 @@
+"""The pages, and what makes them: `docs.build`, `docs.figures`, `docs.exercises`."""

@@ -1,0 +1,139 @@
+"""Writes what is generated inside the pages of docs/course, so that it cannot drift from the code.
+
+    python -m docs.build            rewrites the pages
+    python -m docs.build --check    names each place that is out of date, with exit code 1
+
+A page says what belongs at a place by a comment, and everything from there to `<!-- end -->` is
+generated:
+
+    <!-- code: attention/tiled.py forward_tiles -->
+    <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
+    <!-- figure: mask --Tq=3 --Tk=5 -->
+
+The first is a function, a class, a method (`Tiled.forward`) or a constant of a file, as it stands
+there, decorators and docstring included. The second is some lines of it: from the first that holds
+the one text to the next that holds the other. The third is what `python -m docs.figures` prints for
+the same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from docs import figures
+from settings import UserError, exit_on_user_error
+
+ROOT = Path(__file__).resolve().parent.parent
+COURSE = ROOT / "docs" / "course"
+END = "<!-- end -->\n"
+MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
+CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?')
+
+
+def main(argv: Sequence[str]) -> int:
+    """Rewrite the pages, or with --check only compare. Returns the exit code."""
+    if list(argv) not in ([], ["--check"]):
+        raise UserError(f"usage: python -m docs.build [--check], got {' '.join(argv)}")
+    stale = 0
+    for page in sorted(COURSE.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        fresh, changed = rebuild(text, page)
+        stale += len(changed)
+        if not argv and changed:
+            page.write_text(fresh, encoding="utf-8")
+        for mark in changed:
+            print(f"{page.name}: {'is out of date' if argv else 'written'}: {mark}")
+    if argv and stale:
+        print("python -m docs.build writes them anew")
+    return int(bool(argv) and stale > 0)
+
+
+def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
+    """A page with everything generated anew, and the marks of the places that changed.
+
+    Raises:
+        UserError: a mark that names nothing, or has no end.
+    """
+    fresh, changed, at = [], [], 0
+    for found in MARK.finditer(text):
+        kind, what = found.groups()
+        mark = found.group().strip()
+        end = text.find(END, found.end())
+        next_mark = MARK.search(text, found.end())
+        if end < 0 or (next_mark and next_mark.start() < end):
+            raise UserError(f"{page.name}: no {END.strip()} after {mark}")
+        make: Callable[[str, Path], str] = code if kind == "code" else figure
+        try:
+            made = make(what, page)
+        except UserError as e:
+            raise UserError(f"{page.name}: {mark}: {e}") from None
+        if text[found.end() : end] != made:
+            changed.append(mark)
+        fresh += [text[at : found.end()], made]
+        at = end
+    return "".join([*fresh, text[at:]]), changed
+
+
+def code(what: str, page: Path) -> str:
+    """The fenced block for "FILE NAME" or 'FILE NAME from "TEXT" to "TEXT"', with a link above."""
+    parsed = CODE.fullmatch(what)
+    if not parsed:
+        raise UserError('expected: FILE NAME, or FILE NAME from "TEXT" to "TEXT"')
+    file, name, first, last = parsed.groups()
+    path = ROOT / file
+    if not path.is_file():
+        raise UserError(f"there is no file {file}")
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    lines = cut(source(path.read_text(encoding="utf-8"), name), first, last)
+    return f"[{file}]({link}), `{name}`:\n\n```python\n{lines}```\n"
+
+
+def source(text: str, name: str) -> str:
+    """The lines of a function, class, method or constant of a file."""
+    body: list[ast.stmt] = ast.parse(text).body
+    for part in name.split("."):
+        node = next((n for n in body if part in names(n)), None)
+        if node is None:
+            raise UserError(f"there is no {name} in that file")
+        body = getattr(node, "body", [])
+    assert node is not None and node.end_lineno is not None
+    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
+
+
+def names(node: ast.stmt) -> list[str]:
+    """What a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [t.id for t in targets if isinstance(t, ast.Name)]
+
+
+def cut(lines: str, first: str | None, last: str | None) -> str:
+    """The lines from the one that holds `first` to the next that holds `last`, dedented."""
+    if first is None or last is None:
+        return lines
+    every = lines.splitlines(keepends=True)
+    start = next((n for n, line in enumerate(every) if first in line), None)
+    if start is None:
+        raise UserError(f"no line there holds {first!r}")
+    stop = next((n for n in range(start, len(every)) if last in every[n]), None)
+    if stop is None:
+        raise UserError(f"no line from there on holds {last!r}")
+    return textwrap.dedent("".join(every[start : stop + 1]))
+
+
+def figure(what: str, page: Path) -> str:
+    """What docs/figures.py makes of "NAME --option=value"."""
+    return figures.draw(shlex.split(what)).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""A reference answer for each exercise. Look after you have tried."""

