@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= config/train_shakespeare_cpu.py
 
-.PHONY: setup train test sample bench lint clean
+.PHONY: setup train test sample explain bench lint clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -20,10 +20,13 @@ train: setup
 	$(BIN)/python train.py $(CONFIG)
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist=worksteal
 
 sample: setup
 	$(BIN)/python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
+
+explain: setup
+	$(BIN)/python explain.py --out_dir=out/shakespeare_cpu
 
 bench: setup
 	$(BIN)/python bench_mfu.py

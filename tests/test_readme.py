@@ -15,6 +15,7 @@ from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options, split_name
 from bench.settle import settle
 from data.prepare import DATASETS, PrepareConfig
+from explain import ExplainConfig
 from sample import SampleConfig
 from settings import read
 from train import TrainConfig
@@ -57,7 +58,8 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         assert re.search(r"python3|pip|ruff|git", words[0]), f"unknown command: {line}"
         return
     rest = [w for w in words[1:] if w != "--help"]
-    kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig}
+    kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig,
+                             "explain.py": ExplainConfig}  # fmt: skip
     if rest[0] in kinds:
         read(kinds[rest[0]], rest[1:], aliases=ALIASES)
     elif rest[:2] == ["-m", "data"]:
@@ -69,6 +71,8 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         words = rest[1:]
         if words[:1] not in (["compare"], ["report"]):
             settle(words[1:] if words and words[0] in bench_mfu.MODES else words)
+    elif rest[:2] == ["-m", "docs.exercises"]:
+        assert rest[2] in map(str, range(1, 10))
     else:
         module = rest[:2] in (["-m", "pytest"], ["-m", "attention.support"])
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
