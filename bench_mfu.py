@@ -1,6 +1,8 @@
 """Measure every attention backend side by side: speed, MFU, memory, error.
 
     python bench_mfu.py                                    training steps, every backend
+    python bench_mfu.py train --profile                    and where their time goes
+    python bench_mfu.py train --roofline="NVIDIA H200"     where it would go at best, on any GPU
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
@@ -34,7 +36,7 @@ from rich.text import Text
 
 import data
 import flops
-from bench import answers, fitting, records, report, rivals, rows, tables
+from bench import answers, fitting, records, report, rivals, roofline, rows, tables
 from bench.machine import free_memory
 from bench.process import Failure, Outcome, Worker, measure
 from bench.settle import BenchConfig, names, settings_of, settle, vocabulary
@@ -44,6 +46,7 @@ from settings import UserError, exit_on_user_error
 
 MODES = ("train", "kernel", "decode", "converge", "compare", "report")
 SWEEP_ROUNDS = 3
+PROFILED_STEPS = 3
 CONVERGE_ROUNDS = 10  # parts into which the steps of a converge run are cut, to be run in turn
 
 
@@ -69,6 +72,17 @@ class Bench:
     def model(self) -> GPTConfig:
         return self.config.train(1).model(self.vocab_size)
 
+    def parts(self, sequences: int, micro: int) -> dict[str, roofline.Work]:
+        """What a step has to do."""
+        clip = bool(self.config.grad_clip)
+        return roofline.work(self.model, sequences, micro, self.machine["dtype"], clip)
+
+    def rates(self) -> tuple[tuple[float, str], float | None]:
+        """The memory's bytes a second with their source, and what large products reach."""
+        known = flops.datasheet_bandwidth(self.machine["name"])
+        measured = self.machine["bandwidth"], "measured: a large copy"
+        return known or measured, self.config.products_tflops or self.machine["products_tflops"]
+
     def job(self, kind: str, name: str, batch_size: int = 1, rival: str = "",
             **changes: Any) -> dict[str, Any]:  # fmt: skip
         """What a worker is told: everything, so that it reads no settings of its own."""
@@ -76,7 +90,7 @@ class Bench:
         train = self.config.train(batch_size, **{**ours, "attention_fallback": False, **changes})
         return {"job": kind, "contender": name, "rival": rival, "train": asdict(train),
                 "device": self.device, "vocab_size": self.vocab_size,
-                "memory_limit": self.memory_limit}  # fmt: skip
+                "memory_limit": self.memory_limit, "profile": self.config.profile}  # fmt: skip
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only has to begin.
@@ -160,7 +174,8 @@ def train(bench: Bench) -> tuple[list[rows.Row], dict[str, Any]]:
         for name, rival in contenders.items()
         if name not in refused
     }
-    ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps}
+    ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps,
+           "profile": PROFILED_STEPS * config.profile}  # fmt: skip
     # A batch that fills the memory leaves no room for another's worker to sleep in.
     fresh = True if batch is None and config.fresh_rounds is None else None
     found = {n: o for (n, _), o in bench.measure(jobs, {"": ask}, config.rounds, fresh).items()}
@@ -180,7 +195,12 @@ def train(bench: Bench) -> tuple[list[rows.Row], dict[str, Any]]:
             row["fits"] = fits[name]
         known = reference if "loss" in reference else {}
         sequences = sizes[name] * micro
-        table.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, known))
+        row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
+        if "profile" in row:
+            parts = bench.parts(sequences, micro)
+            row["profile"] = rows.of_profile(row["profile"], parts, bench.model, sequences,
+                                             bench.peak, *bench.rates())  # fmt: skip
+        table.append(row)
     if config.sweep:  # the model's own heads, and fewer rounds: it is beside the point
         own = replace(config, heads=(), head_dims=(), windows=(), seconds=config.seconds / 2,
                       rounds=min(SWEEP_ROUNDS, config.rounds))  # fmt: skip
@@ -299,6 +319,48 @@ def converge(bench: Bench) -> tuple[list[rows.Row], dict[str, Any]]:
     return table, {}
 
 
+def only_roofline(config: BenchConfig, gpu: str) -> int:
+    """Print the least time of each part of a step on a GPU that need not be here."""
+    half = ("bfloat16", "float16")
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = next((d for d in half if flops.datasheet_peak(gpu, d)), "float32")
+    peak = flops.datasheet_peak(gpu, dtype, config.tf32)
+    if peak and config.peak_tflops:
+        peak = flops.peak("cpu", dtype, config.peak_tflops)
+    bandwidth = flops.datasheet_bandwidth(gpu)
+    if peak is None or bandwidth is None:
+        of = "bfloat16 or float16" if config.dtype == "auto" else dtype
+        raise UserError(f"--roofline: flops.py has no {of} rates of {gpu!r}; names are those that "
+                        "drivers give: 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB'")  # fmt: skip
+    if (batch := config.fixed_batch) is None:
+        raise UserError("--roofline needs a --batch_size")
+    vocab_size, source = vocabulary(config)
+    model, micro = config.train(1).model(vocab_size), config.gradient_accumulation_steps
+    parts = roofline.work(model, batch * micro, micro, dtype, bool(config.grad_clip))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(Text(
+        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
+        f"{vocab_size:,} ({source}), {batch * micro} x {model.block_size} tokens, {dtype}, on {gpu}"
+        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
+    ))  # fmt: skip
+    rates = [(peak.tflops, "")]
+    if rate := config.products_tflops:
+        rates.append((rate, f", with products at {rate:,.4g} TFLOP/s"))
+    found = {}
+    for tflops, how in rates:
+        lines = roofline.lines(parts, tflops, bandwidth[0])
+        ceiling = roofline.ceiling(parts, model, batch * micro, tflops, bandwidth[0], peak.tflops)
+        console.print(tables.rich_table(f"The roofline of each part{how}", tables.roofline(lines)))
+        console.print(Text(roofline.told(ceiling, how) + "\n"))
+        found["reachable" if how else "ceiling"] = {**ceiling, "parts": lines}
+    if config.json:
+        print(json.dumps({"gpu": gpu, "dtype": dtype, "vocab_size": vocab_size, **found}))
+    return 0
+
+
 # ----------------------------------------------------------------------------- the run
 
 
@@ -308,6 +370,10 @@ def run(mode: str, argv: list[str]) -> int:
     config, origins = settle(argv)
     if config.record is not None:
         records.check_slug(config.record)
+    if mode != "train" and (config.profile or config.roofline):
+        raise UserError(f"--profile and --roofline are for the mode train, not for {mode}")
+    if config.roofline:
+        return only_roofline(config, config.roofline)
     if config.rival and mode not in ("train", "decode"):
         raise UserError(f"--rival is for the modes train and decode, not for {mode}")
     rivals.contenders(config.rival)  # a mistake in it is told at once

@@ -293,7 +293,6 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     meta = data.read_meta(folder)
     model = build_model(loaded, meta).to(device)
     optimizer = build_optimizer(model, config, device)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     step, best_loss, val_loss = 0, math.inf, None
     if config.init_from == "resume":
@@ -403,26 +402,12 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     synchronize(device)
     interval_start, interval_step = time.perf_counter(), step
     for x, y in batches.prefetch(step, config.max_iters, world.rank, world.size):
-        # One step: forward and backward for each micro-batch, clip, update.
         lr = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = torch.zeros((), device=device)
-        for i, (mx, my) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps), strict=True)):
-            # Gradients are averaged over processes once, in the last micro-step's backward.
-            inner = world.size > 1 and i < micro_steps - 1
-            with run.no_sync() if inner else contextlib.nullcontext():
-                with autocast:
-                    part = run(mx, my)[1] / micro_steps
-                    # A loss that is not finite gets a gradient that is not: all will see it.
-                    part = part * torch.where(part.isfinite(), 1.0, torch.nan)
-                scaler.scale(part).backward()
-            loss += part.detach()
-        if scaler.is_enabled():
-            update_scaled(optimizer, params, loss, config.grad_clip, bad, scaler)
-        else:
-            update(optimizer, params, loss, config.grad_clip, bad)
-        optimizer.zero_grad(set_to_none=True)
+        loss = train_step(
+            run, optimizer, scaler, autocast, x, y, micro_steps, config.grad_clip, bad
+        )
         step += 1
 
         if step == warm:
@@ -487,6 +472,55 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
         say(f"--- {config.sample_tokens} tokens of what it has learned ---")
         say(sample(model, meta, config))
     return 0
+
+
+def train_step(
+    run: Any,
+    optimizer: torch.optim.AdamW,
+    scaler: torch.amp.GradScaler,
+    autocast: torch.autocast,
+    x: Tensor,
+    y: Tensor,
+    micro_steps: int,
+    clip: float,
+    bad: Tensor,
+    mark: Callable[[str], None] = lambda part: None,
+) -> Tensor:
+    """One step of training: forward and backward of each micro-batch, clip, update.
+
+    Args:
+        run: the model, plain, compiled or shared between processes.
+        x, y: (micro_steps * B, T) int64, token ids and the token after each.
+        clip, bad: see update().
+        mark: told what begins, "forward", "backward" and "update", and of the "end": for whoever
+            measures.
+
+    Returns:
+        the mean loss in nats a token, float32 (), perhaps not computed yet: on a GPU nothing here
+        waits for the device.
+    """
+    loss = torch.zeros((), device=x.device)
+    for i, (mx, my) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps), strict=True)):
+        # Gradients are averaged over processes once, in the last micro-step's backward.
+        inner = isinstance(run, DistributedDataParallel) and i < micro_steps - 1
+        with run.no_sync() if inner else contextlib.nullcontext():
+            mark("forward")
+            with autocast:
+                part = run(mx, my)[1] / micro_steps
+                # A loss that is not finite gets a gradient that is not: all will see it.
+                part = part * torch.where(part.isfinite(), 1.0, torch.nan)
+            mark("backward")
+            scaler.scale(part).backward()
+        loss += part.detach()
+    mark("update")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if scaler.is_enabled():
+        update_scaled(optimizer, params, loss, clip, bad, scaler)
+    else:
+        update(optimizer, params, loss, clip, bad)
+    optimizer.zero_grad(set_to_none=True)
+    mark("end")
+    return loss
 
 
 def update(optimizer: torch.optim.AdamW, params: list[Tensor], loss: Tensor, clip: float,

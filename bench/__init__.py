@@ -4,6 +4,8 @@ bench_mfu.py    what is asked, the modes, what is printed
 process.py      the worker processes, and the rounds: A B C A B C
 worker.py       the process in which one backend is measured; it answers through a pipe
 training.py     its training steps: for the modes train and converge
+profiling.py    where the time of a step goes, by what the profiler saw
+roofline.py     where it would go at best, by the sizes alone
 kernels.py      its attention calls: for the mode kernel
 decoding.py     its generated tokens: for the mode decode
 machine.py      the device: name, memory, peak rate and bandwidth, the clock

@@ -1,8 +1,9 @@
-"""What the rows say, in words: four answers, each computed from the figures above it.
+"""What the rows say, in words: the answers, each computed from the figures above it.
 
 Which is fastest here, and where does another one win?
 How much memory does each need, and how large a batch does that allow?
 How far is that from the hardware's limit?
+Where does a step's time go?
 Do the numbers agree?
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from bench import roofline
 from bench.rows import Row
 from bench.stats import Summary, differ
 from bench.tables import bytes_, rate
@@ -29,6 +31,7 @@ def answers(content: dict[str, Any]) -> list[str]:
         ("Fastest", fastest(by_mode, content)),
         ("Memory", memory(by_mode, content["machine"])),
         ("Limit", limit(by_mode, content["machine"])),
+        ("Step", step(by_mode["train"])),
         ("Agreement", agreement(by_mode, content)),
     ]
     return [f"{title}: {' '.join(text)}" for title, text in said if text]
@@ -207,6 +210,26 @@ def limit(by_mode: dict[str, list[Row]], machine: dict[str, Any]) -> list[str]:
                     f"{best['point']['B']}, prompt {best['point']['P']}).")  # fmt: skip
     if said and measured and not by_mode["decode"]:
         said.append("The peak is measured on this machine, not taken from a datasheet.")
+    return said
+
+
+def step(rows: list[Row]) -> list[str]:
+    """The largest gap of each profile, and what is left if there were none."""
+    profiles = [(r["backend"], r["profile"]) for r in rows if "profile" in r]
+    said = [f"{name}: {p['why']}." for name, p in profiles if "why" in p]
+    known = [(name, p) for name, p in profiles if "parts" in p]
+    for name, p in known:
+        first, least = p["parts"][0], p["parts"][0]["roofline_ms"]
+        of = f"over its roofline of {least:.3g} ms" if least else "that a perfect step has not"
+        said.append(f"{name} loses most in {first['part']}: {first['over_ms']:.3g} ms {of}.")
+    if known:
+        p = known[0][1]
+        words = roofline.told(p["ceiling"], "")
+        if "reachable" in p:
+            rate = f", with products at {p['products_tflops']:,.4g} TFLOP/s"
+            words += "; " + roofline.told(p["reachable"], rate)
+        said.append(f"{words[0].upper()}{words[1:]}. Memory counts with "
+                    f"{p['bandwidth'] / 1e9:,.4g} GB/s ({p['bandwidth_source']}).")  # fmt: skip
     return said
 
 

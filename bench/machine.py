@@ -187,6 +187,8 @@ def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
     dtype = pick_dtype(config.dtype, device)
     peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
+    # What a datasheet promises, no product reaches; so on a GPU also measure what one does reach.
+    products = flops.measured_peak(device, dtype) if device.type == "cuda" else None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     name = cpu_name() or platform.machine()
     return {
@@ -206,6 +208,7 @@ def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
         "free_memory": free_memory(device),
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
+        "products_tflops": products.tflops if products else None,
         "bandwidth": bandwidth(device),
     }
 

@@ -182,7 +182,7 @@ def measure(
         outcome.about, outcome.setup_s = worker.about, outcome.setup_s or worker.setup_s
         if round_ == 0 or fresh:
             began = time.perf_counter()
-            warm = worker.ask({**points[point], "warm_up": True})
+            warm = worker.ask({**points[point], "warm_up": True, "again": round_ > 0})
             if round_ == 0:
                 outcome.warm, outcome.warm_up_s = warm, time.perf_counter() - began
             peak = max(peak, warm.get("peak_bytes", 0))

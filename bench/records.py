@@ -122,6 +122,11 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     )
     if content["mode"] == "converge":
         rounds = f"{s['steps']} steps"
+    warm_up = {  # converge has none: there every step counts
+        "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
+        "kernel": "; warm-up: a call, and another in each round",
+        "decode": "; warm-up: each text once",
+    }
     per_token = content["flops_per_token"]
     counted = ""
     if "flops_per_token" in content["reference"]:
@@ -137,7 +142,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         "MFLOP a token": f"{per_token['mfu'] / 1e6:,.2f} (mfu), "
         f"{per_token['mfu_causal'] / 1e6:,.2f} (mfu_causal){counted}",
         "bandwidth": f"{m['bandwidth'] / 1e9:,.4g} GB/s (measured)",
-        "rounds": f"{rounds}; warm-up: {s['warm_up_steps']} steps, then as many as compiling takes",
+        "rounds": rounds + warm_up.get(content["mode"], ""),
     }
     no_use = {
         "kernel": ("model", "MFLOP a token", "bandwidth"),
@@ -156,6 +161,13 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
         if made[1]:
             found.append((name, made))
+    for row in content["rows"]:
+        if "parts" in (p := row.get("profile", {})):
+            name = (
+                f"A step of {row['backend']} by its parts, which are told by {p['by']} "
+                f"({p['seen_ms']:,.4g} ms under the profiler, {p['plain_ms']:,.4g} without)"
+            )
+            found.append((name, tables.profile(p)))
     if (made := tables.missing(content["rows"]))[1]:
         found.append(("Not measured", made))
     return found

@@ -267,7 +267,7 @@ def page(content: dict[str, Any]) -> str:
 def _kind(column: str) -> str:
     if column == "why":
         return ' class="text why"'
-    texts = ("kernel", "status", "quartiles", "verdict", "cache", "processor")
+    texts = ("kernel", "status", "quartiles", "verdict", "cache", "processor", "limit", "mostly")
     return ' class="text"' if column in texts else ""
 
 

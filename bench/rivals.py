@@ -85,10 +85,8 @@ def build(rival: str, config: TrainConfig, vocab_size: int, device: torch.device
     Raises:
         UserError: it cannot do what is asked.
     """
-    name, _, what = rival.partition("=")
-    check(name, config)
-    kind = NanoGPT if name == "nanogpt" else HuggingFace
-    return kind(what, config, vocab_size, device, scaler)
+    kinds = {"nanogpt": NanoGPT, "hf": HuggingFace}
+    return _made(kinds, rival, config, vocab_size, device, scaler)
 
 
 def writer(rival: str, config: TrainConfig, vocab_size: int, device: torch.device,
@@ -98,10 +96,14 @@ def writer(rival: str, config: TrainConfig, vocab_size: int, device: torch.devic
     Raises:
         UserError: it cannot do what is asked.
     """
+    kinds = {"nanogpt": NanoGPTWriter, "hf": HuggingFaceWriter}
+    return _made(kinds, rival, config, vocab_size, device, dtype)
+
+
+def _made(kinds: dict[str, Any], rival: str, config: TrainConfig, *how: Any) -> Any:
     name, _, what = rival.partition("=")
     check(name, config)
-    kind = NanoGPTWriter if name == "nanogpt" else HuggingFaceWriter
-    return kind(what, config, vocab_size, device, dtype)
+    return kinds[name](what, config, *how)
 
 
 def nanogpt_model(path: str, config: TrainConfig, vocab_size: int) -> Any:
@@ -154,19 +156,33 @@ class Rival:
     title: str
     model: Any
     optimizer: Any
+    loss: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, config: TrainConfig, device: torch.device, scaler: Any) -> None:
         self.config, self.scaler = config, scaler
         self.compiled = why_not_compile(config.compile, device) is None
         self.run: Any = torch.compile(self.model) if self.compiled else self.model
 
-    def update(self, loss: Tensor) -> None:
+    def step(self, x: Tensor, y: Tensor, micro: int, autocast: Any,
+             mark: Callable[[str], None]) -> Tensor:  # fmt: skip
+        """One step as its own loop does it, with the marks of train.train_step."""
+        loss = torch.zeros((), device=x.device)
+        for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
+            mark("forward")
+            with autocast:
+                part = self.loss(mx, my) / micro
+            mark("backward")
+            self.scaler.scale(part).backward()
+            loss += part.detach()
+        mark("update")
         if self.config.grad_clip:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        mark("end")
+        return loss
 
 
 class NanoGPT(Rival):

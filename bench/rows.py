@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import flops
+from bench import roofline
 from bench.decoding import mbu
 from bench.kernels import flops_of
 from bench.process import Outcome
@@ -67,9 +68,11 @@ def of_training(row: Row, outcome: Outcome, config: GPTConfig, sequences: int,
     full, causal = flops.mfu(config, T, rate, peak)
     row |= {"tokens_a_step": sequences * T, "tokens_per_s": rate, "mfu": full, "mfu_causal": causal}
     row |= {name: about[name] for name in ("base_bytes", "compiled", "dtype")}
-    for name in ("first_step_s", "loss", "gradient_norm"):
+    for name in ("first_step_s", "loss", "gradient_norm", "profile"):
         if name in warm:
             row[name] = warm[name]
+    if about["compiled"] and "first_step_s" in warm:
+        row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
     more = warm["peak_bytes"] - warm["half_bytes"] if "half_bytes" in warm else 0
     if more > TELLING:
         row["bytes_per_sequence"] = more / (sequences - warm["half"])
@@ -78,6 +81,46 @@ def of_training(row: Row, outcome: Outcome, config: GPTConfig, sequences: int,
         norm = reference["gradient_norm"]
         row["gradient_norm_difference"] = (warm["gradient_norm"] - norm) / norm
     return row
+
+
+def of_profile(found: dict[str, Any], parts: dict[str, roofline.Work], config: GPTConfig,
+               sequences: int, peak: flops.Peak, bandwidth: tuple[float, str],
+               products_tflops: float | None) -> dict[str, Any]:  # fmt: skip
+    """What a worker's profile says, part by part beside the roofline; the largest gap first.
+
+    Args:
+        found: Training.profile's answer.
+        bandwidth: bytes a second, and where that is from.
+        products_tflops: the rate that large products really reach, where that is known.
+    """
+    if "why" in found:
+        return found
+    total = sum(found["parts"].values())
+    lines = []
+    for part, w in parts.items():
+        ms, least = found["parts"].get(part, 0.0), w.ms(peak.tflops, bandwidth[0])
+        if ms or least:
+            lines.append({
+                "part": part,
+                "ms": ms,
+                "share": ms / total,
+                "roofline_ms": least,
+                "times": ms / least if least else None,
+                "over_ms": ms - least,
+                "limit": w.limit(peak.tflops, bandwidth[0]),
+                "names": found["names"].get(part, []),
+            })  # fmt: skip
+    lines.sort(key=lambda line: -line["over_ms"])
+    at = [("ceiling", peak.tflops), ("reachable", products_tflops)]
+    return {k: v for k, v in found.items() if k != "names"} | {
+        "parts": lines,
+        "ms": total,
+        "bandwidth": bandwidth[0],
+        "bandwidth_source": bandwidth[1],
+        "products_tflops": products_tflops,
+        **{name: roofline.ceiling(parts, config, sequences, rate, bandwidth[0], peak.tflops)
+           for name, rate in at if rate},
+    }  # fmt: skip
 
 
 def of_kernel(row: Row, outcome: Outcome, peak: flops.Peak) -> Row:

@@ -27,6 +27,9 @@ class BenchConfig(TrainConfig):
     # --- what is measured ---
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
     rival: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: their own models
+    profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
+    roofline: str | None = None  # train: only reckon the roofline of this GPU: "NVIDIA H200"
+    products_tflops: float | None = None  # a rate for a second ceiling; none: large products' here
     sweep: bool = True  # train: also time attention alone over lengths and batch sizes
     lengths: tuple[int, ...] = ()  # kernel, sweep: tokens; none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[int, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
@@ -64,7 +67,8 @@ class BenchConfig(TrainConfig):
         for name in ("rounds", "warm_up_steps", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seconds", "tolerance", "noise", "memory_gb", "slowest_step", "timeout"):
+        for name in ("seconds", "tolerance", "noise", "memory_gb", "slowest_step", "timeout",
+                     "products_tflops"):  # fmt: skip
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")
         for name in ("lengths", "batch_sizes", "heads", "head_dims", "windows", "prompts"):
@@ -96,7 +100,8 @@ def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
     """The settings, and where each that was given came from.
 
     `--config=FILE` names a config file as the bare word does. On the CPU, where no file is named,
-    it is bench/cpu.py: train.py's default, GPT-2 124M, would take half an hour there.
+    it is bench/cpu.py: train.py's default, GPT-2 124M, would take half an hour there; but with
+    --roofline nothing runs.
 
     Raises:
         UserError: a mistake in them.
@@ -121,7 +126,8 @@ def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
     if rivals:
         options.append(f"--rival={','.join(rivals)}")
     given = [o.removeprefix("--device=") for o in options if o.startswith("--device=")]
-    if not files and pick_device(given[-1] if given else "auto").type == "cpu":
+    elsewhere = any(o.startswith("--roofline=") for o in options)
+    if not files and not elsewhere and pick_device(given[-1] if given else "auto").type == "cpu":
         files = [str(CPU_CONFIG)]
     loaded = read(BenchConfig, [*files, *options], aliases=ALIASES)
     return loaded.settings, loaded.origins

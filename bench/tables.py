@@ -70,6 +70,7 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
         ("memory", lambda r: bytes_(r.get("memory_bytes"))),
         ("loss diff", lambda r: _error(r.get("loss_difference"))),
         ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
+        ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
         ("kernel", kernel_names),
     ],
     "kernel": [
@@ -127,6 +128,34 @@ def cells(mode: str, rows: list[Row]) -> Cells:
     return ["backend", *(title for title, _ in columns)], lines
 
 
+def profile(found: dict[str, Any]) -> Cells:
+    """A step by its parts, the largest gap first."""
+    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit", "mostly"]
+    lines = []
+    for i, p in enumerate(found["parts"]):
+        mostly = ", ".join(f"{name[:40]} {_ms(ms)}" for name, ms in p["names"][:2])
+        lines.append([p["part"], _ms(p["ms"]), _percent(p["share"]), _ms(p["roofline_ms"]),
+                      _times(p["times"]), _ms(p["over_ms"]) + " (largest gap)" * (i == 0),
+                      p["limit"], mostly])  # fmt: skip
+    least = found["ceiling"]["ms"]
+    lines.append(["the step", _ms(found["ms"]), "100.0%", _ms(least), _times(found["ms"] / least),
+                  _ms(found["ms"] - least), "", ""])  # fmt: skip
+    return head, lines
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def roofline(lines: list[dict[str, Any]]) -> Cells:
+    """What bench/roofline.py reckons, a line a part."""
+    head = ["part", "TFLOP", "GB", "roofline ms", "share", "limit"]
+    return head, [
+        [p["part"], f"{p['tflop']:.4g}", f"{p['gb']:.4g}", _ms(p["roofline_ms"]),
+         _percent(p["share"]), p["limit"]] for p in lines
+    ]  # fmt: skip
+
+
 def missing(rows: list[Row]) -> Cells:
     """What was not, and why; a backend with one reason everywhere is one line."""
     seen: dict[tuple[str, str, str], list[str]] = {}
@@ -144,10 +173,11 @@ def missing(rows: list[Row]) -> Cells:
 def rich_table(title: str, content: Cells) -> Table:
     head, lines = content
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    texts = {"backend", "kernel", "why", "status", "quartiles", "verdict", "cache", "processor"}
+    texts = {"backend", "kernel", "why", "status", "quartiles", "verdict", "cache", "processor",
+             "part", "limit", "mostly"}  # fmt: skip
     for name in head:
         table.add_column(name, justify="left" if name in texts else "right", overflow="fold",
-                         no_wrap=name not in ("why", "kernel"))  # fmt: skip
+                         no_wrap=name not in ("why", "kernel", "mostly"))  # fmt: skip
     for line in lines:
         bad = "noisy" in " ".join(line) or "FAIL" in line
         table.add_row(*(Text(cell) for cell in line), style="yellow" if bad else None)

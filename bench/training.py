@@ -1,8 +1,8 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.py's: forward and backward for each micro-batch, clip, AdamW. In the mode train its
-tokens are random, since no kernel's time depends on them, and lie on the device already; in the
-mode converge they are the dataset's.
+A step is train.train_step, the very function that train.py runs; a rival's is its own loop's. In
+the mode train its tokens are random, since no kernel's time depends on them, and lie on the device
+already; in the mode converge they are the dataset's.
 
 The parts of a step: this project's model takes the gradient of the head and of the loss within its
 forward pass (model.py, linear_cross_entropy), so `forward` holds a third of the head's work that in
@@ -13,14 +13,14 @@ attention backends the parts do too.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,6 +30,7 @@ import train
 from attention import Resolution
 from attention.probe import KERNELS
 from bench import machine, rivals
+from bench.profiling import ATTENTION, Scopes, read
 from model import GPT
 from runtime import (
     allow_tf32,
@@ -42,10 +43,7 @@ from runtime import (
 from settings import Loaded, from_dict
 from train import TrainConfig
 
-# What the names of attention kernels have in common: flash_fwd_kernel, fmha_cutlassF_bf16,
-# cudnn_generated_fort_native_sdpa, triton_tem_fused_flex_attention
-# and this project's own: nanoattn::flash_forward, dkdv_kernel
-NAMED = re.compile(r"flash|fmha|sdpa|attention|attn|flex|dq_kernel|dkdv", re.I)
+Mark = Callable[[str], None]
 
 
 def random_batch(config: TrainConfig, V: int, n: int,
@@ -60,6 +58,13 @@ def random_batch(config: TrainConfig, V: int, n: int,
 def gradient_norm(params: Iterable[Tensor]) -> float:
     grads = [p.grad for p in params if p.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
+
+
+def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, record_shapes=shapes)
 
 
 class Reference:
@@ -112,10 +117,9 @@ class Ours:
 
     def __init__(self, config: TrainConfig, vocab_size: int, device: torch.device,
                  autocast: Any, scaler: Any) -> None:  # fmt: skip
-        self.config, self.autocast, self.scaler = config, autocast, scaler
+        self.config, self.scaler = config, scaler
         self.model = build(config, vocab_size).to(device)
         self.optimizer = train.build_optimizer(self.model, config, device)
-        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.model.compiled = why_not_compile(config.compile, device) is None
         with autocast:
             self.chosen: Resolution | None = self.model.attention(
@@ -132,13 +136,9 @@ class Ours:
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-    def update(self, loss: Tensor) -> None:
-        clip = self.config.grad_clip
-        if self.scaler.is_enabled():
-            train.update_scaled(self.optimizer, self.params, loss, clip, self.bad, self.scaler)
-        else:
-            train.update(self.optimizer, self.params, loss, clip, self.bad)
-        self.optimizer.zero_grad(set_to_none=True)
+    def step(self, x: Tensor, y: Tensor, micro: int, autocast: Any, mark: Mark) -> Tensor:
+        return train.train_step(self.run, self.optimizer, self.scaler, autocast, x, y, micro,
+                                self.config.grad_clip, self.bad, mark)  # fmt: skip
 
 
 class Training:
@@ -154,6 +154,10 @@ class Training:
         self.autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
         scaler = self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.base = machine.memory(device, peak=False)
+        if job.get("profile") and why_not_compile(config.compile, device) is None:
+            from torch._inductor import config as inductor  # it imports for a second
+
+            inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
         torch.manual_seed(config.seed)
         parts = (config, job["vocab_size"], device, self.autocast, scaler)
         if job["rival"]:
@@ -177,27 +181,13 @@ class Training:
             "base_bytes": self.base,
         }
 
-    def step(self, x: Tensor, y: Tensor, stamps: list[Any],
-             look: Callable[[], None] = lambda: None) -> Tensor:  # fmt: skip
-        """One step of training, as train.py's; the loss, float32 ().
+    def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
+        """One step of training as the contender's own loop does it; the loss, float32 ().
 
         Args:
-            stamps: gets the times between the parts.
-            look: called when the gradients are there, before the update.
+            mark: told what begins, as train.train_step tells it.
         """
-        loss = torch.zeros((), device=self.device)
-        for mx, my in zip(x.chunk(self.micro), y.chunk(self.micro), strict=True):
-            stamps.append(self.clock.stamp())
-            with self.autocast:
-                part = self.who.loss(mx, my) / self.micro
-            stamps.append(self.clock.stamp())
-            self.scaler.scale(part).backward()
-            loss += part.detach()
-        look()
-        stamps.append(self.clock.stamp())
-        self.who.update(loss)
-        stamps.append(self.clock.stamp())
-        return loss
+        return self.who.step(x, y, self.micro, self.autocast, mark)
 
     def timed(self, steps: int) -> dict[str, Any]:
         """Mean milliseconds of `steps` steps, whole and in parts, and the losses."""
@@ -205,15 +195,19 @@ class Training:
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if converge else [self.batch] * steps
         self.done += steps
-        stamps: list[list[Any]] = []
+        stamps: list[list[Any]] = []  # of each step: at each forward and backward, update, end
         losses = []
+
+        def mark(part: str) -> None:
+            stamps[-1].append(self.clock.stamp())
+
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
             if converge:
                 for group in self.who.optimizer.param_groups:
                     group["lr"] = train.learning_rate(n, self.config)
             stamps.append([])
-            losses.append(self.step(x, y, stamps[-1]))
+            losses.append(self.step(x, y, mark))
         end = self.clock.stop()
         answer: dict[str, Any] = {"ms": self.clock.ms(start, end) / steps, "steps": steps}
         if self.clock.apart:
@@ -238,7 +232,7 @@ class Training:
             answer = self.timed(request["steps"])
         else:
             if self.device.type == "cuda":  # its memory was given back, its clock may have fallen
-                self.step(*self.batch, [])
+                self.step(*self.batch)
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
@@ -251,7 +245,12 @@ class Training:
         if not converge:  # there every step counts, and none comes before the first
             x, y = self.batch
             b = self.config.batch_size
-            first = self.step(x, y, [], lambda: answer.update(self.gradients()))
+
+            def look(part: str) -> None:
+                if part == "update":  # the gradients are there
+                    answer.update(self.gradients())
+
+            first = self.step(x, y, look)
             if self.ours:
                 answer["loss"] = float(first)
             synchronize(self.device)
@@ -263,15 +262,17 @@ class Training:
                 and not self.who.compiled
                 and machine.reset_peak(self.device)
             ):
-                self.step(x[: b // 2], y[: b // 2], [])
+                self.step(x[: b // 2], y[: b // 2])
                 synchronize(self.device)
                 answer["half_bytes"], answer["half"] = machine.memory(self.device), b // 2
             machine.reset_peak(self.device)
             for _ in range(request.get("warm_up_steps", 1)):
-                self.step(x, y, [])
+                self.step(x, y)
             self.step_s = self.timed(1)["ms"] / 1e3
             answer["peak_bytes"] = machine.memory(self.device)
             answer |= self.kernels()
+            if request.get("profile") and not request.get("again"):
+                answer["profile"] = self.profile(request["profile"])
             machine.reset_peak(self.device)
         elif self.who.compiled:  # compiling belongs to no step: a pass that leaves no trace
             with self.autocast:
@@ -282,21 +283,66 @@ class Training:
         answer.setdefault("peak_bytes", machine.memory(self.device))
         return answer
 
+    def profile(self, steps: int) -> dict[str, Any]:
+        """Milliseconds of a step by its parts (bench/profiling.py), over `steps` steps whose
+        batches are drawn and copied as train.py's are."""
+        config, device = self.config, self.device
+        if device.type not in ("cuda", "cpu"):
+            return {"why": f"the profiler does not see what runs on {device.type}"}
+        V, n = self.job["vocab_size"], len(self.batch[0])
+        draw = np.random.default_rng(config.seed)
+        tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
+        batches = data.Batches(tokens, config.block_size, n, config.seed, device)
+        scopes = Scopes(self.who.model)
+
+        def run(watching: Any) -> float:
+            """Milliseconds of the steps."""
+            ahead: Any = batches.prefetch(0, steps + 1)
+            with closing(ahead):
+                self.step(*next(ahead))  # while it runs, the next batches are drawn
+                with watching:
+                    start = self.clock.start()
+                    for _ in range(steps):
+                        with scopes.part("data"):
+                            x, y = next(ahead)
+                        with scopes.part("head and loss"):
+                            self.step(x, y, scopes.mark)
+                    return self.clock.ms(start, self.clock.stop())
+
+        plain = run(nullcontext())
+        looking = profiler(device, shapes=True)
+        with nullcontext() if self.who.compiled else scopes.modules():
+            seen = run(looking)
+        kernels, rows = device.type == "cuda", n // self.micro * config.block_size
+        found = read(looking.events(), config.model(V), rows, self.who.compiled, device.type)
+        if not found.busy_ms:
+            return {"why": "the profiler saw no kernel: CUPTI does not work here"}
+        gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
+        parts = {**found.ms, "gaps": gaps}
+        return {
+            "steps": steps,
+            "by": "kernel names" if self.who.compiled else "modules",
+            "of": "kernels" if kernels else "operators",
+            "plain_ms": plain / steps,
+            "seen_ms": seen / steps,
+            "parts": {part: ms / steps for part, ms in parts.items()},
+            "names": {part: [[name, ms / steps] for name, ms in names]
+                      for part, names in found.longest(8).items()},
+        }  # fmt: skip
+
     def gradients(self) -> dict[str, float]:
         if self.ours is None:
             return {}
-        return {"gradient_norm": gradient_norm(self.ours.params) / self.scaler.get_scale()}
+        norm = gradient_norm(self.ours.model.parameters())
+        return {"gradient_norm": norm / self.scaler.get_scale()}
 
     def kernels(self) -> dict[str, list[str]]:
         """The attention operators and device kernels that ran in a step, by the profiler."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            self.step(*self.batch, [])
+        with profiler(self.device) as looking:
+            self.step(*self.batch)
             synchronize(self.device)
-        ran = profiler.key_averages()
-        named = [e for e in ran if NAMED.search(e.key) and not e.key.startswith("autograd::")]
+        ran = looking.key_averages()
+        named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
         on_device = [e.key for e in named if e.device_type != torch.autograd.DeviceType.CPU]
         return {
             "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
@@ -308,10 +354,10 @@ class Training:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""
         x, y = random_batch(self.config, self.job["vocab_size"], batch, self.device)
         small = slice(None) if self.who.compiled else slice(0, 1)  # it only makes AdamW's state
-        self.step(x[small], y[small], [])
+        self.step(x[small], y[small])
         machine.reset_peak(self.device)
         start = self.clock.start()
-        loss = self.step(x, y, [])
+        loss = self.step(x, y)
         seconds = self.clock.ms(start, self.clock.stop()) / 1e3
         if not math.isfinite(float(loss)):
             raise FloatingPointError(f"the loss became {float(loss)}")

@@ -696,23 +696,24 @@ def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
     """The same weights, bit for bit, as train.py's own functions called one by one."""
     import train
 
-    worker = training.Training(job("train", "manual", gradient_accumulation_steps=2))
+    worker = training.Training(job("train", "manual", gradient_accumulation_steps=2, grad_clip=0.1))
     x, y = worker.batch
     assert x.shape == (8, 16)
     torch.manual_seed(1337)
     config = worker.config
     model = training.build(config, 64)
     optimizer = train.build_optimizer(model, config, torch.device("cpu"))
-    for p, q in zip(model.parameters(), worker.ours.params, strict=True):  # type: ignore[union-attr]
+    for p, q in zip(model.parameters(), worker.ours.model.parameters(), strict=True):  # type: ignore[union-attr]
         assert torch.equal(p, q) or p.shape != q.shape
-    loss = torch.zeros(())
-    for i in range(2):
-        part = model(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])[1] / 2
-        part.backward()
-        loss += part.detach()
-    train.update(optimizer, list(model.parameters()), loss, config.grad_clip, torch.zeros(()))
-    got = worker.step(x, y, [])
-    assert got == loss
+    for _ in range(3):  # the first alone would not show the clipping: Adam ignores a scale
+        loss = torch.zeros(())
+        for i in range(2):
+            part = model(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])[1] / 2
+            part.backward()
+            loss += part.detach()
+        train.update(optimizer, list(model.parameters()), loss, 0.1, torch.zeros(()))
+        optimizer.zero_grad()
+        assert worker.step(x, y) == loss
     for (name, p), q in zip(model.named_parameters(), worker.who.model.parameters(), strict=True):
         assert torch.equal(p, q), name
 
@@ -730,10 +731,10 @@ def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
     seen: list[float] = []
     step = worker.step
 
-    def spy(x: torch.Tensor, y: torch.Tensor, stamps: list[Any]) -> torch.Tensor:
+    def spy(x: torch.Tensor, y: torch.Tensor, mark: Any) -> torch.Tensor:
         assert all(map(torch.equal, (x, y), batches.get(len(seen))))
         seen.append(worker.who.optimizer.param_groups[0]["lr"])
-        return step(x, y, stamps)
+        return step(x, y, mark)
 
     worker.step = spy  # type: ignore[method-assign,assignment]
     worker.warm_up({})
@@ -800,7 +801,7 @@ def test_hf_rivals_are_what_they_say():
         worker = training.Training({**worker_job, "rival": f"hf={implementation}"})
         assert isinstance(worker.who.model, transformers.GPT2LMHeadModel)
         assert worker.who.model.config._attn_implementation == implementation
-        loss = worker.step(*worker.batch, [])
+        loss = worker.step(*worker.batch)
         assert math.isfinite(loss) and abs(float(loss) - math.log(64)) < 0.5
     with pytest.raises(UserError, match="flash_attention_2 runs on cuda"):
         training.Training({**worker_job, "rival": "hf=flash_attention_2"})
@@ -834,6 +835,18 @@ def test_the_first_token_of_nanogpt_is_there_when_the_model_is_called_again(tmp_
     worker.who.model.register_forward_hook(lambda *_: ended.append(time.perf_counter()))
     first, last, _ = worker.who.write(torch.zeros(1, 3, dtype=torch.long), 3, "none", None)
     assert ended[0] < began[1] <= first < ended[1] < ended[2] < last
+
+
+def test_the_first_token_of_transformers_is_there_after_the_prompt_was_read():
+    pytest.importorskip("transformers", reason="package 'transformers' is missing")
+    worker = decoding.Decoding({**job("decode", ""), "rival": "hf=sdpa"})
+    began: list[float] = []
+    worker.who.model.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+    ended: list[float] = []
+    worker.who.model.register_forward_hook(lambda *_: ended.append(time.perf_counter()))
+    prompt = torch.zeros(1, 3, dtype=torch.long)
+    first, last, _ = worker.who.write(prompt, 3, "dynamic", None)
+    assert ended[0] < first < began[1] and ended[2] < last
 
 
 def test_hf_writes_with_its_caches_and_our_processor(monkeypatch):

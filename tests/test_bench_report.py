@@ -206,6 +206,19 @@ def test_a_records_folder_tells_date_device_and_name(tmp_path):
     assert records.device_slug({**made, "kind": "cpu"}) == "cpu"
 
 
+@pytest.mark.parametrize(
+    "mode, said",
+    [
+        ("train", "5 rounds; warm-up: a first step and 2 more"),
+        ("kernel", "5 rounds; warm-up: a call, and another in each round"),
+        ("decode", "5 rounds; warm-up: each text once"),
+        ("converge", "100 steps"),
+    ],
+)
+def test_a_record_tells_the_warm_up_of_its_own_mode(mode, said):
+    assert dict(records.facts(content([], mode)))["rounds"] == said
+
+
 # ----------------------------------------------------------------------------- tables, page
 
 

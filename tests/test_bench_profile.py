@@ -1,0 +1,569 @@
+"""bench_mfu.py train --profile and --roofline: whose time it is, and how little it could be.
+
+A profile of real steps on the CPU, and for CUDA events as Kineto gives them, which PyTorch's own
+code links and nests before ours sees them. No time is asserted but of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler import profile as autograd_profile
+from torch.autograd.profiler_util import EventList
+
+import bench_mfu
+import flops
+from bench import profiling, report, roofline, rows, training
+from bench.profiling import RANGE, Owner, Scopes, read
+from bench.roofline import work
+from flops import Peak, datasheet_bandwidth
+from model import GPT, GPTConfig
+from settings import UserError
+from train import TrainConfig
+
+GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
+H200, PEAK = 4.8e12, 989.4
+
+
+def run(argv: list[str]) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = bench_mfu.main(argv)
+    return code, out.getvalue()
+
+
+# ----------------------------------------------------------------------------- the roofline
+
+
+def test_a_step_of_gpt2_on_an_h200():
+    """At 790 TFLOP/s the products of 64 x 1024 tokens take 61.5 ms; the rest by hand."""
+    parts = work(GPT2, 64, 1, "bfloat16", clip=True)
+    products = parts["linear"].flops + parts["head and loss"].flops
+    assert f"{products / 790e12 * 1e3:.1f}" == "61.5"
+    N, C, L, P = 65536, 768, 12, 123_587_328 + 1024 * 768
+    assert parts["linear"].flops == 6 * N * L * 12 * C * C
+    assert parts["head and loss"].flops == 6 * N * 50304 * C
+    assert parts["attention"].flops == 14 * N * L * C * 512.5
+    assert parts["attention"].bytes == 2 * N * L * 12 * C
+    assert parts["norms and elementwise"].bytes == 2 * N * C * 8 * 25
+    assert parts["optimizer"].bytes == 32 * P
+    assert parts["embedding"].bytes == N * C * 8 + 8 * C * 50304
+    ms = {part: w.ms(PEAK, H200) for part, w in parts.items()}
+    assert {k: f"{v:.2f}" for k, v in ms.items()} == {
+        "linear": "33.76", "head and loss": "15.35", "attention": "4.38",
+        "norms and elementwise": "4.19", "embedding": "0.15", "optimizer": "0.83",
+        "data": "0.00", "gaps": "0.00", "unattributed": "0.00",
+    }  # fmt: skip
+    limits = {w.limit(PEAK, H200) for k, w in parts.items() if k in ("linear", "attention")}
+    assert limits == {"FLOPs"} and parts["optimizer"].limit(PEAK, H200) == "bytes"
+    assert parts["gaps"].limit(PEAK, H200) == "-"
+    best = roofline.ceiling(parts, GPT2, 64, PEAK, H200, PEAK)
+    assert best["ms"] == pytest.approx(sum(ms.values()))
+    assert best["mfu"] == pytest.approx(854.77e6 * N / (best["ms"] / 1e3) / 989.4e12, rel=1e-5)
+    slower = roofline.ceiling(parts, GPT2, 64, 790, H200, PEAK)
+    assert f"{best['mfu']:.3f} {slower['mfu']:.3f}" == "0.965 0.785"
+
+
+@pytest.mark.parametrize("kv_head, window", [(None, None), (2, None), (4, 3)])
+def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
+    """but for norm gains, which MFU counts, and QK^T once more, which it does not."""
+    config = GPTConfig(16, 77, 3, 4, 32, kv_head, bias=False, attention_window=window)
+    parts = work(config, 5, 1, "float32", clip=False)
+    model = parts["linear"].flops + parts["head and loss"].flops
+    model += parts["attention"].flops * 12 / 14
+    gains = (2 * 3 + 1) * 32
+    a_token = flops.flops_per_token(config, 16, causal=True) - 6 * gains
+    assert model == pytest.approx(5 * 16 * a_token, rel=1e-12)
+
+
+def test_what_makes_a_part_longer():
+    config = GPTConfig(16, 77, 3, 4, 32, bias=False)
+    base = work(config, 8, 1, "bfloat16", clip=False)
+    cut = work(config, 8, 4, "bfloat16", clip=False)
+    P = flops.n_params(config) + 16 * 32
+    assert cut["optimizer"].bytes - base["optimizer"].bytes == 12 * 3 * P
+    assert work(config, 8, 1, "bfloat16", True)["optimizer"].bytes == 32 * P
+    W = 3 * 12 * 32 * 32
+    assert cut["linear"].bytes - base["linear"].bytes == 3 * W * (2 * 2 + 4)
+    assert cut["linear"].flops == base["linear"].flops
+    wide = work(config, 8, 1, "float32", clip=False)
+    assert wide["attention"].bytes == 2 * base["attention"].bytes
+    assert wide["norms and elementwise"].bytes == 2 * base["norms and elementwise"].bytes
+    grouped = work(GPTConfig(16, 77, 3, 4, 32, 1, bias=False), 8, 1, "bfloat16", clip=False)
+    assert grouped["attention"].flops == base["attention"].flops
+    assert grouped["attention"].bytes < base["attention"].bytes
+
+
+def test_the_roofline_of_a_gpu_that_is_not_here():
+    argv = ["train", "--roofline=NVIDIA H200", "--batch_size=64", "--vocab_size=50304", "--json",
+            "--products_tflops=790"]  # fmt: skip
+    code, out = run(argv)
+    content = json.loads(out.splitlines()[-1])
+    assert code == 0 and content["dtype"] == "bfloat16"
+    assert [p["part"] for p in content["ceiling"]["parts"]][:2] == ["linear", "head and loss"]
+    assert content["ceiling"]["ms"] == pytest.approx(58.66, abs=0.01)
+    assert content["reachable"]["ms"] == pytest.approx(72.16, abs=0.01)
+    assert "with products at 790 TFLOP/s: 72.16 ms, mfu 78.5%" in out
+    assert "4,800 GB/s (datasheet: NVIDIA H200 datasheet)" in out
+    # a card without bfloat16 takes float16, and a peak that is given counts
+    code, out = run(["--roofline", "Tesla T4", "--vocab_size=64", "--json", "--peak_tflops=60"])
+    assert json.loads(out.splitlines()[-1])["dtype"] == "float16"
+    assert "peak: 60 TFLOP/s (--peak_tflops)" in out
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--roofline=NVIDIA H2000"], "no bfloat16 or float16 rates of 'NVIDIA H2000'"),
+        (["--roofline=Tesla T4", "--dtype=bfloat16"], "no bfloat16 rates of 'Tesla T4'"),
+        (["--roofline=NVIDIA H200", "--batch_size=auto"], "--roofline needs a --batch_size"),
+        (["kernel", "--profile", "--device=cpu"], "for the mode train, not for kernel"),
+        (["decode", "--roofline=NVIDIA H200"], "for the mode train, not for decode"),
+        (["--products_tflops=0"], "products_tflops must be more than 0"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(argv, says):
+    with pytest.raises(UserError) as told:
+        run(argv)
+    assert says in str(told.value) and "\n" not in str(told.value)
+
+
+# ----------------------------------------------------------------------------- real steps
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16, "batch_size": 4,
+              "device": "cpu", "attention_backend": "manual", "attention_fallback": False,
+              "onednn": False}  # fmt: skip
+    train = asdict(TrainConfig(**{**config, **changes}))
+    return {"job": "train", "contender": "manual", "rival": "", "train": train, "device": "cpu",
+            "vocab_size": 80, "memory_limit": None, "profile": True}  # fmt: skip
+
+
+def profiled(worker: training.Training) -> list[Any]:
+    """The events of one step, in its ranges."""
+    scopes = Scopes(worker.who.model)
+    worker.step(*worker.batch)
+    with scopes.modules(), training.profiler(worker.device, shapes=True) as looking:
+        with scopes.part("data"):
+            pass
+        with scopes.part("head and loss"):
+            worker.step(*worker.batch, scopes.mark)
+    return list(looking.events())
+
+
+def counted(events: list[Any], owner: Owner, *names: str) -> dict[str | None, int]:
+    """Part -> how many operators of these names belong to it."""
+    found: dict[str | None, int] = {}
+    for e in events:
+        if e.name in names:
+            found[owner.of(e)] = found.get(owner.of(e), 0) + 1
+    return found
+
+
+def test_every_operator_of_a_step_belongs_to_the_part_that_it_works_for():
+    worker = training.Training(job(gradient_accumulation_steps=2))
+    events = profiled(worker)
+    owner = Owner(events, worker.config.model(80), 64, compiled=False)
+    # a micro-batch: 4 products of a layer forward, 8 backward; the head's 3 in its one chunk, of
+    # which the one that sums the gradient of the weights is addmm_
+    products = counted(events, owner, "aten::mm", "aten::addmm_", "aten::bmm")
+    assert products == {"linear": 2 * 2 * 12, "head and loss": 2 * 3, "attention": 2 * 2 * 6}
+    for name, part, n in (
+        ("aten::native_layer_norm", "norms and elementwise", 2 * 5),
+        ("aten::native_layer_norm_backward", "norms and elementwise", 2 * 5),
+        ("aten::gelu", "norms and elementwise", 2 * 2),
+        ("aten::gelu_backward", "norms and elementwise", 2 * 2),
+        ("aten::_softmax", "attention", 2 * 2),
+        ("aten::_softmax_backward_data", "attention", 2 * 2),
+        ("aten::_log_softmax", "head and loss", 2),
+        ("aten::isfinite", "head and loss", 2),  # of the micro-batch's loss
+        ("aten::embedding", "embedding", 2 * 2),
+        ("aten::embedding_dense_backward", "embedding", 2 * 2),
+        ("aten::cat", "attention", 2 * 2),  # the gradients of q, k and v
+        ("aten::_foreach_norm", "optimizer", 1),
+        ("aten::_fused_adamw_", "optimizer", 2),  # with and without weight decay
+    ):
+        found = counted(events, owner, name)
+        if name in ("aten::isfinite", "aten::cat"):  # the norms are stacked, and looked at
+            assert found.pop("optimizer") > 0
+        assert found == {part: n}, name
+    found = read(events, worker.config.model(80), 64, compiled=False, device="cpu")
+    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+    top = [e for e in events if e.cpu_parent is None]
+    inside = sum(e.self_cpu_time_total for e in events if e.scope == profiling.USER
+                 and e.name != RANGE + "data")  # fmt: skip
+    assert sum(found.ms.values()) == pytest.approx(
+        (sum(e.cpu_time_total for e in top) - inside) / 1e3
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16", "attention_backend": "sdpa"}, {"gradient_checkpointing": True},
+     {"dropout": 0.1, "bias": True, "onednn": True}, {"dtype": "float16"}],
+    ids=lambda c: " ".join(c),
+)  # fmt: skip
+def test_nothing_is_left_over_in_other_kinds_of_steps(changes):
+    worker = training.Training(job(**changes))
+    events = profiled(worker)
+    found = read(events, worker.config.model(80), 64, compiled=False, device="cpu")
+    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+    names = [e.name for e in events if e.name.startswith(RANGE)]
+    again = 2 if changes.get("gradient_checkpointing") else 1  # a block's modules run twice
+    assert names.count(RANGE + "attention") == 2 * again
+
+
+def test_what_autograd_does_not_link_is_not_guessed():
+    worker = training.Training(job())
+    events = profiled(worker)
+    for e in events:
+        if profiling.is_node(e) and "MmBackward" in e.name:
+            e.sequence_nr += 10**6
+    owner = Owner(events, worker.config.model(80), 64, compiled=False)
+    assert counted(events, owner, "aten::mm") == {"linear": 2 * 4, None: 2 * 8, "head and loss": 2}
+    found = read(events, worker.config.model(80), 64, compiled=False, device="cpu")
+    assert found.names["unattributed"]["aten::mm"] > 0
+
+
+def test_hooks_are_there_only_while_the_profiler_looks():
+    model = GPT(GPTConfig(8, 20, 1, 2, 8))
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    scopes = Scopes(model)
+    with scopes.modules():
+        assert all(before or kind.startswith("Module") for (_, before), kind in
+                   zip(hooks, (type(m).__name__ for m in model.modules())))  # fmt: skip
+        model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+        assert not scopes.open
+    assert not any(a or b for a, b in hooks)
+
+
+def test_the_profile_of_a_job():
+    worker = training.Training(job(gradient_accumulation_steps=2))
+    answer = worker.profile(2)
+    assert (answer["by"], answer["of"], answer["steps"]) == ("modules", "operators", 2)
+    assert sum(answer["parts"].values()) == pytest.approx(answer["seen_ms"])
+    assert all(ms >= 0 for ms in answer["parts"].values()) and answer["parts"]["gaps"] > 0
+    assert answer["names"]["optimizer"][0][1] > 0 and answer["plain_ms"] > 0
+    state = worker.who.optimizer.state
+    assert all(s["step"] == 6 for s in state.values())  # twice three real steps, the first unseen
+    json.dumps(answer)
+
+
+def test_a_model_of_transformers_has_the_same_parts():
+    pytest.importorskip("transformers", reason="package 'transformers' is missing")
+    worker = training.Training({**job(attention_backend="auto"), "rival": "hf=sdpa"})
+    events = profiled(worker)
+    owner = Owner(events, worker.config.model(80), 64, compiled=False)
+    assert counted(events, owner, "aten::addmm") == {"linear": 2 * 4}
+    assert counted(events, owner, "aten::mm") == {"linear": 2 * 8, "head and loss": 3}
+    found = read(events, worker.config.model(80), 64, compiled=False, device="cpu")
+    assert set(found.ms) == set(roofline.PARTS) - {"gaps", "unattributed"}
+
+
+# ----------------------------------------------------------------------------- compiled
+
+B, C, V, TOKENS = 4, 32, 80, 64
+NAMES = [  # as the profiler gave them, with the shapes where it gives any
+    ("aten::mm", [[TOKENS, C], [C, 3 * C], [TOKENS, 3 * C]], "linear"),
+    ("aten::mm", [[TOKENS, C], [C, C], [TOKENS, C]], "linear"),
+    ("aten::mm", [[4 * C, TOKENS], [TOKENS, C], [4 * C, C]], "linear"),
+    ("aten::addmm", [[4 * C], [TOKENS, C], [C, 4 * C], [], []], "linear"),
+    ("aten::mm", [[TOKENS, C], [C, V], [TOKENS, V]], "head and loss"),
+    ("aten::mm", [[17, V], [V, C], [17, C]], "head and loss"),  # the last chunk of rows
+    ("aten::addmm", [[V, C], [V, 17], [17, C], [], [], [V, C]], "head and loss"),
+    ("aten::mm", [[TOKENS, C], [C, 7]], None),
+    ("aten::mm", [[TOKENS], [C]], None),
+    ("aten::bmm", [[8, 16, 16], [8, 16, 16]], "attention"),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", [], "attention"),
+    ("nanoattn::flash_forward", [], "attention"),
+    ("triton_tem_fused_flex_attention_backward_3", [], "attention"),
+    ("triton_tem_fused_mm_5", [[TOKENS, C], [C, V]], "head and loss"),
+    ("triton_tem_fused_addmm_gelu_5", [], None),
+    ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", [], "attention"),
+    ("graph_0_cpp_fused_add_arange_embedding_native_layer_norm_0", [], "norms and elementwise"),
+    ("graph_0_cpp_fused__unsafe_view_gelu_gelu_backward_view_1", [], "norms and elementwise"),
+    ("graph_0_cpp_fused_cat_transpose_view_4", [], "attention"),
+    ("triton_per_fused__softmax_masked_fill_mul_2", [], "attention"),
+    ("graph_0_cpp_fused__log_softmax_bitwise_not_clamp_div_exp_expand_gather_6", [],
+     "head and loss"),
+    ("graph_0_cpp_fused_mul_ne_unsqueeze_view_7", [], "head and loss"),
+    ("triton_red_fused__log_softmax_backward_data_nll_loss_backward_1", [], "head and loss"),
+    ("graph_0_cpp_fused_add_div_embedding_dense_backward_native_layer_norm_backward_sum_7", [],
+     "embedding"),
+    ("triton_poi_fused_add_embedding_0", [], "embedding"),
+    ("triton_poi_fused__to_copy_12", [], "norms and elementwise"),
+    ("nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_NTT", [], None),  # a product: which?
+    ("aten::copy_", [[TOKENS, C], [TOKENS, C]], None),
+    ("aten::scatter_reduce_", [[TOKENS, V], [], [TOKENS, 1]], "head and loss"),
+    ("aten::embedding_dense_backward", [[B, TOKENS // B, C]], "embedding"),
+    ("aten::index_put_", [[V, C]], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, shapes, part", NAMES)
+def test_the_part_that_a_name_tells(name, shapes, part):
+    config = GPTConfig(16, V, 2, 2, C)
+    assert Owner([], config, TOKENS, compiled=True).by_name(name, shapes) == part
+
+
+def test_sizes_that_would_do_for_two_parts_tell_nothing():
+    config = GPTConfig(16, 4 * C, 2, 2, C)  # a vocabulary as wide as the MLP
+    owner = Owner([], config, TOKENS, compiled=True)
+    assert owner.by_name("aten::mm", [[TOKENS, C], [C, 4 * C]]) is None
+    assert owner.by_name("aten::mm", [[TOKENS, C], [C, C]]) == "linear"
+    assert owner.by_name("aten::mm", [[17, C], [C, 4 * C]]) == "head and loss"
+
+
+# ----------------------------------------------------------------------------- CUDA's events
+
+
+class Event:
+    """One of Kineto's; what is not given is zero or empty."""
+
+    def __init__(self, name: str, start: float, end: float, **given: Any) -> None:
+        self.given = {"name": name, "start_ns": int(start * 1e3), "end_ns": int(end * 1e3),
+                      "device_type": DeviceType.CPU, "sequence_nr": -1, "start_thread_id": 1,
+                      **given}  # fmt: skip
+        self.given.setdefault("end_thread_id", self.given["start_thread_id"])
+        self.given["duration_ns"] = self.given["end_ns"] - self.given["start_ns"]
+
+    def __getattr__(self, name: str) -> Any:
+        empty: Any = [] if name in ("shapes", "stack", "concrete_inputs", "dtypes") else 0
+        if name in ("kwinputs", "extra_meta"):
+            empty = {}
+        if name in ("metadata_json", "overload_name"):
+            empty = ""
+        return lambda: self.given.get(name, empty)
+
+
+def kernel(name: str, start: float, end: float, of: int = 0, **given: Any) -> Event:
+    """A kernel on the device that the operator with the correlation id `of` launched."""
+    return Event(name, start, end, device_type=DeviceType.CUDA, linked_correlation_id=of,
+                 correlation_id=1000 + int(start), device_resource_id=7, **given)  # fmt: skip
+
+
+def linked(*events: Event) -> EventList:
+    """PyTorch's own events from Kineto's: kernels linked to operators, operators nested."""
+    result = SimpleNamespace(events=lambda: list(events), trace_start_ns=lambda: 0)
+    made = autograd_profile._parse_kineto_results(SimpleNamespace(use_device=None), result)
+    tree = EventList(made, use_device="cuda", profile_memory=False, with_flops=False)
+    tree._build_tree()
+    return tree
+
+
+def scope(part: str, start: float, end: float, **given: Any) -> Event:
+    return Event(RANGE + part, start, end, scope=profiling.USER, is_user_annotation=True, **given)
+
+
+def eager() -> EventList:
+    """A linear layer forward and backward, the update, and a batch that comes by itself.
+
+    The backward runs in a thread of its own; ranges have shadows on the device.
+    """
+    back = {"start_thread_id": 2}
+    return linked(
+        scope("head and loss", 0, 100),
+        scope("linear", 5, 30),
+        Event("aten::linear", 6, 29, sequence_nr=4),
+        Event("aten::t", 7, 8, sequence_nr=4),
+        Event("aten::mm", 10, 20, sequence_nr=5, correlation_id=11),
+        Event("cudaLaunchKernel", 12, 14, linked_correlation_id=11, correlation_id=501),
+        Event("aten::div", 40, 45, sequence_nr=6, correlation_id=12),
+        Event(profiling.ENGINE + "MmBackward0", 50, 70, sequence_nr=5, fwd_thread_id=1, **back),
+        Event("MmBackward0", 51, 69, sequence_nr=5, fwd_thread_id=1, scope=1, **back),
+        Event("aten::mm", 52, 60, correlation_id=13, **back),
+        Event("aten::mm", 61, 68, correlation_id=14, **back),
+        Event(profiling.ENGINE + "torch::autograd::AccumulateGrad", 71, 75, scope=0, **back),
+        Event("aten::add_", 72, 74, correlation_id=15, **back),
+        Event(profiling.ENGINE + "LostBackward0", 76, 80, sequence_nr=99, fwd_thread_id=1, **back),
+        Event("aten::mul", 77, 79, correlation_id=16, **back),
+        scope("optimizer", 80, 95),
+        Event("aten::_fused_adamw_", 82, 90, correlation_id=17),
+        # on the device
+        kernel(RANGE + "linear", 100, 110, is_user_annotation=True),
+        kernel("nvjet_gemm", 100, 110, of=11),
+        kernel("elementwise", 110, 111, of=12),
+        kernel("nvjet_gemm", 120, 128, of=13),
+        kernel("nvjet_gemm", 128, 140, of=14),
+        kernel("add", 140, 143, of=15),
+        kernel("mul", 143, 144, of=16),
+        kernel("multi_tensor_adam", 150, 170, of=17),
+        kernel("Memcpy HtoD (Pinned -> Device)", 155, 157),  # on another stream
+        kernel("a kernel that nobody launched", 170, 171),
+    )
+
+
+def test_kernels_are_linked_to_operators_and_backward_to_forward():
+    found = read(eager(), GPTConfig(16, V, 2, 2, C), TOKENS, compiled=False, device="cuda")
+    us = {part: round(ms * 1e3) for part, ms in found.ms.items()}
+    assert us == {"linear": 10 + 8 + 12, "head and loss": 1, "optimizer": 3 + 20, "data": 2,
+                  "unattributed": 1 + 1}  # fmt: skip
+    assert set(found.names["unattributed"]) == {"mul", "a kernel that nobody launched"}
+    assert found.names["linear"] == {"nvjet_gemm": pytest.approx(0.030)}
+    # from 100 to 111, 120 to 144 and 150 to 171: what two streams do at once counts once
+    assert found.busy_ms == pytest.approx((11 + 24 + 21) / 1e3)
+
+
+def test_without_the_links_the_time_is_unattributed():
+    events = eager()
+    for e in events:
+        e.sequence_nr = -1
+    found = read(events, GPTConfig(16, V, 2, 2, C), TOKENS, compiled=False, device="cuda")
+    assert found.ms["unattributed"] == pytest.approx((8 + 12 + 1 + 1) / 1e3)
+
+
+def test_compiled_kernels_are_told_by_name_and_by_sizes():
+    events = linked(
+        scope("head and loss", 0, 100),
+        Event("Torch-Compiled Region: 0/0", 2, 60),
+        Event("CompiledFunction", 3, 59, sequence_nr=7),
+        Event("triton_per_fused_add_native_layer_norm_0", 4, 6, correlation_id=21),
+        Event("aten::mm", 7, 9, correlation_id=22, shapes=[[TOKENS, C], [C, 3 * C]]),
+        Event("aten::mm", 10, 12, correlation_id=23, shapes=[[TOKENS, C], [C, V]]),
+        Event("aten::_scaled_dot_product_cudnn_attention", 13, 20, correlation_id=24),
+        Event("aten::empty", 14, 15, correlation_id=25),
+        Event("triton_red_fused__log_softmax_3", 21, 22, correlation_id=26),
+        Event("aten::mm", 23, 24, correlation_id=27, shapes=[[TOKENS, C], [C, 5]]),
+        Event("triton_poi_fused_embedding_4", 25, 26, correlation_id=28),
+        Event(profiling.ENGINE + "CompiledFunctionBackward", 61, 79, sequence_nr=7,
+              fwd_thread_id=1, start_thread_id=2),
+        Event("triton_poi_fused_gelu_backward_1", 62, 63, correlation_id=29, start_thread_id=2),
+        scope("optimizer", 80, 95),
+        Event("aten::_foreach_norm", 82, 90, correlation_id=30),
+        kernel("triton_per_fused_add_native_layer_norm_0", 100, 101, of=21),
+        kernel("nvjet_gemm", 101, 103, of=22),
+        kernel("nvjet_gemm", 103, 107, of=23),
+        kernel("cudnn_generated_fort_native_sdpa_sm90", 107, 115, of=24),
+        kernel("Memset (Device)", 115, 116, of=25),
+        kernel("triton_red_fused__log_softmax_3", 116, 132, of=26),
+        kernel("nvjet_gemm", 132, 133, of=27),
+        kernel("triton_poi_fused_embedding_4", 133, 135, of=28),
+        kernel("triton_poi_fused_gelu_backward_1", 135, 138, of=29),
+        kernel("multi_tensor_norm", 138, 143, of=30),
+    )  # fmt: skip
+    found = read(events, GPTConfig(16, V, 2, 2, C), TOKENS, compiled=True, device="cuda")
+    us = {part: round(ms * 1e3) for part, ms in found.ms.items()}
+    assert us == {"norms and elementwise": 1 + 3, "linear": 2, "head and loss": 4 + 16,
+                  "attention": 8 + 1, "unattributed": 1, "embedding": 2,
+                  "optimizer": 5}  # fmt: skip
+    assert found.busy_ms == pytest.approx(0.043)
+
+
+def test_a_replayed_cuda_graph_is_told_by_its_kernels_alone():
+    events = linked(
+        scope("head and loss", 0, 100),
+        Event("cudaGraphLaunch", 5, 9, correlation_id=0, linked_correlation_id=0),
+        kernel("triton_red_fused_native_layer_norm_0", 100, 104),
+        kernel("nvjet_gemm", 104, 120),
+        kernel("flash_fwd_kernel", 120, 128),
+    )
+    found = read(events, GPTConfig(16, V, 2, 2, C), TOKENS, compiled=True, device="cuda")
+    us = {part: round(ms * 1e3) for part, ms in found.ms.items()}
+    assert us == {"norms and elementwise": 4, "unattributed": 16, "attention": 8}
+
+
+def test_a_profiler_that_sees_no_kernel_says_so():
+    found = read(linked(scope("head and loss", 0, 9)), GPT2, 1024, compiled=False, device="cuda")
+    assert not found.ms and found.busy_ms == 0
+    row = rows.of_profile({"why": "no kernel"}, {}, GPT2, 1, Peak(1, ""), (1, ""), None)
+    assert row == {"why": "no kernel"}
+
+
+# ----------------------------------------------------------------------------- what is told
+
+
+def test_the_largest_gap_comes_first():
+    parts = work(GPT2, 64, 1, "bfloat16", clip=True)
+    found = {"steps": 3, "by": "modules", "of": "kernels", "plain_ms": 120.0, "seen_ms": 130.0,
+             "parts": {"linear": 40.0, "head and loss": 35.0, "attention": 12.0, "optimizer": 1.0,
+                       "norms and elementwise": 22.0, "embedding": 1.0, "gaps": 9.0},
+             "names": {"linear": [["nvjet", 38.0]]}}  # fmt: skip
+    row = rows.of_profile(found, parts, GPT2, 64, Peak(PEAK, "p"), (H200, "b"), 790)
+    order = [p["part"] for p in row["parts"]]
+    assert order[:3] == ["head and loss", "norms and elementwise", "gaps"]
+    assert row["ms"] == 120.0 and "data" not in order and "unattributed" not in order
+    first, gaps = row["parts"][0], row["parts"][2]
+    assert first["over_ms"] == pytest.approx(35 - 15.35, abs=0.01)
+    assert first["times"] == pytest.approx(35 / 15.354, rel=1e-4) and first["limit"] == "FLOPs"
+    assert gaps["times"] is None and gaps["over_ms"] == 9.0
+    assert row["ceiling"]["ms"] == pytest.approx(58.66, abs=0.01)
+    assert row["reachable"]["mfu"] == pytest.approx(0.785, abs=0.001)
+    from bench import answers, tables
+
+    head, lines = tables.profile(row)
+    assert lines[0][:2] == ["head and loss", "35"] and "largest gap" in lines[0][5]
+    assert sum("largest gap" in cell for line in lines for cell in line) == 1
+    assert lines[-1][0] == "the step" and lines[-1][3] == "58.7" and len(lines[-1]) == len(head)
+    (loses, ceiling) = answers.step([{"backend": "sdpa", "profile": row}])
+    assert loses == "sdpa loses most in head and loss: 19.6 ms over its roofline of 15.4 ms."
+    assert "58.66 ms, mfu 96.5%" in ceiling and "72.16 ms, mfu 78.5%" in ceiling
+    assert answers.step([{"backend": "a", "profile": {"why": "no kernel"}}]) == ["a: no kernel."]
+
+
+def test_a_profile_is_in_the_record_and_on_the_page(tmp_path: Path):
+    argv = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16",
+            "--vocab_size=64", "--batch_size=2", "--peak_tflops=0.5", "--rounds=1",
+            "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", "--sweep=False",
+            "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
+            f"--html={tmp_path / 'page.html'}"]  # fmt: skip
+    code, out = run(argv)
+    (record,) = tmp_path.glob("*_cpu_p")
+    content = json.loads((record / "record.json").read_text(encoding="utf-8"))
+    found = content["rows"][0]["profile"]
+    assert code == 0 and found["steps"] == bench_mfu.PROFILED_STEPS
+    assert found["bandwidth"] == content["machine"]["bandwidth"]
+    assert found["bandwidth_source"].startswith("measured")
+    assert sum(p["ms"] for p in found["parts"]) == pytest.approx(found["ms"])
+    least = {p["part"]: p["roofline_ms"] for p in found["parts"]}
+    parts = work(GPTConfig(16, 64, 1, 2, 32, bias=False), 2, 1, "float32", clip=True)
+    for part, w in parts.items():
+        if part in least:
+            assert least[part] == pytest.approx(w.ms(0.5, found["bandwidth"]))
+    over = [p["over_ms"] for p in found["parts"]]
+    assert over == sorted(over, reverse=True) and "unattributed" not in least
+    page = (record / "README.md").read_text(encoding="utf-8")
+    for text in (out, page, (tmp_path / "page.html").read_text(encoding="utf-8")):
+        assert "A step of manual by its parts" in text and "(largest gap)" in text
+        assert "manual loses most in" in " ".join(text.split())
+    assert report.page(content)
+
+
+# ----------------------------------------------------------------------------- bandwidths
+
+
+@pytest.mark.parametrize(
+    "name, gb",
+    [("NVIDIA H200", 4800), ("NVIDIA H100 80GB HBM3", 3350), ("NVIDIA H100 PCIe", 2000),
+     ("NVIDIA H100 NVL", 3900), ("NVIDIA A100-SXM4-80GB", 2039), ("NVIDIA A100-SXM4-40GB", 1555),
+     ("NVIDIA A100 80GB PCIe", 1935), ("NVIDIA B200", 8000), ("NVIDIA GH200 144G HBM3e", 4900),
+     ("NVIDIA GH200 480GB", 4000), ("NVIDIA GeForce RTX 4090", 1008), ("NVIDIA L4", 300),
+     ("NVIDIA L40S", 864), ("NVIDIA GeForce RTX 3090", 936), ("Tesla T4", 320)],
+)  # fmt: skip
+def test_the_bandwidth_of_a_device(name, gb):
+    rate, source = datasheet_bandwidth(name) or (0, "")
+    assert rate == gb * 1e9 and source.startswith("datasheet: ")
+
+
+def test_peaks_and_bandwidths_are_of_the_same_devices():
+    from test_flops import NAMES as KNOWN
+    from test_flops import TURING_AND_BEFORE, UNKNOWN
+
+    devices = [*KNOWN, *TURING_AND_BEFORE]
+    assert all(datasheet_bandwidth(name) for name in devices)
+    assert not any(datasheet_bandwidth(name) for name in UNKNOWN)
+    for pattern, rate, source in flops.BANDWIDTHS:  # none is shadowed by another
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flops, "BANDWIDTHS", [(pattern, rate, source)])
+            hit = [name for name in devices if datasheet_bandwidth(name)]
+        assert hit and all(datasheet_bandwidth(n) == (rate * 1e9, f"datasheet: {source}")
+                           for n in hit), pattern  # fmt: skip

@@ -1,0 +1,324 @@
+"""What a training step costs beside its mathematics: copies, casts, float32 tensors, waits, breaks.
+
+A real step of train.py on a small GPT is watched operator by operator; the counts are exact, and
+each that is not zero says why. They are guards: an added copy makes a test fail, and one that was
+saved asks for its line here to go. What they count holds on every device where PyTorch takes the
+same operators: the casts and the views do, the kernels' own inside does not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from model import GPT, GPTConfig
+from runtime import World
+from settings import Loaded
+from train import TrainConfig, build_optimizer, train_step
+
+# No size of an activation is one of a weight: B, T and B T occur in no weight but the positions.
+B, T, L, C, V = 3, 20, 2, 32, 80
+N = B * T
+
+COPIES = ("clone", "copy_", "_to_copy", "cat", "repeat", "expand_copy", "contiguous")
+KINDS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "autocast")]
+kinds = pytest.mark.parametrize("dtype, residual", KINDS, ids=map(" ".join, KINDS))
+
+
+def name_of(function: Any) -> str:
+    return str(function).removeprefix("aten.").partition(".")[0]
+
+
+def kind_of(t: Tensor) -> str | None:
+    """How it is counted: "1x" for (N, C), "3x", "logits", "weight"; None for what is small."""
+    if t.shape[:1] in ((B,), (N,)) and t.numel() >= N * C:
+        return "logits" if t.shape[-1] == V else f"{t.numel() // (N * C)}x"
+    return "weight" if t.dim() == 2 and t.numel() >= C * C and N not in t.shape else None
+
+
+class Watch(TorchDispatchMode):
+    """Counts what is made of every operator. It holds no tensor: a gradient that somebody holds
+    is copied where it else would be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: Counter[str] = Counter()  # "cat 3x", "float32 -> bfloat16 weight"
+        self.float32: Counter[str] = Counter()  # activations made anew, by operator
+        self.reads: list[int] = []  # by the host, where the number lies
+        self.attended: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:  # fmt: skip
+        out = function(*args, **(kwargs or {}))
+        name = name_of(function)
+        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if name == "_local_scalar_dense":
+            self.reads.append(taken[0].data_ptr())
+        if "scaled_dot_product" in name and "backward" not in name:
+            self.attended.append(tuple(
+                (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.stride())
+                for t in taken[:3]))  # fmt: skip
+        held = {t.untyped_storage().data_ptr() for t in taken}
+        for t in tree_leaves(out):
+            if not isinstance(t, Tensor) or (kind := kind_of(t)) is None:
+                continue
+            if name in COPIES:
+                source, to = (str(x.dtype).removeprefix("torch.") for x in (taken[-1], t))
+                self.copies[f"{source} -> {to} {kind}" if source != to else f"{name} {kind}"] += 1
+            new = t.untyped_storage().data_ptr() not in held
+            if new and kind != "weight" and t.dtype == torch.float32:
+                self.float32[f"{name} {kind}"] += 1
+        return out
+
+
+class Step:
+    """A model, and steps of it by train.train_step."""
+
+    def __init__(self, dtype: str, residual: str, micro: int = 1, **changes: Any) -> None:
+        torch.manual_seed(0)
+        config: Any = {"bias": False, "attention_backend": "sdpa", **changes}
+        self.model = GPT(GPTConfig(T, V, L, 2, C, residual_dtype=residual, **config))  # type: ignore[arg-type]
+        cpu, half = torch.device("cpu"), dtype != "float32"
+        self.optimizer = build_optimizer(self.model, TrainConfig(), cpu)
+        self.autocast = torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=half)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.micro, self.bad = micro, torch.zeros(())
+        self.x, self.y = torch.randint(V, (2, micro * B, T)).unbind()
+        with self.autocast:
+            self.model.attention()  # the probe is none of the step's work
+        self.run: Any = self.model
+
+    def __call__(self) -> Tensor:
+        return train_step(self.run, self.optimizer, self.scaler, self.autocast, self.x, self.y,
+                          self.micro, 1.0, self.bad)  # fmt: skip
+
+    def watched(self) -> Watch:
+        """What happens in the second step; in the first AdamW makes its state."""
+        self()
+        with Watch() as watch:
+            loss = self()
+        assert math.isfinite(loss)
+        return watch
+
+
+# ----------------------------------------------------------------------------- copies and casts
+
+JOINED = {"cat 3x": L}  # the gradients of q, k and v: the kernel's backward makes three tensors
+
+WEIGHTS = {  # autocast: each weight of a product as bfloat16, and its gradient back
+    "float32 -> bfloat16 weight": 4 * L + 1,  # once a micro-batch; 1: the head's
+    "bfloat16 -> float32 weight": 4 * L,  # the head sums its own in float32
+}
+LOSS = {
+    "bfloat16 -> float32 logits": 1,  # log_softmax in float32; on CUDA it casts while it reads
+    "float32 -> bfloat16 logits": 1,  # their gradient, for the two products
+    "bfloat16 -> float32 1x": 1,  # the gradient of x, scaled in float32
+}
+COPIED = {
+    "float32 float32": JOINED,
+    "bfloat16 float32": {
+        **JOINED,
+        **WEIGHTS,
+        **LOSS,
+        # Forward after each norm but the last, which the head casts; backward where the gradient
+        # of the residual stream goes into a branch.
+        "float32 -> bfloat16 1x": (2 * L + 1) + 2 * L,
+        "bfloat16 -> float32 1x": LOSS["bfloat16 -> float32 1x"] + 2 * L,  # back to the norms
+    },
+    "bfloat16 autocast": {
+        **JOINED,
+        **WEIGHTS,
+        **LOSS,
+        "float32 -> bfloat16 1x": 1 + 1,  # after the embeddings; the gradient from the head
+        "bfloat16 -> float32 1x": LOSS["bfloat16 -> float32 1x"] + 1,  # back to the embeddings
+    },
+}
+
+
+@kinds
+def test_the_copies_of_a_step(dtype, residual):
+    assert dict(Step(dtype, residual).watched().copies) == COPIED[f"{dtype} {residual}"]
+
+
+def test_a_micro_batch_has_the_copies_of_a_step():
+    """Summing up gradients copies nothing."""
+    once, four = (Step("float32", "float32", micro).watched().copies for micro in (1, 4))
+    assert four == Counter({k: 4 * n for k, n in once.items()})
+
+
+# ----------------------------------------------------------------------------- float32 tensors
+
+FLOAT32 = {
+    "bfloat16 float32": {
+        "embedding 1x": 1,
+        # each branch is added to the stream forward, and backward its gradient, not that of the
+        # embeddings
+        "add 1x": 1 + 2 * L + 2 * L,
+        "native_layer_norm 1x": 2 * L + 1,
+        "native_layer_norm_backward 1x": 2 * L + 1,
+        "_log_softmax logits": 1,
+        "_to_copy logits": 1,  # for the former, which computes in place from there
+        "_to_copy 1x": 1 + 2 * L,  # of the loss; before each norm's backward but the last's
+    },
+    "bfloat16 autocast": {
+        "embedding 1x": 1,  # weights are float32, and so is what is looked up
+        "add 1x": 1,  # tokens and positions
+        "_log_softmax logits": 1,
+        "_to_copy logits": 1,
+        "_to_copy 1x": 1 + 1,  # of the loss; the gradient of the embeddings
+    },
+}
+
+
+@pytest.mark.parametrize("dtype, residual", KINDS[1:], ids=map(" ".join, KINDS[1:]))
+def test_the_float32_activations_of_a_step_in_bfloat16(dtype, residual):
+    assert dict(Step(dtype, residual).watched().float32) == FLOAT32[f"{dtype} {residual}"]
+
+
+# ----------------------------------------------------------------------------- attention's inputs
+
+
+@kinds
+@pytest.mark.parametrize("n_kv_head", [2, 1])
+def test_q_k_and_v_are_views_of_one_projection(dtype, residual, n_kv_head):
+    watch = Step(dtype, residual, n_kv_head=n_kv_head).watched()
+    size, width = (4 if dtype == "float32" else 2), C + 2 * n_kv_head * C // 2
+    assert len(watch.attended) == L
+    for q, k, v in watch.attended:
+        assert q[0] == k[0] == v[0] and {x[1] for x in (q, k, v)} == {size * N * width}
+        assert {x[2] for x in (q, k, v)} == {(T * width, C // 2, width, 1)}
+
+
+# ----------------------------------------------------------------------------- waits
+
+
+@kinds
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_step_never_asks_the_device(dtype, residual, micro):
+    """What the host reads, it has to wait for."""
+    assert Step(dtype, residual, micro).watched().reads == []
+
+
+def write_tokens(folder: Path) -> None:
+    (folder / "tiny").mkdir()
+    for split in ("train", "val"):
+        tokens = torch.randint(V, (4000,)).to(torch.uint16).numpy()
+        (folder / "tiny" / f"{split}.bin").write_bytes(tokens.tobytes())
+    meta = {"tokenizer": {"kind": "char"}, "vocab_size": V,
+            "tokens": {"train": 4000, "val": 4000}}  # fmt: skip
+    (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_path, monkeypatch):
+    """On the CPU it looks at `bad` after every step: nobody waits there. On a GPU it does not."""
+    write_tokens(tmp_path)
+    config = TrainConfig(
+        out_dir=str(tmp_path / "out"), dataset="tiny", data_dir=str(tmp_path), n_layer=1, n_head=2,
+        n_embd=16, block_size=8, batch_size=2, max_iters=12, log_interval=5, eval_interval=100,
+        eval_iters=1, warmup_iters=2, device="cpu", peak_tflops=1.0, attention_backend="sdpa",
+        onednn=False,
+    )  # fmt: skip
+    watch = Watch()
+    flags: list[int] = []
+    at: list[int] = []  # how much was read when a step began
+
+    def step(*args: Any) -> Tensor:
+        flags.append(args[-1].data_ptr())
+        at.append(len(watch.reads))
+        return train_step(*args)
+
+    monkeypatch.setattr(train, "train_step", step)
+    with watch:
+        assert train.train(Loaded(config, {}), World(torch.device("cpu"))) == 0
+    assert len(set(flags)) == 1 and len(at) == 12
+    reads = [watch.reads[a:b] for a, b in pairwise(at)]  # after steps 1 to 11
+    quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]
+    assert quiet == [flags[:1]] * 8
+    assert all(len(r) >= 2 for i, r in enumerate(reads, start=1) if i % 5 == 0)  # loss and flag
+
+
+# ----------------------------------------------------------------------------- compiled
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+@kinds
+@pytest.mark.parametrize("backend", ["sdpa", "manual"])
+def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend):
+    step = Step(dtype, residual, micro=2, attention_backend=backend)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with fresh_compiler():
+        step.model.compiled = True
+        with step.autocast:
+            step.model.attention()
+        plain = [float(step()) for _ in range(3)]
+        again = Step(dtype, residual, micro=2, attention_backend=backend)
+        again.model.compiled = True
+        with again.autocast:
+            again.model.attention()
+        again.run = torch.compile(again.model, backend=keep)
+        losses = [float(again()) for _ in range(3)]
+        counters = torch._dynamo.utils.counters
+        assert len(graphs) == 1  # for every step and micro-batch: nothing is compiled anew
+        assert not counters["graph_break"], dict(counters["graph_break"])
+        assert counters["stats"]["unique_graphs"] == 1
+    assert losses == pytest.approx(plain, rel=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_the_compiled_step_copies_no_more():
+    """The operators that Inductor gets, forward and backward."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    step = Step("bfloat16", "autocast")
+    found: Counter[str] = Counter()
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor):
+                name = name_of(node.target)
+                if name in (*COPIES, "_local_scalar_dense") and (kind := kind_of(value)):
+                    found[f"{name} {kind}"] += 1
+        return make_boxed_func(graph.forward)
+
+    with fresh_compiler():
+        step.model.compiled = True
+        with step.autocast:
+            step.model.attention()
+        step.run = torch.compile(
+            step.model, backend=aot_autograd(fw_compiler=count), fullgraph=True
+        )
+        step()
+    expected: Counter[str] = Counter({"clone 1x": 2 * L + 1})  # dropout 0: Inductor leaves it out
+    for words, n in COPIED["bfloat16 autocast"].items():
+        if "->" in words:  # a cast, which Inductor may do where the number is read
+            words = "_to_copy " + words.rpartition(" ")[2]
+        expected[words] += n
+    assert found == expected
