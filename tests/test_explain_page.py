@@ -1,0 +1,703 @@
+"""The page of explain.py in a real browser: what it shows is what the document says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import browser as browsers
+import numpy as np
+import pytest
+import torch
+
+from attention import Spec, visible
+from data.tokenizer import CharTokenizer
+from explain import ExplainConfig, explain
+from model import GPT, GPTConfig
+from viewer.cost import fast_memory, tiled_bytes
+from viewer.document import Document, pack, unpack
+from viewer.page import render
+
+HOSTILE = (
+    "</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- &lt;"
+    '\u2028"'
+)
+PROMPT = "To be, or not\nto be: that"  # 25 tokens
+DOCUMENTS = "To be, or|not to be"
+WINDOW = 6
+
+
+def document(prompt: str = PROMPT, window: int | None = None, **settings: Any) -> Document:
+    """What explain.py computes, from a model with random weights whose attention is not flat."""
+    torch.manual_seed(0)
+    letters = "".join(sorted(set(PROMPT + DOCUMENTS + HOSTILE) | {chr(n) for n in range(32, 127)}))
+    config = GPTConfig(
+        n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=len(letters),
+        attention_window=window,
+    )  # fmt: skip
+    model = GPT(config).eval()
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data *= 12
+    config_ = ExplainConfig(**{"prompt": prompt, "layer": 1, "head": 2, **settings})
+    return explain(model, CharTokenizer(letters), config_, "random weights")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Document:
+    return document()
+
+
+@pytest.fixture(scope="module")
+def windowed() -> Document:
+    """A window, two documents, and tiles that do not divide the length."""
+    return document(DOCUMENTS, segments="|", window=WINDOW, block_m=5, block_n=4, layer=0, head=0)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browsers.running() as chromium:
+        yield chromium
+
+
+Show = Callable[..., Any]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What a page logs, and what it asks for: nothing, or the test fails."""
+    return []
+
+
+@pytest.fixture
+def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
+    """Opens a document in the browser."""
+    context = []
+
+    def open_(shown: Document, width: int = 1400, scheme: str = "light", **options: Any) -> Any:
+        file = tmp_path / "explain.html"
+        file.write_text(render(shown), encoding="utf-8")
+        context.append(
+            chromium.new_context(
+                viewport={"width": width, "height": 900}, color_scheme=scheme, **options
+            )
+        )
+        page = context[-1].new_page()
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("request", lambda r: r.url == file.as_uri() or said.append(f"request: {r.url}"))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_
+    for opened in context:
+        opened.close()
+    assert said == []
+
+
+def numbers(page: Any, where: str) -> list[float]:
+    """The exact numbers of the <data> elements there; each must be shown as it is."""
+    found = page.eval_on_selector_all(
+        where + " data", "all => all.map(e => [e.value, e.innerText])"
+    )
+    for value, text in found:
+        shown = text.replace("−", "-").replace("∞", "inf").replace(",", "")
+        if re.fullmatch(r"-?[\d.]+", shown):
+            decimals = len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(float(value), abs=0.51 * 10**-decimals)
+    return [float(value) for value, _ in found]
+
+
+# The pixels of the two outputs, tiled's and manual's.
+OUTPUTS = """[...document.querySelectorAll(".outputs .pair canvas")].map(
+  c => [...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])"""
+
+
+def weight(shown: Document, layer: int, head: int, i: int, j: int) -> float:
+    packed = unpack(shown["maps"]["weights"])
+    return float(packed[layer, head, i * (i + 1) // 2 + j]) / shown["maps"]["levels"]
+
+
+# ----------------------------------------------------------------------------- without a browser
+
+
+def test_the_page_holds_the_document_and_escapes_it(plain):
+    hostile = deepcopy(plain)
+    hostile["about"]["prompt"] = HOSTILE
+    hostile["about"]["notes"] = [HOSTILE]
+    page = render(hostile)
+    block = re.search(r'<script type="application/json" id="document">(.*?)</script>', page, re.S)
+    assert block and json.loads(block[1]) == hostile
+    assert "<" not in block[1] and block[1].isascii()
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "window.taken = 1</script>" not in page
+    assert render(hostile) == page
+    with pytest.raises(ValueError):
+        render({**plain, "caches": {**plain["caches"], "allowed": float("nan")}})
+
+
+# ----------------------------------------------------------------------------- looks
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
+    page = show(plain, width, scheme)
+    for done in (0, 5, len(plain["tiles"]["steps"])):
+        page.evaluate(f"goTo({done})")
+        page.eval_on_selector_all("details", "all => all.forEach(d => { d.open = true })")
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+        # No text of one element over that of another, and nothing cut off outside its own box.
+        sticking = page.eval_on_selector_all(
+            "main :not(.scroll *, .strip *, canvas, svg, svg *, option)",
+            """all => all.filter(e => e.getBoundingClientRect().right > innerWidth + 0.5)
+                         .map(e => e.outerHTML.slice(0, 90))""",
+        )
+        assert sticking == []
+    colours = """id => {
+      const c = document.getElementById(id), all = new Set();
+      const pixels = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+      for (let n = 0; n < pixels.length; n += 4) all.add(pixels.slice(n, n + 4).join());
+      return all.size; }"""
+    assert page.evaluate(colours, "map") > 60 and page.evaluate(colours, "matrix") > 60
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_colours_are_ordered_by_lightness_alone(show, plain, scheme):
+    page = show(plain, scheme=scheme)
+    colours = page.evaluate("Array.from({ length: 256 }, (_, n) => shade(n / 255))")
+    lightness = [luminance(rgb) for rgb in colours]
+    steps = np.diff(lightness) * (-1 if scheme == "light" else 1)
+    assert (steps > -1e-3).all() and sum(steps) > 0.6
+    inks = page.evaluate("Array.from({ length: 256 }, (_, n) => inkOn(shade(n / 255)))")
+    for ink, rgb in zip(inks, colours):
+        assert contrast(ink, "#" + bytes(rgb).hex()) >= 4.5
+    texts = page.evaluate("""["ink", "muted", "accent", "tiled", "manual", "good", "bad"].flatMap(
+      a => ["paper", "sunk", "raised"].map(b => [colour(a), colour(b)]))""")
+    for ink, paper in texts:
+        assert contrast(ink, paper) >= 4.5, (ink, paper)  # WCAG 2.2, 1.4.3
+
+
+def contrast(a: str, b: str) -> float:
+    """Of two colours in CSS's hexadecimal digits."""
+
+    def rgb(colour: str) -> list[int]:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+        return [int(digits[n : n + 2], 16) for n in (0, 2, 4)]
+
+    dark, light = sorted((luminance(rgb(a)), luminance(rgb(b))))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(rgb: list[int]) -> float:
+    """Relative luminance, 0 to 1, of sRGB, 0 to 255 (WCAG 2.2)."""
+    v = np.array(rgb) / 255
+    linear = np.where(v <= 0.04045, v / 12.92, ((v + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def test_it_follows_a_change_of_width_and_of_scheme(show, plain):
+    page = show(plain)
+    # The first token sees itself alone. A canvas is read once: Chromium logs a second time.
+    corner = """n => [...document.querySelectorAll("#thumbs canvas")[n].getContext("2d")
+      .getImageData(0, 0, 1, 1).data].slice(0, 3)"""
+    size = "$('map').getBoundingClientRect().width + $('matrix').getBoundingClientRect().width"
+    light, wide = page.evaluate(corner, 0), page.evaluate(size)
+    assert light == page.evaluate("ramp.light[255]")
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 360, "height": 800})
+    page.evaluate("new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn)))")
+    assert page.evaluate(corner, 1) == page.evaluate("ramp.dark[255]") != light
+    assert page.evaluate(size) < 0.8 * wide
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+
+
+def test_motion_is_reduced_where_it_is_asked_for(show, plain):
+    duration = "getComputedStyle(document.querySelector('.meter i')).transitionDuration"
+    scrolls = "getComputedStyle(document.documentElement).scrollBehavior"
+    page = show(plain, reduced_motion="reduce")
+    assert [page.evaluate(duration), page.evaluate(scrolls)] == ["0s", "auto"]
+    page = show(plain, reduced_motion="no-preference")
+    assert [page.evaluate(duration), page.evaluate(scrolls)] == ["0.12s", "smooth"]
+
+
+def test_a_hostile_prompt_is_shown_as_text(show, said):
+    shown = document(HOSTILE)
+    about, caches, image = shown["about"], shown["caches"], "<img src=x onerror='taken=4'>"
+    about["source"] = about["device"] = about["backend"] = shown["costs"]["gpu"] = image
+    for notes in (about["notes"], shown["tiles"]["notes"], caches["notes"]):
+        notes.append(image)
+    about["refused"].append({"name": image, "why": [image]})
+    for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
+        token["text"] = token["label"] = image
+    page = show(shown)
+    page.click("#to-end")
+    page.locator("#map-tokens button").last.click()
+    assert page.inner_text("#prompt") == HOSTILE
+    for part in ("#notes", "#agreement", "#query-title", "#map-bars", "#tile-notes", "#tile-rows",
+                 "#worked", "#cache-notes", "#cache-step", "#cost-about"):  # fmt: skip
+        assert image in page.inner_text(part), part
+    assert page.evaluate("typeof taken") == "undefined"
+    assert page.locator("script").count() == 2 and page.locator("img").count() == 0
+    labels = page.locator("#map-tokens button b").all_inner_texts()
+    assert labels == [t["label"] for t in about["tokens"]]
+    # And were there a hole: the policy lets no other script run.
+    page.evaluate("""document.body.append(Object.assign(document.createElement("script"),
+      { textContent: "window.taken = 3" }))""")
+    assert page.evaluate("typeof taken") == "undefined"
+    (refused,) = said
+    assert "Content Security Policy" in refused and "blocked" in refused
+    said.clear()
+
+
+# ----------------------------------------------------------------------------- maps
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_a_token_shows_where_it_looks(show, which, request):
+    shown = request.getfixturevalue(which)
+    about, T = shown["about"], len(shown["about"]["tokens"])
+    layer, head = about["layer"], about["head"]
+    page = show(shown)
+    assert page.inner_text("#map-title") == f"Layer {layer}, head {head}"
+    segments = about["segments"] or [0] * T
+    for i in (0, 1, T // 2, T - 1):
+        page.locator("#map-tokens button").nth(i).click()
+        seen = [j for j in range(T) if visible(i, j, 0, about["window"], segments[i], segments[j])]
+        weights = {j: weight(shown, layer, head, i, j) for j in seen}
+        chips = page.eval_on_selector_all(
+            "#map-tokens button", "all => all.map(e => [e.className, e.lastChild.textContent])"
+        )
+        assert [j for j, (kind, _) in enumerate(chips) if "later" in kind] == list(range(i + 1, T))
+        hidden = [j for j in range(i) if j not in seen]
+        assert [j for j, (kind, _) in enumerate(chips) if "hidden" in kind] == hidden
+        for j, (_, percent) in enumerate(chips):
+            w = weights.get(j)
+            want = "" if w is None else f"{100 * w:.0f}" if w >= 0.005 else "·"
+            assert percent == want or abs(float(percent) - 100 * weights[j]) <= 0.501
+        rows = [t.split("\t") for t in page.locator("#map-bars tbody tr").all_inner_texts()]
+        best = sorted(weights, key=lambda j: (-weights[j], j))
+        shown_rows = best if len(best) <= 9 else best[:8]
+        assert [int(row[0].split()[0]) for row in rows][: len(shown_rows)] == shown_rows
+        assert numbers(page, "#map-bars")[: len(shown_rows)] == [weights[j] for j in shown_rows]
+        assert sum(numbers(page, "#map-bars")) == pytest.approx(sum(weights.values()), abs=1e-9)
+        assert sum(weights.values()) == pytest.approx(1, abs=T / shown["maps"]["levels"])
+        assert page.inner_text("#map-bars tfoot").startswith("sum\t")
+        assert "1\u00a0± " in page.inner_text("#map-bars tfoot").replace("±\u00a0", "± ")
+    text = page.inner_text("#map-sum")
+    assert ("in another document" in text) == (which == "windowed")
+    assert ("outside the window" in page.inner_text("#map-legend")) == (which == "windowed")
+
+
+def test_pointing_at_the_map_and_leaving_it(show, plain):
+    page = show(plain)
+    T = len(plain["about"]["tokens"])
+    cell, left, top = page.evaluate("[mapView.cell, mapView.left, mapView.top]")
+    i, j = 20, 9
+    page.hover("#map", position={"x": left + (j + 0.5) * cell, "y": top + (i + 0.5) * cell})
+    w = weight(plain, 1, 2, i, j)
+    assert page.inner_text("#map-cell").endswith(f"({i}) looks at “␣” ({j}): {w:.4f}")
+    assert f"token {i}," in page.inner_text("#query-title")
+    page.mouse.move(5, 5)
+    assert f"token {T - 1}," in page.inner_text("#query-title")  # the one that was chosen
+
+
+def test_the_verdict_is_the_documents(show, plain):
+    page = show(plain)
+    a = plain["maps"]["layers"][1]
+    assert numbers(page, "#agreement") == [a["error"], a["allowed"]]
+    assert page.get_attribute("#agreement", "class") == "verdict good"
+    assert page.locator("#checks .good").count() == 3
+    wrong = deepcopy(plain)
+    wrong["maps"]["layers"][1]["agrees"] = False
+    for head in wrong["tiles"]["heads"]:
+        head["error"] = 2 * head["allowed"]
+        head["out"] = pack(-unpack(head["out"]))
+    wrong["caches"]["agree"] = False
+    page = show(wrong)
+    assert page.get_attribute("#agreement", "class") == "verdict bad"
+    assert "does not agree" in page.inner_text("#agreement")
+    assert page.locator("#checks .bad").count() == 3
+    page.click("#to-end")
+    assert page.get_attribute("#difference", "class") == "verdict bad"
+    tiled, manual = page.evaluate(OUTPUTS)
+    assert np.abs(np.array(tiled) - np.array(manual)).max() > 100
+    assert page.get_attribute("#cache-verdict", "class") == "verdict bad"
+
+
+def test_a_head_is_chosen_and_played(show, plain):
+    page = show(plain)
+    page.locator("#thumbs button").nth(0 * 4 + 3).click()
+    assert page.inner_text("#map-title") == "Layer 0, head 3"
+    assert page.locator("#thumbs [aria-pressed=true]").count() == 1
+    T = len(plain["about"]["tokens"])
+    assert numbers(page, "#map-bars")[0] == max(weight(plain, 0, 3, T - 1, j) for j in range(T))
+    assert page.input_value("#tile-layer") + page.input_value("#tile-head") == "12"
+    page.click("#to-player")
+    assert page.input_value("#tile-layer") + page.input_value("#tile-head") == "03"
+    assert page.evaluate("document.activeElement.id") == "player"
+    sampled = deepcopy(plain)
+    sampled["tiles"]["heads"] = [t for t in plain["tiles"]["heads"] if t["layer"] == 1]
+    sampled["tiles"]["notes"] = ["Tiles are traced for the heads of layer 1 only."]
+    page = show(sampled)
+    assert page.inner_text("#tile-notes") == sampled["tiles"]["notes"][0]
+    assert page.is_enabled("#to-player")
+    page.locator("#thumbs button").nth(0).click()
+    assert page.is_disabled("#to-player") and "left out" in page.inner_text("#to-player")
+
+
+# ----------------------------------------------------------------------------- tiles
+
+
+def traced(shown: Document, layer: int, head: int) -> dict[str, Any]:
+    (found,) = [t for t in shown["tiles"]["heads"] if (t["layer"], t["head"]) == (layer, head)]
+    return {k: unpack(v) if isinstance(v, dict) else v for k, v in found.items()}  # type: ignore[arg-type]
+
+
+# All that a step shows, read at once: a test of every step asks often.
+LOOK = """() => {
+  const numbers = where => [...document.querySelectorAll(where + " data")].map(e => e.value);
+  const c = document.querySelector(".outputs canvas");
+  const pixels = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+  return {
+    title: $("tile-title").innerText, text: $("tile-text").innerText,
+    counters: $("counters").innerText,
+    tiled: numbers("#counters .meter.tiled"), manual: numbers("#counters .meter.manual"),
+    rows: numbers("#tile-rows tbody"),
+    shown: [...document.querySelectorAll("#tile-rows tbody data")].map(e => e.innerText),
+    scores: [...document.querySelectorAll("#tile-rows td.s")].map(e => e.innerText),
+    written: Array.from({ length: c.height }, (_, r) => pixels[4 * r * c.width + 3] > 0) }; }"""
+
+
+def read(texts: list[str]) -> list[float]:
+    return [float(t.replace("−", "-").replace("∞", "inf").replace(",", "")) for t in texts]
+
+
+def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> None:
+    """Everything that the player shows after so many tiles."""
+    tiles = shown["tiles"]
+    N, step = len(tiles["steps"]), tiles["steps"][done - 1]
+    look = page.evaluate(LOOK)
+    assert look["title"].startswith(f"Tile {done} of {N}: Q block {step['i']},")
+    assert look["text"].startswith("Skipped") == step["skipped"]
+    moved = step["read_so_far"], step["written_so_far"]
+    assert tuple(read(look["tiled"])) == moved
+    assert f"{moved[0]:,} bytes read, {moved[1]:,} written" in look["counters"]
+    assert f"by this tile {step['read']:,} read, {step['written']:,} written" in look["counters"]
+    # Manual at the same progress: each pass takes a third of the way.
+    passes, part = divmod(3 * done, N)
+    for n, key in enumerate(("read", "written")):
+        each = [p[key] for p in tiles["manual"]]  # type: ignore[literal-required]
+        want = sum(each[:passes]) + (part / N * each[passes] if part else 0)
+        assert read(look["manual"])[n] == pytest.approx(want, abs=0.51)
+    # The rows of the block: rescale, m and l.
+    count = step["rows"][1] - step["rows"][0]
+    visited = [s for s in tiles["steps"][:done] if s["i"] == step["i"] and not s["skipped"]]
+    at = visited[-1]["at"] if visited else None
+    rows = []
+    for r in range(count):
+        m, l = (head["m"][at, r], head["l"][at, r]) if visited else (-np.inf, 0)
+        rows += [*([] if step["skipped"] else [head["rescale"][at, r]]), m, l]
+    assert read(look["rows"]) == [float(x) for x in rows]
+    assert read(look["shown"]) == pytest.approx(rows, abs=5.1e-5)
+    cols = step["cols"][1] - step["cols"][0]
+    scores = [] if step["skipped"] else head["scores"][at, :count, :cols].flatten()
+    assert read(look["scores"]) == pytest.approx(scores, abs=0.0051)
+    # Of the output there are the rows of the blocks that were written, and no others.
+    finished = {s["i"] for s in tiles["steps"][:done] if s["last"]}
+    assert look["written"] == [r // tiles["block_m"] in finished for r in range(len(head["out"]))]
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
+    shown = request.getfixturevalue(which)
+    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
+    page = show(shown)
+    assert page.inner_text("#tile-title") == "Before the first tile"
+    assert numbers(page, "#counters") == [0, 0, 0, 0]
+    assert page.is_disabled("#back") and page.is_enabled("#step")
+    N = len(shown["tiles"]["steps"])
+    assert {s["skipped"] for s in shown["tiles"]["steps"]} == {True, False}
+    for done in range(1, N + 1):
+        page.evaluate("$('step').click()")
+        check_step(page, shown, head, done)
+    assert page.is_disabled("#step") and page.is_disabled("#to-end")
+
+
+def test_back_and_jumps_show_what_forward_showed(show, plain):
+    page = show(plain)
+    N = len(plain["tiles"]["steps"])
+    state = """["tile-title", "tile-text", "tile-rows", "worked", "counters", "outputs"].map(
+      id => $(id).innerHTML).join() + $("matrix").toDataURL()"""
+    seen = [page.evaluate(state)]
+    for _ in range(N):
+        page.click("#step")
+        seen.append(page.evaluate(state))
+    assert len(set(seen)) == N + 1  # each step changes something
+    for done in range(N - 1, -1, -1):
+        page.click("#back")
+        assert page.evaluate(state) == seen[done]
+    for done in (N // 2, 3):
+        page.fill("#scrub", str(done))
+        assert page.evaluate(state) == seen[done]
+    page.click("#to-end")
+    assert page.evaluate(state) == seen[N]
+    page.click("#to-start")
+    assert page.evaluate(state) == seen[0]
+    left, top, cell = page.evaluate("[board.left, board.top, board.cell]")  # a tile is pointed at
+    i, j, M, B = 2, 1, plain["tiles"]["block_m"], plain["tiles"]["block_n"]
+    at = {"x": left + (j + 0.5) * B * cell, "y": top + (i + 0.5) * M * cell}
+    page.click("#matrix", position=at)
+    assert page.evaluate(state) == seen[i * plain["tiles"]["n_cols"] + j + 1]
+
+
+def test_the_worked_row_adds_up(show, plain):
+    """The sum that the page works out from the scores gives the trace's l and m."""
+    page = show(plain)
+    head = traced(plain, 1, 2)
+    for done, step in enumerate(plain["tiles"]["steps"], 1):
+        page.click("#step")
+        if step["skipped"]:
+            continue
+        if done % 2:
+            page.click("#tile-rows tbody tr:last-child button")
+        r = page.evaluate("player.row")
+        m, rescale, l, o = (
+            t.replace("−", "-").replace("∞", "inf")
+            for t in page.locator(".worked dd").all_inner_texts()
+        )
+        old, largest, new = map(float, re.match(r"max\((\S+), (\S+)\) = (\S+)", m).groups())  # type: ignore[union-attr]
+        assert new == max(old, largest) == pytest.approx(head["m"][step["at"], r], abs=5.1e-5)
+        factor, before, added, after = map(
+            float,
+            re.match(r"(\S+) × (\S+) \+ (\S+) = (\d+\.\d{4})", l).groups(),  # type: ignore[union-attr]
+        )
+        assert factor == pytest.approx(head["rescale"][step["at"], r], abs=5.1e-5)
+        assert after == pytest.approx(head["l"][step["at"], r], abs=5.1e-5)
+        assert factor * before + added == pytest.approx(after, abs=1e-3)
+        if not np.isinf(old):
+            assert f"= {factor:.4f}" in rescale
+        assert f"{head['o_norm'][step['at'], r]:.4f}" in o
+    last = len(head["out"]) - 1
+    # O divided by l is the output, in the trace that is shown.
+    r, at = last % plain["tiles"]["block_m"], plain["tiles"]["steps"][-1]["at"]
+    assert head["o"][at, r] / head["l"][at, r] == pytest.approx(head["out"][last], abs=1e-5)
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_at_the_end_the_output_is_manuals(show, which, request):
+    shown = request.getfixturevalue(which)
+    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
+    page = show(shown)
+    assert page.locator("#difference").count() == 0
+    page.click("#to-end")
+    difference, error, allowed = numbers(page, "#difference")
+    assert difference == pytest.approx(np.abs(head["out"] - head["manual"]).max(), rel=1e-6)
+    assert (error, allowed) == (head["error"], head["allowed"]) and error <= allowed
+    assert page.get_attribute("#difference", "class") == "verdict good"
+    tiled, manual = page.evaluate(OUTPUTS)
+    assert len(tiled) == 4 * head["out"].size
+    assert np.abs(np.array(tiled) - np.array(manual)).max() <= 4  # a step of the colours at most
+
+
+def test_another_layer_and_head_show_their_own_trace(show, plain):
+    page = show(plain)
+    page.fill("#scrub", "8")
+    check_step(page, plain, traced(plain, 1, 2), 8)
+    page.select_option("#tile-head", "0")
+    check_step(page, plain, traced(plain, 1, 0), 8)  # the place in the trace stays
+    page.select_option("#tile-layer", "0")
+    check_step(page, plain, traced(plain, 0, 0), 8)
+    page.click("#to-end")
+    assert "layer 0, head 0" in page.inner_text("#outputs h3")
+    assert numbers(page, "#difference")[0] == traced(plain, 0, 0)["difference"]
+
+
+def test_it_plays_pauses_and_plays_again(show, plain):
+    page = show(plain)
+    N = len(plain["tiles"]["steps"])
+    page.select_option("#speed", "32")
+    page.click("#play")
+    assert page.get_attribute("#play", "aria-label") == "Pause"
+    page.locator("#difference").wait_for()
+    assert page.get_attribute("#play", "aria-label") == "Play"
+    assert page.evaluate("player.done") == N
+    page.select_option("#speed", "0.5")
+    page.click("#play")  # from the start again
+    assert page.evaluate("[player.done, player.playing]") == [0, True]
+    page.click("#play")
+    assert page.get_attribute("#play", "aria-label") == "Play"
+    assert page.evaluate("[player.done, player.playing]") == [0, False]
+    page.click("#play")
+    page.click("#step")  # by hand: it stops
+    assert page.evaluate("[player.done, player.playing]") == [1, False]
+
+
+def test_the_slider_gives_the_bytes_of_the_formula(show, plain):
+    page = show(plain)
+    about, traffic = plain["about"], plain["traffic"]
+    spec = Spec(about["n_head"], about["n_kv_head"], about["head_dim"], about["dtype"], grad=False)
+    assert len(traffic["shapes"]) == 2
+    for n, shape in enumerate(traffic["shapes"]):
+        page.locator("#sizes input[type=radio]").nth(n).check()
+        manual = shape["manual_read"] + shape["manual_written"]
+        moved = []
+        for k, row in enumerate(shape["rows"]):
+            page.fill("#tile-size", str(k))
+            memory, read, written, manual_shown = numbers(page, "#sizes-said")
+            size = row["block_m"], row["block_n"]
+            assert page.inner_text("#sizes-said").startswith(f"{size[0]} × {size[1]} needs")
+            assert (read, written) == tiled_bytes(spec, shape["T"], *size)
+            assert memory == fast_memory(spec, *size) and manual_shown == manual
+            fits = memory <= traffic["fast_memory"]
+            assert ("and fits into" in page.inner_text("#sizes-said")) == fits
+            moved.append(read)
+        assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
+
+
+# ----------------------------------------------------------------------------- caches
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_caches_show_what_is_read_and_written(show, which, request):
+    shown = request.getfixturevalue(which)
+    page = show(shown)
+    tokens = [*shown["caches"]["prompt"], shown["caches"]["token"]]
+    for n, step in enumerate(shown["caches"]["steps"]):
+        article = f"#caches article:nth-child({n + 1})"
+        cells = page.eval_on_selector_all(
+            f"{article} .cell", "all => all.map(e => [e.className.split(' '), e.textContent])"
+        )
+        assert len(cells) == step["cells"]
+        for kind in ("read", "seen", "written"):
+            assert [c for c, (kinds, _) in enumerate(cells) if kind in kinds] == sorted(step[kind])  # type: ignore[literal-required]
+        held = [tokens[p]["label"] if p >= 0 else "" for p in step["holds"]]
+        assert [text for _, text in cells] == held
+        for position in (0, len(tokens) - 1):
+            page.locator("#cache-tokens button").nth(position).focus()
+            lit = page.eval_on_selector_all(
+                f"{article} .cell", "all => all.flatMap((e, n) => e.matches('.spot') ? [n] : [])"
+            )
+            assert lit == [c for c, p in enumerate(step["holds"]) if p == position]
+        if step["page_size"] is not None:
+            size = step["page_size"]
+            table = page.locator(f"{article} .table li").all_inner_texts()
+            pairs = [tuple(map(int, re.findall(r"\d+", entry))) for entry in table]
+            assert pairs == [
+                (k * size, (k + 1) * size - 1, number)
+                for k, number in enumerate(step["page_table"])
+            ]
+            spot = page.locator(f"{article} .table li.spot").all_inner_texts()
+            assert spot == [table[(len(tokens) - 1) // size]]
+            free = [
+                t for t in page.locator(f"{article} .page > span").all_inner_texts() if "free" in t
+            ]
+            assert free == [f"page {p}, free" for p in sorted(step["free_pages"])]
+    table = page.locator("#cache-facts").inner_text()
+    for step in shown["caches"]["steps"]:
+        for number in (step["bytes_allocated"], step["bytes_used"], step["length_after"]):
+            assert f"{number:,}" in table
+    assert numbers(page, "#cache-verdict") == [
+        max(s["error"] for s in shown["caches"]["steps"]), shown["caches"]["allowed"]
+    ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- cost
+
+
+def test_the_cost_is_the_rooflines(show, plain):
+    page = show(plain)
+    costs = plain["costs"]
+    assert page.locator("#cost-rows tbody tr").count() == len(costs["rows"])
+    for n, row in enumerate(costs["rows"]):
+        page.fill("#length", str(n))
+        want = []
+        for cost in (row["manual"], row["tiled"]):
+            least = max(cost["flops"] / costs["peak"], cost["bytes"] / costs["bandwidth"])
+            assert cost["seconds"] == pytest.approx(least)
+            want += [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
+        assert numbers(page, "#cost-said") == want
+        now = page.inner_text("#cost-rows tr.now")
+        assert now.startswith(f"{row['T']:,}\t") and row["tiled"]["bound"] in now
+    # The large marks stand on the roof, and at their intensities, in the picture as in the numbers.
+    ends = page.evaluate("""["circle.manual", "rect.tiled"].map(kind => {
+      const box = [...document.querySelectorAll(`#roofline ${kind}`)].pop().getBBox();
+      return [box.x + box.width / 2, box.y + box.height / 2]; })""")
+    last = costs["rows"][-1]
+    wide = np.log(last["tiled"]["intensity"] / last["manual"]["intensity"])
+    first = page.evaluate("""[...document.querySelectorAll("#roofline circle.manual.small")].map(
+      e => e.cx.baseVal.value)""")
+    ratio = np.log(last["manual"]["intensity"] / costs["rows"][0]["manual"]["intensity"])
+    assert (ends[1][0] - ends[0][0]) / (first[-1] - first[0]) == pytest.approx(
+        wide / ratio, rel=0.02
+    )
+    assert ends[1][1] < ends[0][1]  # tiled may go faster
+    assert ends[0][0] == pytest.approx(first[-1], abs=0.01)  # the slider is at the last length
+
+
+# ----------------------------------------------------------------------------- the keyboard
+
+
+def test_all_of_it_works_with_the_keyboard(show, plain):
+    page = show(plain)
+    T, N = len(plain["about"]["tokens"]), len(plain["tiles"]["steps"])
+    keys = page.keyboard
+    reached = []
+    while not reached or reached[-1] != "length":
+        keys.press("Tab")
+        name, outlined = page.evaluate("""() => { const e = document.activeElement;
+          return [e.id || e.name || e.parentElement.id || e.parentElement.parentElement?.id || "",
+                  getComputedStyle(e).outlineStyle !== "none" && e.matches(":focus-visible")]; }""")
+        reached.append(name)
+        assert outlined or name == "", name
+    want = ["thumbs", "map", "to-player", "map-tokens", "player", "tile-layer", "tile-head",
+            "play", "step", "to-end", "speed", "scrub", "shape", "tile-size", "cache-tokens",
+            "length"]  # fmt: skip
+    places = [reached.index(name) for name in want]
+    assert places == sorted(places)
+
+    page.locator("#thumbs [tabindex='0']").focus()
+    keys.press("ArrowUp")
+    keys.press("ArrowLeft")
+    assert page.inner_text("#map-title") == "Layer 0, head 1"
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Layer 0, head 1"
+
+    page.focus("#map")
+    keys.press("ArrowUp")
+    keys.press("ArrowLeft")
+    assert page.evaluate("[map.query, map.key]") == [T - 2, T - 3]
+    assert f"{weight(plain, 0, 1, T - 2, T - 3):.4f}" in page.inner_text("#map-cell")
+
+    page.locator("#map-tokens [tabindex='0']").focus()
+    keys.press("Home")
+    keys.press("ArrowRight")
+    assert page.inner_text("#query-title").startswith("Where token 1,")
+    keys.press("End")
+    assert page.inner_text("#query-title").startswith(f"Where token {T - 1},")
+
+    page.focus("#player")
+    state = "[player.done, player.row, player.playing]"
+    n_cols = plain["tiles"]["n_cols"]
+    for key, want_ in [
+        ("ArrowRight", [1, 0, False]), ("ArrowDown", [1, 1, False]), ("ArrowUp", [1, 0, False]),
+        ("PageDown", [n_cols + 1, 0, False]), ("ArrowRight", [n_cols + 2, 0, False]),
+        ("ArrowLeft", [n_cols + 1, 0, False]), ("PageUp", [1, 0, False]),
+        (" ", [1, 0, True]), (" ", [1, 0, False]), ("End", [N, 0, False]), ("Home", [0, 0, False]),
+    ]:  # fmt: skip
+        keys.press(key)
+        assert page.evaluate(state) == want_, key
+    page.focus("#step")
+    keys.press(" ")  # a button's own key: it does not play
+    assert page.evaluate(state) == [1, 0, False]
+    page.focus("#scrub")
+    keys.press("ArrowRight")
+    assert page.evaluate(state) == [2, 0, False]
+    page.focus("#tile-head")
+    keys.press("Home")
+    assert page.evaluate("player.done") == 2 and page.input_value("#tile-head") == "0"

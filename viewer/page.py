@@ -1,0 +1,51 @@
+"""The page of explain.py: a document (document.py) -> one HTML file that needs nothing else.
+
+page.html holds the words, page.css the looks, and page*.js, one file for each part, draw and play.
+The document goes in as a block of JSON, which no browser runs, and the script sets every text of it
+as text, never as HTML. A content security policy lets this one script run, and nothing be loaded:
+any prompt is safe.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from pathlib import Path
+
+from viewer.document import Document
+
+HERE = Path(__file__).parent
+SCRIPTS = (
+    "page_common.js", "page_maps.js", "page_tiles.js", "page_caches.js", "page_costs.js", "page.js",
+)  # fmt: skip
+
+
+def render(document: Document) -> str:
+    """The page as text, to be written as UTF-8.
+
+    Raises:
+        ValueError: a number that is NaN or infinite, which JSON does not have.
+    """
+    css = (HERE / "page.css").read_text(encoding="utf-8")
+    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    # ASCII, so U+2028 is an escape; and no "<", which could end the script block or open a comment.
+    data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(" ".join(document["about"]["prompt"].split())[:80]),
+        "policy": f"default-src 'none'; img-src data:; style-src {_hash(css)}; "
+        f"script-src {_hash(js)}; base-uri 'none'; form-action 'none'",
+        "css": css,
+        "document": data,
+        "js": js,
+    }
+    template = (HERE / "page.html").read_text(encoding="utf-8")
+    # In one pass: what is put in may contain the marks of the others.
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template)
+
+
+def _hash(text: str) -> str:
+    """How a content security policy names the one inline script or style that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,288 @@
+"use strict";
+// What all parts share: the document, elements, numbers, colours, rows of tokens, charts.
+// All numbers come from the document, which explain.py computed; here they are only laid out. Texts
+// are set as text, never as HTML.
+
+const doc = JSON.parse(document.getElementById("document").textContent);
+const { about, maps, tiles, traffic, caches, costs } = doc;
+const T = about.tokens.length;
+const L = about.n_layer;
+const H = about.n_head;
+
+// ------------------------------------------------------------------------------- elements, numbers
+
+const $ = (id) => document.getElementById(id);
+
+/** An element with attributes ("on..." are listeners) and children; strings become text. */
+function h(tag, attributes = {}, ...children) {
+  const svg = /^(svg|g|path|line|circle|rect|text)$/.test(tag);
+  const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) e.addEventListener(name.slice(2), value);
+    else if (value !== false && value != null) e.setAttribute(name, value === true ? "" : value);
+  }
+  e.append(...children.flat().filter((c) => c != null));
+  return e;
+}
+
+const NUMBERS = { uint8: Uint8Array, uint16: Uint16Array, float32: Float32Array };
+const unpacked = new WeakMap();
+
+/** The numbers of a Packed; decoded once. */
+function unpack(packed) {
+  if (!unpacked.has(packed)) {
+    const text = atob(packed.data);
+    const bytes = new Uint8Array(text.length); // of all browsers' machines: little endian
+    for (let n = 0; n < bytes.length; n++) bytes[n] = text.charCodeAt(n);
+    unpacked.set(packed, new NUMBERS[packed.dtype](bytes.buffer));
+  }
+  return unpacked.get(packed);
+}
+
+const int = (n) => Math.round(n).toLocaleString("en");
+const many = (n, one, more = one + "s") => `${int(n)} ${n === 1 ? one : more}`;
+const SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+
+/** 1.2e-7 as 1.2 × 10⁻⁷. */
+function sci(x) {
+  if (!x) return "0";
+  const [digits, power] = x.toExponential(1).split("e");
+  if (power >= -3 && power <= 3) return String(Number(x.toPrecision(2)));
+  const raised = [...power.replace("+", "")].map((c) => (c === "-" ? "⁻" : SUPERSCRIPT[c]));
+  return `${digits}\u00a0×\u00a010${raised.join("")}`;
+}
+
+/** With a unit prefix: scaled(12345, "B") is "12.3 kB". */
+function scaled(x, unit, step = 1000) {
+  const prefixes = step === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
+  let k = 0;
+  while (Math.abs(x) >= step * 0.9995 && k < prefixes.length - 1) {
+    x /= step;
+    k++;
+  }
+  const shown = k || x >= 100 ? Number(x.toPrecision(3)) : Number(x.toPrecision(2));
+  return `${shown} ${prefixes[k]}${unit}`;
+}
+
+function seconds(s) {
+  const [unit, by] = [["s", 1], ["ms", 1e3], ["µs", 1e6], ["ns", 1e9]].find(([, b]) => s * b >= 1)
+    || ["ns", 1e9];
+  return `${Number((s * by).toPrecision(3))} ${unit}`;
+}
+
+/** A score, a maximum, a sum: four decimals, a true minus sign. */
+function real(x, decimals = 4) {
+  if (Number.isNaN(x)) return "";
+  if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
+  const shown = Math.abs(x) >= 1e5 ? x.toExponential(decimals) : x.toFixed(decimals);
+  return shown.replace("-", "−");
+}
+
+/** A number as it is read, with the exact one beside it for whoever reads the page by program. */
+const num = (value, shown) => h("data", { value: String(value) }, shown);
+const count = (n) => num(n, int(n));
+const small = (x) => num(x, sci(x));
+
+const td = (...children) => h("td", {}, ...children);
+const th = (child, more) => h("th", { scope: "col", ...more }, child);
+const rowHead = (child) => h("th", { scope: "row" }, child);
+const hint = (...children) => h("p", { class: "hint" }, ...children);
+const named = (algorithm) => h("b", { class: `${algorithm}-text` }, algorithm);
+const entry = (...children) => h("span", {}, ...children); // of a legend
+const judged = (good) => `verdict ${good ? "good" : "bad"}`;
+const refusal = (r) => h("p", { class: "note" }, `${r.name} was refused: ${r.why.join("; ")}.`);
+
+const quote = (token) => `“${token.label}”`;
+
+// ----------------------------------------------------------------------------------------- colours
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+
+/** OKLCH -> [r, g, b], 0 .. 255 (Ottosson 2020, "A perceptual color space"). */
+function oklch(light, chroma, hue) {
+  const a = chroma * Math.cos((hue * Math.PI) / 180);
+  const b = chroma * Math.sin((hue * Math.PI) / 180);
+  const l = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const m = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const s = (light - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  const linear = [
+    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
+  ];
+  return linear.map((x) => {
+    const v = clamp(x, 0, 1);
+    return Math.round(255 * (v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055));
+  });
+}
+
+// Lightness alone tells the order, so the maps can be read with any colour vision, and in print;
+// 0 is next to the paper in either scheme.
+const ramp = { light: [], dark: [] };
+const signed = { light: [], dark: [] }; // -1 .. 1: blue, paper, orange
+for (let n = 0; n < 256; n++) {
+  const t = n / 255;
+  const chroma = 0.02 + 0.09 * t + 0.05 * Math.sin(Math.PI * t);
+  ramp.light.push(oklch(0.965 - 0.645 * t, chroma, 105 + 190 * t));
+  ramp.dark.push(oklch(0.245 + 0.675 * t, chroma, 295 - 190 * t));
+  const far = Math.abs(2 * t - 1);
+  const hue = t < 0.5 ? 255 : 50;
+  signed.light.push(oklch(0.975 - 0.42 * far, 0.005 + 0.15 * far, hue));
+  signed.dark.push(oklch(0.25 + 0.5 * far, 0.005 + 0.14 * far, hue));
+}
+const table = (of) => (dark.matches ? of.dark : of.light);
+const place = (t) => (t <= 0 ? 0 : t >= 1 ? 255 : Math.round(255 * t)); // in a table
+const shade = (t, of = ramp) => table(of)[place(t)];
+const css = (rgb) => `rgb(${rgb.join(" ")})`;
+/** Black or white, whichever is read better on that colour (relative luminance of WCAG 2.2). */
+function inkOn(rgb) {
+  const [r, g, b] = rgb.map((v) => (v <= 10 ? v / 3295 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+}
+const weightShade = (w) => shade(Math.sqrt(w)); // most are small: the root lets them be seen
+
+function rampBar(of = ramp) {
+  const canvas = h("canvas", { class: "ramp", "aria-hidden": "true" });
+  return picture(1, 256, (_, n) => n / 255, of, canvas);
+}
+
+/** A small image of rows x cols pixels; level(r, c) is a place in the table, 0 .. 1; NaN: none. */
+function picture(rows, cols, level, of = ramp, canvas = document.createElement("canvas")) {
+  canvas.width = cols;
+  canvas.height = rows;
+  const image = new ImageData(cols, rows);
+  const pixels = new Uint32Array(image.data.buffer); // a large page has ten million of them
+  const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  const colours = Uint32Array.from(table(of), packed);
+  for (let r = 0; r < rows; r++) {
+    for (let c = 0; c < cols; c++) {
+      const found = level(r, c);
+      if (!Number.isNaN(found)) pixels[r * cols + c] = colours[place(found)];
+    }
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** A canvas of that size in CSS pixels, cleared, sharp on any screen -> its context. */
+function fresh(canvas, width, height) {
+  const sharp = devicePixelRatio || 1;
+  canvas.width = Math.round(width * sharp);
+  canvas.height = Math.round(height * sharp);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const c = canvas.getContext("2d");
+  c.scale(sharp, sharp);
+  c.imageSmoothingEnabled = false;
+  c.font = "12px system-ui, sans-serif";
+  return c;
+}
+
+/** Slanted lines over a rectangle. */
+function hatch(c, x, y, w, hgt, ink) {
+  c.save();
+  c.beginPath();
+  c.rect(x, y, w, hgt);
+  c.clip();
+  c.strokeStyle = ink;
+  c.lineWidth = 1;
+  c.beginPath();
+  for (let d = -hgt + ((x + y) % 6 + 6) % 6; d < w + 6; d += 6) {
+    c.moveTo(x + d - ((x + y) % 6), y + hgt);
+    c.lineTo(x + d - ((x + y) % 6) + hgt, y);
+  }
+  c.stroke();
+  c.restore();
+}
+
+// --------------------------------------------------------------------------------- tokens in a row
+
+/** Tokens as a row of buttons; arrow keys move along it.
+ *
+ * look(i) is a preview, pick(i) is for good, leave() ends a preview; cuts: each token's document.
+ */
+function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
+  let current = 0;
+  const chips = tokens.map((token, i) => h("button", {
+    type: "button", tabindex: -1, "aria-label": `Token ${i}, ${token.label}`,
+    onclick: () => pick(i), onfocus: () => pick(i),
+    onpointerenter: (e) => e.pointerType === "mouse" && look(i),
+  }, h("b", {}, token.label), h("small", { "aria-hidden": "true" })));
+  box.setAttribute("role", "toolbar");
+  box.setAttribute("aria-label", name);
+  box.addEventListener("pointerleave", leave);
+  chips.forEach((chip, i) => {
+    if (cuts && (i === 0 || cuts[i] !== cuts[i - 1])) {
+      box.append(h("span", { class: "cut" }, `document ${cuts[i]}`));
+    }
+    box.append(chip);
+    if (tokens[i].text.endsWith("\n")) box.append(h("hr", { "aria-hidden": "true" }));
+  });
+  const go = (i) => {
+    chips[current].tabIndex = -1;
+    current = clamp(i, 0, chips.length - 1);
+    chips[current].tabIndex = 0;
+  };
+  /** Scroll the row of tokens, not the page. */
+  const show = (i) => {
+    const { offsetTop, offsetHeight } = chips[i];
+    const least = offsetTop - box.offsetTop + offsetHeight - box.clientHeight;
+    box.scrollTop = clamp(box.scrollTop, least + 8, offsetTop - box.offsetTop - 8);
+  };
+  box.addEventListener("keydown", (e) => {
+    const to = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: chips.length - 1 };
+    if (!(e.key in to)) return;
+    e.preventDefault();
+    go(to[e.key]);
+    chips[current].focus();
+  });
+  return { chips, go, show };
+}
+
+// ------------------------------------------------------------------------------------------ charts
+
+/** Axes with logarithmic scales in a box; gives what draws on them. */
+function logChart(box, { x, y, xName, yName, xTick, yTick, height, label }) {
+  const width = Math.max(box.clientWidth, 240);
+  const [left, right, top, bottom] = [58, width - 14, 22, height - 42];
+  const scale = ([low, high], from, to) => (v) => from + (Math.log(v / low) / Math.log(high / low))
+    * (to - from);
+  const X = scale(x, left, right);
+  const Y = scale(y, bottom, top);
+  const root = h("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+    "aria-label": label });
+  const line = (kind, x1, y1, x2, y2) => root.append(h("line", { class: kind, x1, y1, x2, y2 }));
+  const text = (at, down, said, kind = "tick", anchor = "middle") => root.append(
+    h("text", { x: at, y: down, class: kind, "text-anchor": anchor }, said));
+  const ticks = ([low, high], most) => {
+    const first = Math.ceil(Math.log10(low) - 1e-9);
+    const n = Math.floor(Math.log10(high) + 1e-9) - first + 1;
+    const every = Math.ceil(n / most);
+    return Array.from({ length: Math.ceil(n / every) }, (_, k) => 10 ** (first + k * every));
+  };
+  for (const v of ticks(x, width / 75)) {
+    line("grid", X(v), top, X(v), bottom);
+    text(X(v), bottom + 16, xTick(v));
+  }
+  for (const v of ticks(y, height / 36)) {
+    line("grid", left, Y(v), right, Y(v));
+    text(left - 6, Y(v) + 4, yTick(v), "tick", "end");
+  }
+  text((left + right) / 2, height - 6, xName, "");
+  text(2, 10, yName, "tick", "start");
+  const path = (points, kind) => {
+    const d = points.map(([a, b]) => `${X(a).toFixed(1)} ${Y(b).toFixed(1)}`).join("L");
+    root.append(h("path", { class: kind, d: `M${d}` }));
+  };
+  /** A round mark is manual's, a square one tiled's. */
+  const dot = (a, b, kind, r = 3) => root.append(kind.startsWith("manual")
+    ? h("circle", { class: `${kind} dot`, cx: X(a), cy: Y(b), r })
+    : h("rect", { class: `${kind} dot`, x: X(a) - r, y: Y(b) - r, width: 2 * r, height: 2 * r }));
+  box.replaceChildren(root);
+  return { X, Y, left, right, top, bottom, width, line, text, path, dot };
+}
+
+const around = (values, by = 1.6) => [Math.min(...values) / by, Math.max(...values) * by];

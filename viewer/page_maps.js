@@ -1,0 +1,308 @@
+// 1 maps: who looks at whom, for every layer and head, and whether the kernel agrees.
+
+const map = { layer: about.layer, head: about.head, query: T - 1, pinned: T - 1, key: null };
+const DECIMALS = maps.rounding < 5e-5 ? 4 : 2; // as many as the rounding leaves
+const packedRow = (i) => (i * (i + 1)) / 2;
+
+/** The weight of key j for query i. */
+function weight(layer, head, i, j) {
+  if (j > i) return 0;
+  const at = (layer * H + head) * packedRow(T) + packedRow(i) + j;
+  return unpack(maps.weights)[at] / maps.levels;
+}
+
+const sees = (i, j) => j >= maps.seen[i][0] && j < maps.seen[i][1];
+
+function mapPicture(layer, head, canvas) {
+  const all = unpack(maps.weights);
+  const begin = (layer * H + head) * packedRow(T);
+  return picture(T, T, (i, j) => (j > i || !sees(i, j) ? NaN
+    : Math.sqrt(all[begin + packedRow(i) + j] / maps.levels)), ramp, canvas);
+}
+
+function thumbnails() {
+  const box = $("thumbs");
+  const label = L * H > 40 ? (l) => String(l) : (l) => `layer ${l}`;
+  box.style.gridTemplateColumns = `max-content repeat(${H}, minmax(0, 1fr))`;
+  box.append(h("span"), ...Array.from({ length: H }, (_, n) => h("span", {},
+    L * H > 40 ? String(n) : `head ${n}`)));
+  const buttons = [];
+  for (let layer = 0; layer < L; layer++) {
+    box.append(h("span", {}, label(layer)));
+    for (let head = 0; head < H; head++) {
+      const canvas = mapPicture(layer, head, h("canvas", { "aria-hidden": "true" }));
+      const button = h("button", {
+        type: "button", "aria-label": `Layer ${layer}, head ${head}`, "aria-pressed": "false",
+        tabindex: -1, onclick: () => chooseHead(layer, head),
+      }, canvas);
+      buttons.push(button);
+      box.append(button);
+    }
+  }
+  box.addEventListener("keydown", (e) => {
+    const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (!(e.key in by)) return;
+    e.preventDefault();
+    const [down, right] = by[e.key];
+    chooseHead(clamp(map.layer + down, 0, L - 1), clamp(map.head + right, 0, H - 1));
+    buttons[map.layer * H + map.head].focus();
+  });
+  return buttons;
+}
+
+function chooseHead(layer, head) {
+  Object.assign(map, { layer, head });
+  drawMaps();
+}
+
+/** What this head does on the whole: numbers that can be computed from its weights. */
+function trait(layer, head) {
+  let self = 0;
+  let before = 0;
+  let first = 0;
+  let bits = 0;
+  for (let i = 0; i < T; i++) {
+    self += weight(layer, head, i, i) / T;
+    if (i > 0) before += weight(layer, head, i, i - 1) / (T - 1);
+    if (i > 0) first += weight(layer, head, i, 0) / (T - 1);
+    for (let j = 0; j <= i; j++) {
+      const w = weight(layer, head, i, j);
+      if (w > 0) bits -= (w * Math.log2(w)) / T;
+    }
+  }
+  const percent = (x) => `${Math.round(100 * x)}%`;
+  return T < 2 ? "" : `On average ${percent(self)} of a token's weight falls on itself, `
+    + `${percent(before)} on the token before it and ${percent(first)} on the first one. It is as `
+    + `spread out as an even share over ${(2 ** bits).toFixed(1)} tokens `
+    + "(2 to the power of the mean entropy).";
+}
+
+const mapView = { cell: 0, left: 0, top: 0 };
+
+function drawMap() {
+  const canvas = $("map");
+  const room = canvas.parentElement.parentElement.clientWidth;
+  const probe = canvas.getContext("2d");
+  probe.font = "12px ui-monospace, monospace";
+  const wide = Math.max(...about.tokens.map((t) => probe.measureText(t.label).width));
+  let left = Math.min(Math.ceil(wide) + 8, 76);
+  let right = 2;
+  let cell = Math.min((Math.min(room, 620) - left - right) / T, 34);
+  const letters = cell >= 12; // is there room for the tokens themselves?
+  if (!letters) {
+    left = 30;
+    right = 14;
+    cell = (Math.min(room, 620) - left - right) / T;
+  }
+  const top = letters ? Math.max(left, 18) : 20;
+  const size = cell * T;
+  Object.assign(mapView, { cell, left, top });
+  const c = fresh(canvas, Math.floor(left + size + right), Math.floor(top + size + 2));
+  c.fillStyle = colour("sunk");
+  c.beginPath(); // what causality leaves: a staircase
+  c.moveTo(left, top);
+  for (let i = 0; i < T; i++) {
+    c.lineTo(left + (i + 1) * cell, top + i * cell);
+    c.lineTo(left + (i + 1) * cell, top + (i + 1) * cell);
+  }
+  c.lineTo(left, top + size);
+  c.fill();
+  for (let i = 0; i < T; i++) { // what the window and other documents hide
+    const [from] = maps.seen[i];
+    if (from > 0) hatch(c, left, top + i * cell, from * cell, cell, colour("hatch"));
+  }
+  c.drawImage(mapPicture(map.layer, map.head), left, top, size, size);
+  c.strokeStyle = colour("strong");
+  c.lineWidth = 1;
+  if (about.segments) { // the edges of the documents
+    for (let i = 1; i < T; i++) {
+      if (about.segments[i] === about.segments[i - 1]) continue;
+      c.beginPath();
+      c.moveTo(left, top + i * cell);
+      c.lineTo(left + size, top + i * cell);
+      c.moveTo(left + i * cell, top);
+      c.lineTo(left + i * cell, top + size);
+      c.stroke();
+    }
+  }
+  c.strokeRect(left - 0.5, top - 0.5, size + 1, size + 1);
+  axes(c, left, top, cell, letters);
+  const { query, key } = map;
+  c.lineWidth = 2.5;
+  c.strokeStyle = colour("accent");
+  c.strokeRect(left, top + query * cell, size, Math.max(cell, 2));
+  if (key !== null) {
+    c.lineWidth = 2;
+    c.strokeStyle = colour("ink");
+    c.strokeRect(left + key * cell, top + query * cell, Math.max(cell, 4), Math.max(cell, 4));
+  }
+}
+
+function axes(c, left, top, cell, letters) {
+  c.textBaseline = "middle";
+  const least = 14 + 7 * String(T).length; // pixels between two numbers
+  const every = letters ? 1 : [5, 10, 20, 25, 50, 100].find((n) => n * cell >= least) || 200;
+  for (let i = 0; i < T; i += every) {
+    const name = letters ? shorten(c, about.tokens[i].label, left - 8) : String(i);
+    c.font = `${i === map.query ? "bold " : ""}12px ui-monospace, monospace`;
+    c.fillStyle = colour(i === map.query ? "accent" : "muted");
+    c.textAlign = "right";
+    c.fillText(name, left - 6, top + (i + 0.5) * cell);
+    c.font = `${i === map.key ? "bold " : ""}12px ui-monospace, monospace`;
+    c.fillStyle = colour(i === map.key ? "ink" : "muted");
+    c.save();
+    c.translate(left + (i + 0.5) * cell, top - 6);
+    const turned = letters && [...name].length > 1;
+    if (turned) c.rotate(-Math.PI / 2);
+    else c.translate(0, -5);
+    c.textAlign = turned ? "left" : "center";
+    c.fillText(name, 0, 0);
+    c.restore();
+  }
+}
+
+function shorten(c, text, room) {
+  if (c.measureText(text).width <= room) return text;
+  let end = text.length;
+  while (end > 1 && c.measureText(`${text.slice(0, end)}…`).width > room) end--;
+  return `${text.slice(0, end)}…`;
+}
+
+function drawQuery() {
+  const { layer, head, query } = map;
+  const [from, to] = maps.seen[query];
+  const token = about.tokens[query];
+  $("query-title").textContent = `Where token ${query}, ${quote(token)}, looks`;
+  strip.chips.forEach((chip, j) => {
+    const [cell, under] = chip.children;
+    const hidden = j <= query && !sees(query, j);
+    chip.className = [j > query && "later", hidden && "hidden hatched", j === query && "query"]
+      .filter(Boolean).join(" ");
+    cell.classList.toggle("hatch", hidden);
+    const w = weight(layer, head, query, j);
+    const rgb = sees(query, j) ? weightShade(w) : null;
+    cell.style.background = rgb ? css(rgb) : "";
+    cell.style.color = rgb ? inkOn(rgb) : "";
+    under.textContent = !sees(query, j) ? "" : w >= 0.005 ? String(Math.round(100 * w)) : "·";
+  });
+  strip.go(query);
+  strip.show(query);
+  const seen = Array.from({ length: to - from }, (_, n) => from + n);
+  const row = seen.map((j) => [j, weight(layer, head, query, j)]);
+  row.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+  const shown = row.length > 9 ? row.slice(0, 8) : row;
+  const rest = row.slice(shown.length);
+  const sum = (of) => of.reduce((s, [, w]) => s + w, 0);
+  const most = Math.max(...shown.map(([, w]) => w)) || 1;
+  const line = (name, w, bar) => {
+    if (bar) bar.style.width = `${(100 * w) / most}%`;
+    const shares = num(w, w.toFixed(DECIMALS));
+    return h("tr", { class: bar ? null : "rest" }, rowHead(name), td(bar), td(shares));
+  };
+  const [caption, body, foot] = $("map-bars").children;
+  caption.textContent = `The ${many(row.length, "token")} that it sees, by weight`;
+  body.replaceChildren(...shown.map(([j, w]) => line(`${j} ${about.tokens[j].label}`, w, h("i"))));
+  if (rest.length) body.append(line(`${rest.length} more`, sum(rest), null));
+  foot.replaceChildren(h("tr", {}, rowHead("sum"),
+    h("td", { colspan: 2 }, `1\u00a0±\u00a0${sci(maps.sum_error)}`)));
+  const documents = about.segments || Array(T).fill(0);
+  const others = documents.slice(0, from).filter((s) => s !== documents[query]).length;
+  const hidden = [query < T - 1 && `${int(T - 1 - query)} later`,
+    others && `${int(others)} in another document`,
+    from > others && `${int(from - others)} outside the window`].filter(Boolean);
+  $("map-sum").replaceChildren(hidden.length ? `Hidden: ${hidden.join(", ")}. ` : "",
+    "No row's sum is off 1 by more than that. For this page each weight was rounded to one of "
+    + `${int(maps.levels + 1)} levels; as rounded these add up to `,
+    num(sum(row), sum(row).toFixed(6)), ".");
+}
+
+function drawMaps() {
+  const { layer, head, query, key } = map;
+  thumbs.forEach((button, n) => {
+    const chosen = n === layer * H + head;
+    button.setAttribute("aria-pressed", String(chosen));
+    button.tabIndex = chosen ? 0 : -1;
+  });
+  $("map-title").textContent = `Layer ${layer}, head ${head}`;
+  $("map-trait").textContent = trait(layer, head);
+  drawAgreement();
+  const played = tiles.heads.some((t) => t.layer === layer && t.head === head);
+  $("to-player").disabled = !played;
+  $("to-player").textContent = played ? "Play this head tile by tile ↓"
+    : "The tiles of this head were left out";
+  lookAt(query, key);
+}
+
+function lookAt(query, key = null) {
+  Object.assign(map, { query, key });
+  drawMap();
+  drawQuery();
+  const { layer, head } = map;
+  const token = (n) => `${quote(about.tokens[n])} (${n})`;
+  $("map").setAttribute("aria-label",
+    `Attention map of layer ${layer}, head ${head}. Token ${token(query)} looks.`);
+  let given = key > query ? "a later token, masked" : "masked";
+  if (sees(query, key)) given = weight(layer, head, query, key).toFixed(DECIMALS);
+  $("map-cell").textContent = key === null ? ""
+    : `${token(query)} looks at ${token(key)}: ${given}`;
+}
+
+function listenToMap() {
+  const canvas = $("map");
+  const at = (e) => {
+    const box = canvas.getBoundingClientRect();
+    const place = (x, start) => Math.floor((x - start) / mapView.cell);
+    const j = place(e.clientX - box.left, mapView.left);
+    const i = place(e.clientY - box.top, mapView.top);
+    return i >= 0 && i < T ? [i, j >= 0 && j < T ? j : null] : null;
+  };
+  canvas.addEventListener("pointermove", (e) => {
+    const cell = at(e);
+    if (cell && (cell[0] !== map.query || cell[1] !== map.key)) lookAt(...cell);
+  });
+  canvas.addEventListener("pointerdown", (e) => {
+    const cell = at(e);
+    if (!cell) return;
+    map.pinned = cell[0];
+    lookAt(...cell);
+  });
+  canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(map.pinned));
+  canvas.addEventListener("keydown", (e) => {
+    const { query: i, key: j } = map;
+    const to = { ArrowUp: [i - 1, j], ArrowDown: [i + 1, j], Home: [0, j], End: [T - 1, j],
+      ArrowLeft: [i, (j ?? i) - 1], ArrowRight: [i, (j ?? -1) + 1] }[e.key];
+    if (!to) return;
+    e.preventDefault();
+    map.pinned = clamp(to[0], 0, T - 1);
+    lookAt(map.pinned, to[1] === null ? null : clamp(to[1], 0, T - 1));
+  });
+}
+
+function mapLegend() {
+  const hidden = maps.seen.some(([from]) => from > 0);
+  const why = [about.window !== null && "outside the window",
+    about.segments && "in another document"].filter(Boolean).join(" or ");
+  $("map-legend").replaceChildren(
+    entry("weight 0", rampBar(), "1, by its square root"),
+    hidden ? entry(h("i", { class: "hatch" }), `hidden: ${why}`) : "",
+    entry(h("i"), "later: never seen"));
+}
+
+function drawAgreement() {
+  const a = maps.layers[map.layer];
+  $("agreement").className = judged(a.agrees);
+  $("agreement").replaceChildren(
+    h("b", {}, `${about.backend} ${a.agrees ? "agrees" : "does not agree"} in layer ${map.layer}.`),
+    " The weights above are recomputed outside the kernel that ran, from the same q and k. Its "
+    + "output differs from the formula in float64 by at most ", small(a.error), "; allowed are ",
+    small(a.allowed), `, and manual in ${about.dtype} differs by ${sci(a.manual_error)}. In head `
+    + `${map.head} it is ${sci(a.heads[map.head])}. The largest output is ${sci(a.largest)}.`);
+  const names = ["", `error of ${about.backend}`, "allowed", "error of manual", "from manual",
+    "agrees"];
+  const rows = maps.layers.map((x, n) => h("tr", { class: n === map.layer ? "now" : null },
+    rowHead(`layer ${n}`),
+    ...[x.error, x.allowed, x.manual_error, x.from_manual].map((e) => td(sci(e))),
+    td(x.agrees ? "yes" : "NO")));
+  $("agreement-all").querySelector(".scroll").replaceChildren(h("table", { class: "data" },
+    h("thead", {}, h("tr", {}, names.map((name) => th(name)))), h("tbody", {}, rows)));
+}

@@ -1,0 +1,540 @@
+// 2 tiles: the player of the trace, and the tile sizes.
+
+const N = tiles.steps.length;
+const player = { head: null, done: 0, row: 0, timer: 0, playing: false };
+const M = tiles.block_m;
+const B = tiles.block_n;
+
+const ICONS = {
+  "to-start": "M3 3h2v10H3zM13 3v10L6 8z", back: "M12 3v10L4 8z", play: "M4 2.5v11L13.5 8z",
+  pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
+};
+const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
+  h("path", { d: ICONS[name] }));
+
+/** The last tile at or before n in the same row of tiles that was not skipped; null: none yet. */
+function visitedUpTo(n) {
+  for (let k = n; k >= 0 && tiles.steps[k].i === tiles.steps[n].i; k--) {
+    if (!tiles.steps[k].skipped) return tiles.steps[k];
+  }
+  return null;
+}
+
+/** Row r of an array (V, block_m) at a visited tile. */
+const rowAt = (packed, at, r) => unpack(packed)[at * M + r];
+
+/** Everything about row r of a visited tile: before, after, and its scores. */
+function rowState(head, n, r) {
+  const step = tiles.steps[n];
+  const old = n > 0 && tiles.steps[n - 1].i === step.i ? visitedUpTo(n - 1) : null;
+  const now = step.skipped ? old : step;
+  const state = (s) => (s === null ? { m: -Infinity, l: 0, o: 0 }
+    : { m: rowAt(head.m, s.at, r), l: rowAt(head.l, s.at, r), o: rowAt(head.o_norm, s.at, r) });
+  const scores = step.skipped ? [] : unpack(head.scores).subarray((step.at * M + r) * B,
+    (step.at * M + r) * B + step.cols[1] - step.cols[0]);
+  const rescale = step.skipped ? null : rowAt(head.rescale, step.at, r);
+  return { before: state(old), after: state(now), old, now, scores, rescale };
+}
+
+function buildPlayer() {
+  for (const id of ["to-start", "back", "play", "step", "to-end"]) $(id).append(icon(id));
+  const layers = [...new Set(tiles.heads.map((t) => t.layer))];
+  $("tile-layer").append(...layers.map((l) => h("option", { value: l }, String(l))));
+  for (const rate of [0.5, 1, 2, 4, 8, 16, 32]) {
+    const text = rate === 0.5 ? "½" : String(rate);
+    $("speed").append(h("option", { value: rate, selected: rate === (N > 100 ? 8 : 2) }, text));
+  }
+  $("scrub").max = N;
+  for (const id of ["tile-layer", "tile-head"]) {
+    $(id).addEventListener("change", () => choosePlayed(Number($("tile-layer").value),
+      Number($("tile-head").value)));
+  }
+  $("to-start").addEventListener("click", () => goTo(0));
+  $("back").addEventListener("click", () => goTo(player.done - 1));
+  $("step").addEventListener("click", () => goTo(player.done + 1));
+  $("to-end").addEventListener("click", () => goTo(N));
+  $("play").addEventListener("click", () => play(!player.playing));
+  $("scrub").addEventListener("input", () => goTo(Number($("scrub").value)));
+  $("player").addEventListener("keydown", (e) => {
+    if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
+    const block = player.done > 0 ? tiles.steps[player.done - 1].i : -1;
+    const on = {
+      ArrowRight: () => goTo(player.done + 1),
+      ArrowLeft: () => goTo(player.done - 1),
+      Home: () => goTo(0),
+      End: () => goTo(N),
+      PageUp: () => goTo(Math.max(block - 1, 0) * tiles.n_cols + 1),
+      PageDown: () => goTo((block + 1) * tiles.n_cols + 1),
+      ArrowUp: () => chooseRow(player.row - 1),
+      ArrowDown: () => chooseRow(player.row + 1),
+      " ": () => play(!player.playing),
+    }[e.key];
+    if (!on || (e.key === " " && e.target.closest("button"))) return; // a button's own space
+    e.preventDefault();
+    on();
+  });
+  $("matrix").addEventListener("click", (e) => {
+    const box = $("matrix").getBoundingClientRect();
+    const col = Math.floor((e.clientX - box.left - board.left) / board.cell / B);
+    const row = Math.floor((e.clientY - box.top - board.top) / board.cell / M);
+    const there = row >= 0 && row < tiles.n_rows && col >= 0 && col < tiles.n_cols;
+    if (there) goTo(row * tiles.n_cols + col + 1);
+  });
+}
+
+function choosePlayed(layer, head) {
+  const found = tiles.heads.filter((t) => t.layer === layer);
+  player.head = found.find((t) => t.head === head) || found[0] || tiles.heads[0];
+  $("tile-head").replaceChildren(...found.map((t) => h("option", { value: t.head }, `${t.head}`)));
+  $("tile-layer").value = player.head.layer;
+  $("tile-head").value = player.head.head;
+  player.image = null;
+  drawPlayer();
+}
+
+/** To the state after so many tiles; by hand, so a playing trace stops. */
+function goTo(done) {
+  if (player.playing) play(false);
+  moveTo(done);
+}
+
+function moveTo(done) {
+  player.done = clamp(done, 0, N);
+  drawPlayer();
+}
+
+function play(on) {
+  clearTimeout(player.timer);
+  player.playing = on;
+  $("play").replaceChildren(icon(on ? "pause" : "play"));
+  $("play").setAttribute("aria-label", on ? "Pause" : "Play");
+  $("tile-text").setAttribute("aria-live", on ? "off" : "polite");
+  if (!on) return;
+  if (player.done === N) moveTo(0);
+  const next = () => {
+    const skipped = player.done < N && tiles.steps[player.done].skipped;
+    player.timer = setTimeout(() => {
+      moveTo(player.done + 1);
+      if (player.done === N) play(false);
+      else next();
+    }, 1000 / Number($("speed").value) / (skipped ? 3 : 1)); // nothing happens there
+  };
+  next();
+}
+
+function chooseRow(r) {
+  if (player.done === 0) return;
+  const [first, stop] = tiles.steps[player.done - 1].rows;
+  player.row = clamp(r, 0, stop - first - 1);
+  drawPlayer();
+}
+
+/** The scores of all visited tiles as one T x T picture, and their range. */
+function scorePicture() {
+  if (player.image) return player.image;
+  const scores = unpack(player.head.scores);
+  const finite = scores.filter(Number.isFinite);
+  let low = Infinity;
+  let high = -Infinity;
+  for (const s of finite) {
+    low = Math.min(low, s);
+    high = Math.max(high, s);
+  }
+  const level = (i, j) => {
+    const step = tiles.steps[Math.floor(i / M) * tiles.n_cols + Math.floor(j / B)];
+    if (step.skipped) return NaN;
+    const s = scores[(step.at * M + (i % M)) * B + (j % B)];
+    return Number.isFinite(s) ? (s - low) / (high - low || 1) : NaN;
+  };
+  player.image = { canvas: picture(T, T, level), low, high };
+  return player.image;
+}
+
+const board = { cell: 0, left: 0, top: 0 };
+
+function drawBoard() {
+  const canvas = $("matrix");
+  const room = Math.min(canvas.parentElement.clientWidth, 560);
+  const left = 46;
+  const right = 34;
+  const top = 46;
+  const cell = Math.min((room - left - right) / T, 26);
+  const size = cell * T;
+  Object.assign(board, { cell, left, top });
+  const c = fresh(canvas, Math.floor(left + size + right), Math.floor(top + size + 22));
+  const { done } = player;
+  const now = done > 0 ? tiles.steps[done - 1] : null;
+  const busy = now && done <= N ? now : null;
+  const width = ([from, to]) => to - from;
+  const box = (s) => [left + s.cols[0] * cell, top + s.rows[0] * cell,
+    width(s.cols) * cell, width(s.rows) * cell];
+  const image = scorePicture().canvas;
+  tiles.steps.forEach((s, n) => {
+    const [x, y, w, hgt] = box(s);
+    if (s.skipped) {
+      c.globalAlpha = n < done ? 1 : 0.45;
+      hatch(c, x, y, w, hgt, colour("hatch"));
+      c.globalAlpha = 1;
+    } else if (n < done) {
+      c.fillStyle = colour("paper");
+      c.fillRect(x, y, w, hgt);
+      c.globalAlpha = n === done - 1 ? 1 : 0.38;
+      c.drawImage(image, s.cols[0], s.rows[0], width(s.cols), width(s.rows), x, y, w, hgt);
+      c.globalAlpha = 1;
+    }
+    if (!s.skipped && n >= done) {
+      c.fillStyle = colour("sunk");
+      c.fillRect(x, y, w, hgt);
+    }
+    c.strokeStyle = colour("line");
+    c.lineWidth = 1;
+    c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w), Math.round(hgt));
+  });
+  // Around it the tensors in main memory, in their blocks: Q on the left, K and V on top, O on the
+  // right. What is on the chip now is filled.
+  const put = (x, y, w, hgt, kind, name) => {
+    c.fillStyle = colour(kind);
+    c.fillRect(x, y, w, hgt);
+    c.strokeStyle = colour("strong");
+    c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w) - 1, Math.round(hgt) - 1);
+    if (name && Math.min(w, hgt) >= 11) {
+      c.fillStyle = colour(kind === "sunk" ? "muted" : "paper");
+      c.textAlign = "center";
+      c.textBaseline = "middle";
+      c.font = "11px system-ui, sans-serif";
+      c.fillText(name, x + w / 2, y + hgt / 2 + 0.5);
+    }
+  };
+  const [on, off] = ["accent", "sunk"];
+  const reads = busy && !busy.skipped;
+  for (let i = 0; i < tiles.n_rows; i++) {
+    const y = top + i * M * cell;
+    const hgt = Math.min(M, T - i * M) * cell;
+    put(left - 22, y, 18, hgt, busy && busy.i === i && visitedUpTo(done - 1) ? on : off, `${i}`);
+    const written = tiles.steps.some((s, n) => n < done && s.i === i && s.last);
+    put(left + size + 5, y, 18, hgt, written ? "tiled" : off, `${i}`);
+  }
+  for (let j = 0; j < tiles.n_cols; j++) {
+    const x = left + j * B * cell;
+    const w = Math.min(B, T - j * B) * cell;
+    put(x, top - 22, w, 18, reads && busy.j === j ? on : off, w >= 16 ? `${j}` : "");
+  }
+  c.font = "italic 15px Georgia, serif";
+  c.fillStyle = colour("ink");
+  c.textAlign = "center";
+  c.textBaseline = "middle";
+  c.fillText("Q", left - 13, top - 12);
+  c.fillText("K, V", left + size / 2, top - 34);
+  c.fillText("O", left + size + 14, top - 12);
+  c.font = "italic 14px Georgia, serif";
+  c.fillText("S = Q Kᵀ / √D, a tile at a time", left + size / 2, top + size + 12);
+  if (busy) {
+    const [x, y, w, hgt] = box(busy);
+    c.strokeStyle = colour("paper");
+    c.lineWidth = 6;
+    c.strokeRect(x, y, w, hgt);
+    c.strokeStyle = colour(on);
+    c.lineWidth = 3;
+    c.strokeRect(x, y, w, hgt);
+    if (!busy.skipped) {
+      c.lineWidth = 1.5;
+      c.strokeStyle = colour("ink");
+      c.strokeRect(x, y + player.row * cell, w, cell);
+    }
+  }
+  canvas.setAttribute("aria-label",
+    `${tiles.n_rows} by ${tiles.n_cols} tiles. ${$("tile-text").textContent}`);
+}
+
+function boardLegend() {
+  const { low, high } = scorePicture();
+  const now = h("i");
+  now.style.background = colour("accent");
+  const written = h("i");
+  written.style.background = colour("tiled");
+  const past = rampBar();
+  past.style.opacity = 0.38;
+  $("matrix-legend").replaceChildren(
+    entry(`score ${real(low, 1)}`, rampBar(), real(high, 1)),
+    entry(now, "on the chip now"),
+    entry(past, "done, its scores thrown away"),
+    entry(h("i", { class: "hatch" }), "skipped"),
+    entry(written, "O written"));
+}
+
+const range = ([from, to], one, more) => (to - from === 1 ? `${one} ${from}`
+  : `${more} ${from} to ${to - 1}`);
+
+/** What happens at that tile, in words. */
+function tileText(step) {
+  const queries = range(step.rows, "query", "queries");
+  const keys = range(step.cols, "key", "keys");
+  if (step.skipped) {
+    const are = step.cols[1] - step.cols[0] === 1 ? "is" : "are";
+    const later = step.cols[0] > step.rows[1] - 1 + about.offset;
+    return `Skipped: ${keys} ${are} ${later ? "later than" : "outside the window of"} ${queries}. `
+      + "Nothing is read, nothing is computed; m, l and O stay.";
+  }
+  const scores = unpack(player.head.scores).subarray(step.at * M * B, (step.at + 1) * M * B);
+  return (step.first ? `Q is read for ${queries}. ` : "") + `K and V are read for ${keys}. `
+    + (scores.includes(-Infinity) ? "Some entries are masked, one by one."
+      : "Every query sees every key.")
+    + (step.last ? " This was the row's last tile: O is divided by l and written." : "");
+}
+
+function drawTile() {
+  const { head, done } = player;
+  const [top, body] = [$("tile-rows").tHead, $("tile-rows").tBodies[0]];
+  if (done === 0) {
+    $("tile-title").textContent = "Before the first tile";
+    $("tile-text").textContent = `${many(N, "tile")} of ${M} queries and ${B} keys. Nothing has `
+      + "been read yet.";
+    [top, body, $("worked")].forEach((e) => e.replaceChildren());
+    return;
+  }
+  const step = tiles.steps[done - 1];
+  $("tile-title").textContent = `Tile ${done} of ${N}: Q block ${step.i}, K and V block ${step.j}`;
+  $("tile-text").textContent = tileText(step);
+  const rows = step.rows[1] - step.rows[0];
+  const cols = step.skipped ? 0 : step.cols[1] - step.cols[0];
+  player.row = clamp(player.row, 0, rows - 1);
+  $("tile-rows").classList.toggle("dense", B > 8); // colours only: numbers would not fit
+  const keys = about.tokens.slice(step.cols[0], step.cols[0] + cols);
+  top.replaceChildren(h("tr", {}, th("query"),
+    keys.map((token, n) => th(h("b", {}, token.label), { title: `key ${step.cols[0] + n}` })),
+    th("rescale"), th(h("var", {}, "m")), th(h("var", {}, "l"))));
+  body.replaceChildren(...Array.from({ length: rows }, (_, r) => tileRow(step, r)));
+  drawWorked(step);
+}
+
+/** Row r of the block: its scores, and m, l and the rescale after the tile. */
+function tileRow(step, r) {
+  const { before, after, scores, rescale } = rowState(player.head, player.done - 1, r);
+  const { low, high } = scorePicture();
+  const cells = Array.from(scores, (s) => {
+    const seen = Number.isFinite(s);
+    const cell = h("td", { class: seen ? "s" : "s mask hatch", title: real(s) }, real(s, 2));
+    if (seen) {
+      const rgb = shade((s - low) / (high - low || 1));
+      cell.style.background = css(rgb);
+      cell.style.color = inkOn(rgb);
+    }
+    return cell;
+  });
+  const chosen = r === player.row;
+  const i = step.rows[0] + r;
+  const name = `${i} ${about.tokens[i].label}`;
+  const running = (x, more = "") => h("td", { class: `m ${more}` },
+    x === null ? "" : num(x, real(x)));
+  return h("tr", { class: chosen ? "now" : null },
+    rowHead(h("button", { type: "button", tabindex: chosen ? 0 : -1, "aria-pressed": String(chosen),
+      "aria-label": `Query ${name}`, onclick: () => chooseRow(r) }, name)),
+    cells, running(rescale), running(after.m, after.m > before.m ? "grew" : ""), running(after.l));
+}
+
+/** The chosen row's step, with its numbers put into the formulas. */
+function drawWorked(step) {
+  const { head, done, row } = player;
+  const i = step.rows[0] + row;
+  const { before, after, now, scores, rescale } = rowState(head, done - 1, row);
+  const box = h("div", { class: "worked" },
+    h("h3", {}, `Row of query ${i}, ${quote(about.tokens[i])}, worked`));
+  $("worked").replaceChildren(box);
+  if (step.skipped) {
+    box.append(hint(`Still m = ${real(after.m)}, l = ${real(after.l)}.`));
+    return;
+  }
+  const visible = scores.filter(Number.isFinite);
+  const largest = visible.reduce((a, b) => Math.max(a, b), -Infinity);
+  const added = visible.reduce((sum, s) => sum + Math.exp(s - after.m), 0);
+  const result = (x) => h("b", {}, real(x));
+  const inBrackets = (x) => (x < 0 ? `(${real(x)})` : real(x));
+  const why = (...said) => [" ", h("span", { class: "why" }, ...said)];
+  const lines = {
+    m: [`max(${real(before.m)}, ${real(largest)}) = `, result(after.m),
+      ...why(step.first ? "the first tile of the row" : after.m > before.m
+        ? "a larger score came" : "as before")],
+    rescale: Number.isFinite(after.m)
+      ? ["e", h("sup", {}, `${real(before.m)} − ${inBrackets(after.m)}`), " = ", result(rescale)]
+      : ["nothing was seen yet"],
+    l: [`${real(rescale)} × ${real(before.l)} + ${real(added)} = `, result(after.l),
+      ...why(`${real(added)} is the sum of e`, h("sup", {}, "s − m"),
+        ` over ${many(visible.length, "visible score")}`)],
+    O: [`${real(rescale)} × old O + P̃ V; its length goes from ${real(before.o)} to `,
+      result(after.o),
+      ...(step.last ? why("divided by l it is the output, of length "
+        + real(after.o / (after.l || 1))) : [])],
+  };
+  box.append(h("dl", {}, Object.entries(lines).flatMap(([name, line]) => [
+    h("dt", {}, name), h("dd", {}, line)])));
+  if (!head.o) return;
+  const D = head.o.shape[2];
+  const o = unpack(head.o).subarray((now.at * M + row) * D, (now.at * M + row + 1) * D);
+  const most = Math.max(...Array.from(o, Math.abs)) || 1;
+  const canvas = h("canvas", { role: "img", "aria-label": `The ${D} numbers of O of this row` });
+  box.append(picture(1, D, (_, d) => 0.5 + (0.5 * o[d]) / most, signed, canvas),
+    hint(`The ${D} numbers of O after this tile: blue is negative, orange positive.`));
+}
+
+/** Manual's bytes at the same progress: it makes three passes, each a third of the way. */
+function manualAt(progress) {
+  const passes = tiles.manual;
+  const k = Math.min(Math.floor(progress * passes.length), passes.length - 1);
+  const pass = passes[k];
+  const missing = k + 1 - progress * passes.length; // of this pass
+  return {
+    text: `pass ${k + 1} of ${passes.length}: ${pass.name.replace("^T", "ᵀ")}, reads `
+      + `${pass.reads}, writes ${pass.writes}`,
+    read: Math.round(pass.read_so_far - missing * pass.read),
+    written: Math.round(pass.written_so_far - missing * pass.written),
+  };
+}
+
+/** Which of the two moves more in the end, in a sentence. */
+function inTheEnd(tiled, manual) {
+  const times = (a, b) => `${(a / b).toFixed(1)} times as much`;
+  const larger = Math.max(tiled / manual, manual / tiled);
+  if (larger < 1.05) return "At the end both have moved about as much.";
+  if (tiled < manual) return `At the end manual has moved ${times(manual, tiled)}.`;
+  return `On ${many(T, "token")} with tiles this small tiled moves ${times(tiled, manual)}: K and `
+    + "V are read for each block of queries, and T × T is still a small square.";
+}
+
+function drawCounters() {
+  const { done } = player;
+  const total = (s) => s.read_so_far + s.written_so_far;
+  const end = { tiled: total(tiles.steps[N - 1]), manual: total(tiles.manual.at(-1)) };
+  const meter = (kind, read, written, text) => {
+    const bars = [h("i"), h("i")];
+    [read, written].forEach((x, n) => {
+      bars[n].style.width = `${(100 * x) / Math.max(end.tiled, end.manual)}%`;
+    });
+    return h("div", { class: `meter ${kind}` }, h("b", {}, kind),
+      h("div", { class: "bar", "aria-hidden": "true" }, bars),
+      h("p", {}, count(read), " bytes read, ", count(written), " written", h("br"),
+        done === 0 ? "nothing yet" : text));
+  };
+  const step = done > 0 ? tiles.steps[done - 1]
+    : { read: 0, written: 0, read_so_far: 0, written_so_far: 0 };
+  const manual = manualAt(done / N);
+  const long = traffic.shapes.at(-1);
+  const best = long.rows.filter((r) => r.fits).at(-1) || long.rows[0];
+  const ratio = (long.manual_read + long.manual_written) / (best.read + best.written);
+  $("counters").replaceChildren(
+    h("h3", {}, "To and from main memory"),
+    hint(`All ${H} heads of one layer, numbers of ${tiles.size} bytes; the fuller colour is what `
+      + `is read. A tile and what goes with it need ${int(tiles.fast_memory)} bytes of fast memory `
+      + "on the chip."),
+    meter("tiled", step.read_so_far, step.written_so_far,
+      `by this tile ${int(step.read)} read, ${int(step.written)} written`),
+    meter("manual", manual.read, manual.written, manual.text),
+    hint(`Manual makes ${tiles.manual.length} passes over main memory, here spread evenly over the `
+      + `same progress. ${inTheEnd(end.tiled, end.manual)} At ${int(long.T)} tokens, with tiles of `
+      + `${best.block_m} × ${best.block_n}, manual moves ${ratio.toFixed(ratio < 10 ? 1 : 0)} `
+      + "times as much as tiled."));
+}
+
+function drawOutputs() {
+  const { head, done } = player;
+  const D = head.out.shape[1];
+  const [out, manual] = [unpack(head.out), unpack(head.manual)];
+  const most = manual.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
+  const finished = new Set(tiles.steps.slice(0, done).filter((s) => s.last).map((s) => s.i));
+  const shape = `${T} tokens × ${D} numbers`;
+  const paint = (algorithm, values, shows, said) => {
+    const label = `Output of ${algorithm}, ${shape}`;
+    const level = (i, d) => (shows(i) ? 0.5 + (0.5 * values[i * D + d]) / most : NaN);
+    const canvas = picture(T, D, level, signed, h("canvas", { role: "img", "aria-label": label }));
+    canvas.style.height = `${clamp(T * 6, 60, 220)}px`;
+    return h("figure", {}, h("figcaption", {}, named(algorithm), `: ${said}`), canvas);
+  };
+  const written = done === N ? shape : `${finished.size} of ${many(tiles.n_rows, "block")} written`;
+  $("outputs").replaceChildren(
+    h("h3", {}, `The output of layer ${head.layer}, head ${head.head}`),
+    h("div", { class: "pair" },
+      paint("tiled", out, (i) => finished.has(Math.floor(i / M)), written),
+      paint("manual", manual, () => true, shape)),
+    h("div", { class: "legend" }, entry(real(-most, 2), rampBar(signed), real(most, 2))),
+    done < N ? hint("They are compared when the last tile is done.")
+      : h("p", { class: judged(head.error <= head.allowed), id: "difference" },
+        "The largest difference between the two is ", small(head.difference),
+        ". From the formula in float64 tiled differs by ", small(head.error), "; allowed are ",
+        small(head.allowed), "."));
+}
+
+function drawPlayer() {
+  const { done } = player;
+  $("scrub").value = done;
+  $("scrub").setAttribute("aria-valuetext", `${done} of ${N} tiles done`);
+  $("back").disabled = $("to-start").disabled = done === 0;
+  $("step").disabled = $("to-end").disabled = done === N;
+  drawTile();
+  drawBoard();
+  boardLegend();
+  drawCounters();
+  drawOutputs();
+}
+
+// ------------------------------------------------------------------------------- how large a tile?
+
+const sizes = { shape: traffic.shapes.length - 1, row: 0 };
+
+function buildSizes() {
+  const inputs = traffic.shapes.map((s, n) => h("label", {}, h("input", {
+    type: "radio", name: "shape", value: n, checked: n === sizes.shape,
+    onchange: () => {
+      sizes.shape = n;
+      drawSizes();
+    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`));
+  const fits = traffic.shapes[sizes.shape].rows.filter((r) => r.fits).length;
+  sizes.row = Math.max(fits - 1, 0);
+  $("sizes").append(
+    h("div", { class: "sizes-row", role: "radiogroup", "aria-label": "Length" }, inputs),
+    h("div", { class: "range" }, h("label", { for: "tile-size" }, "Tile size"), h("input", {
+      type: "range", id: "tile-size", min: 0, step: 1, max: traffic.shapes[0].rows.length - 1,
+      value: sizes.row, oninput: (e) => {
+        sizes.row = Number(e.target.value);
+        drawSizes();
+      } })),
+    h("p", { class: "said", id: "sizes-said", "aria-live": "polite" }),
+    h("div", { id: "sizes-chart" }));
+}
+
+function drawSizes() {
+  const shape = traffic.shapes[sizes.shape];
+  $("tile-size").max = shape.rows.length - 1;
+  sizes.row = clamp(sizes.row, 0, shape.rows.length - 1);
+  $("tile-size").value = sizes.row;
+  const row = shape.rows[sizes.row];
+  const moved = (r) => r.read + r.written;
+  const manual = shape.manual_read + shape.manual_written;
+  const times = manual / moved(row);
+  $("tile-size").setAttribute("aria-valuetext", `${row.block_m} by ${row.block_n}`);
+  $("sizes-said").replaceChildren(
+    h("b", {}, `${row.block_m} × ${row.block_n}`), " needs ", count(row.fast_memory),
+    ` bytes on the chip and ${row.fits ? "fits" : "does not fit"} into the `
+    + `${scaled(traffic.fast_memory, "B", 1024)} assumed. `,
+    named("tiled"), " reads ", count(row.read), " bytes and writes ", count(row.written), "; ",
+    named("manual"), " moves ", count(manual), `, ${times.toFixed(times < 1 ? 2 : 1)} times as `
+    + `much. Skipping tiles saved ${scaled(row.read_unskipped - row.read, "B")} of reading.`);
+  const memory = shape.rows.map((r) => r.fast_memory);
+  const chart = logChart($("sizes-chart"), {
+    x: around([...memory, traffic.fast_memory]), y: around([...shape.rows.map(moved), manual]),
+    xName: "bytes on the chip that one tile needs", yName: "bytes moved", height: 280,
+    xTick: (v) => scaled(v, "B"), yTick: (v) => scaled(v, "B"),
+    label: `Bytes moved by tile size, ${shape.T} tokens`,
+  });
+  const { X, Y, left, right, top, bottom, width, line, text, path, dot } = chart;
+  line("manual", left, Y(manual), right, Y(manual));
+  text(right - 4, Y(manual) + (Y(manual) < top + 20 ? 16 : -7), "manual", "manual halo", "end");
+  line("dash", X(traffic.fast_memory), top, X(traffic.fast_memory), bottom);
+  const assumed = `fast memory: ${scaled(traffic.fast_memory, "B", 1024)}`;
+  text(X(traffic.fast_memory) + 4, 10, assumed, "", "end");
+  path(shape.rows.map((r) => [r.fast_memory, moved(r)]), "tiled");
+  shape.rows.forEach((r) => dot(r.fast_memory, moved(r), r.fits ? "tiled" : "tiled small"));
+  const [at, down] = [X(row.fast_memory), Y(moved(row))];
+  dot(row.fast_memory, moved(row), "tiled", 6);
+  const before = at > width * 0.35; // on the free side of a line that falls
+  text(at + (before ? -9 : 11), down + (before && down + 24 < bottom ? 20 : -10),
+    `tiled ${row.block_m} × ${row.block_n}`, "tiled halo", before ? "end" : "start");
+}
