@@ -493,9 +493,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logp = F.log_softmax(x_[c] @ w.t(), dim=-1, dtype=wide)  # (rows, V)
                 total -= logp.gather(1, target[c])[:, 0].mul(counted[c]).sum()
                 if dx is not None and dw is not None:
-                    dlogits = logp.exp_()
-                    minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
-                    dlogits.scatter_add_(1, target[c], minus_1)
+                    if torch.compiler.is_compiling():  # a comparison fuses; a scatter would not
+                        onehot = torch.arange(V, device=x.device) == target[c]  # (rows, V)
+                        dlogits = logp.exp() - onehot.to(wide)
+                    else:
+                        dlogits = logp.exp_()
+                        minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
+                        dlogits.scatter_add_(1, target[c], minus_1)
                     dlogits = dlogits.mul_(counted[c, None]).to(dtype)
                     torch.mm(dlogits, w, out=dx[c])
                     if dtype == wide:

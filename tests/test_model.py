@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from attention.probe import _once
 from generate import sample_next
 from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy
 from settings import UserError
+
+pytestmark = pytest.mark.usefixtures("remembered_probes")
 
 TINY = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -575,7 +578,7 @@ def loss_curve(name: str, dtype: torch.dtype, steps: int = 20) -> Tensor:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(steps):
-        loss = model(tokens(4, seed=step % 5), tokens(4, seed=step % 5 + 50))[1]
+        loss = model(tokens(seed=step % 5), tokens(seed=step % 5 + 50))[1]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -833,6 +836,30 @@ def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented, fres
         assert p.grad is not None
         scale = float(want[1][n].abs().max())
         torch.testing.assert_close(p.grad, want[1][n], rtol=0, atol=tolerance * scale, msg=n)
+
+
+def test_a_compiled_loss_holds_its_logits_in_bfloat16_only(fresh_compiler) -> None:
+    """One kernel from the logits to their gradient: nothing of (rows, V) is written in float32."""
+    from torch._inductor.utils import run_and_get_code
+
+    N, C, V = 24, 16, 96
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, C, generator=draw) for n in (N, V))
+    targets = torch.randint(V, (N,), generator=draw)
+    targets[3] = IGNORE
+
+    def run(loss: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(*leaves, targets)
+        value.backward()
+        return [value.detach(), *(t.grad for t in leaves)]
+
+    got, codes = run_and_get_code(run, torch.compile(linear_cross_entropy, fullgraph=True))
+    made = re.findall(rf"\(\({N}, {V}\), .*?(torch\.\w+)\)", "".join(codes))
+    assert made and set(made) == {"torch.bfloat16"}
+    for a, b in zip(got, run(linear_cross_entropy), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", names_here())
