@@ -6,19 +6,17 @@ import base64
 import copy
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import browser as browsers
 import pytest
 
 import bench_mfu
 from bench import answers, records, report, tables
 from bench.settle import BenchConfig, settings_of
 from settings import UserError
-
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser", "chrome")
 
 
 def row(backend: str, times: list[float], mode: str = "train", **more: Any) -> dict[str, Any]:
@@ -258,9 +256,7 @@ def test_the_page_needs_nothing_from_outside(page):
 @pytest.mark.parametrize("width, scheme", [(1200, 1), (390, 0)], ids=["light", "phone-dark"])
 def test_the_page_in_a_browser(page, width, scheme, tmp_path):
     """A script that is added for the test reports what a reader would see."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    browser = browsers.path()
     look = """<script>addEventListener("load", () => {
       const see = e => e.getBoundingClientRect();
       document.title = JSON.stringify({

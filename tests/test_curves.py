@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_train import TINY, enter, make_data
 
 import train
 from bench import curves
 from bench.curves import Curve, CurvesConfig, judge, plain, smooth
-from tests.test_train import TINY, enter, make_data
 
 STEPS = 12
 
