@@ -11,13 +11,15 @@ and 74 kB for each token of context, so at batch 1 the weights are what there is
     none       the whole text through the model each time    to compare with
     dynamic    buffers that double                           the default; every backend
     static     fixed shapes, lengths on the device           with compile=True: a graph a step
-    paged      pages from a pool (attention/pages.py)        many rows of different lengths
+    paged      pages from a pool (attention/pages.py)        many rows of different lengths; more
+                                                             prompts than rows: serve.py
 
 **The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. What
 happens to a text that gets there is the same for every cache: overflow="slide" goes on as nanoGPT
 does, with the last block_size tokens, of which the first is at position 0. Every token then moves
 every position, so no key or value can be kept, and from there on a token costs a whole window, as
-without a cache. overflow="stop" ends a text that has block_size tokens.
+without a cache. (Into a paged cache each window is written anew: attention over pages computes
+nothing without one.) overflow="stop" ends a text that has block_size tokens.
 
 **Rows are alone.** No row's tokens depend on its neighbours: shorter prompts are padded with tokens
 that nothing sees, and each row can have a random generator of its own.
@@ -59,6 +61,10 @@ class Stats:
     """What a call of generate() or stream() notes for its caller."""
 
     cache_bytes: int = 0  # keys and values, the most that were allocated at once
+    # Of serve.py's:
+    pages: int = 0  # the most that were in use at once
+    all_pages: int = 0  # in the pool
+    shared_pages: int = 0  # that a prompt found there, computed for another: not taken again
 
 
 @torch.no_grad()
@@ -146,21 +152,10 @@ class _Run:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kv_cache", KV_CACHES), ("overflow", OVERFLOWS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-        if self.compile and self.kv_cache != "static":
-            raise ValueError(f"compile=True needs kv_cache='static', got {self.kv_cache!r}")
+        check_options(self.temperature, self.top_k, self.top_p, self.overflow, self.kv_cache,
+                      self.compile)  # fmt: skip
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         self.device = self.model.transformer.wte.weight.device
         self.block_size = self.model.config.block_size
         prompts, self.pad = _padded(self.idx, self.device)
@@ -175,12 +170,8 @@ class _Run:
             raise ValueError(
                 f"a prompt of {longest} tokens does not fit into block_size {self.block_size}"
             )
-        self.uniform = _Uniform(self.B, self.device, self.generator)
-        # As tensors, since a compiled graph would be compiled anew for another number.
-        self.heat = torch.tensor(float(self.temperature), device=self.device)
-        self.nucleus = None
-        if self.top_p is not None and self.top_p < 1:
-            self.nucleus = torch.tensor(self.top_p, device=self.device)
+        self.uniform = Uniform(self.B, self.device, self.generator)
+        self.how = on_device(self.temperature, self.top_k, self.top_p, self.device)
         self.state: Tensor | None = None  # (B, 2) of the constraint
         if self.constraint is not None:
             self.room = [
@@ -192,7 +183,8 @@ class _Run:
         self.token: Tensor | None = None  # (B,) the last that was drawn, in memory of its own
         self.cache: Any = None
         self.rows: list[int] = []  # in a paged cache
-        if self.kv_cache != "none" and self.max_new_tokens > 1 and longest < self.block_size:
+        kept = self.max_new_tokens > 1 and longest < self.block_size
+        if (kept and self.kv_cache != "none") or self.kv_cache == "paged":
             self.cache = self._new_cache(longest)
 
     # --- the loop ---
@@ -214,17 +206,17 @@ class _Run:
 
     def read(self) -> Iterator[Tensor]:
         """The same on the CPU, ENDED for what follows a row's end; the test for `stop` is here."""
-        stops = _stops(self.stop)
+        stops = as_function(self.stop)
         matched = self.constraint.stop(self.room) if self.constraint is not None else None
         new: list[list[int]] = [[] for _ in range(self.B)]
-        on_the_way: deque[_Copy] = deque()
+        on_the_way: deque[Copy] = deque()
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before a token is read
         column = self.T
         launched = self.tokens()
         while True:
             token = next(launched, None)
             if token is not None:
-                on_the_way.append(_Copy(token))
+                on_the_way.append(Copy(token))
             if not on_the_way:
                 return
             if token is not None and len(on_the_way) <= ahead:
@@ -260,9 +252,8 @@ class _Run:
 
     def _end(self, row: int, column: int) -> None:
         self.ends[row] = column
-        if self.kv_cache == "paged" and self.cache is not None:
-            self.cache.pool.free(self.rows[row])
-            self.rows[row] = self.cache.pool.new()
+        if self.kv_cache == "paged":
+            self._new_pages(row)
         elif self.cache is not None:
             self.cache.end(row)
 
@@ -271,19 +262,21 @@ class _Run:
     def _next(self, n: int) -> Tensor:
         """Draw what follows the first n columns: (B,) int64."""
         longest = n - min((self.pad[row] for row in self._going()), default=0)
-        if longest > self.block_size:
-            self.cache = None  # its positions no longer hold, and its memory can go
+        slides = longest > self.block_size  # the positions in the cache no longer hold
+        if slides and self.kv_cache != "paged":
+            self.cache = None  # its memory can go
         u = None if self.temperature == 0 else self.uniform.next()
-        how = self.heat, self.top_k, self.nucleus
         if self.cache is None:
             logits = self._window_logits(n)
-        elif self.token is None:
-            logits = self._prefill(n)
+        elif self.token is None or slides:
+            logits = self._prefill(n, anew=slides)
         else:
             step = self._reserve([1] * self.B)
             last = self.model, step, self.token, self.vocab_size
             if self.compile and self.logits_processor is None:
-                drawn = self._graph(_decode_and_draw, *last, u, *how, self.constraint, self.state)
+                drawn = self._graph(
+                    _decode_and_draw, *last, u, *self.how, self.constraint, self.state
+                )
                 step.advance()
                 return self._drawn(drawn)
             logits = self._graph(_decode, *last) if self.compile else _decode(*last)
@@ -291,8 +284,10 @@ class _Run:
         if self.logits_processor is not None:
             logits = self._processed(n, logits)
             if self.compile:
-                return self._drawn(self._graph(_draw, logits, u, *how, self.constraint, self.state))
-        return self._drawn(_draw(logits, u, *how, self.constraint, self.state))
+                return self._drawn(
+                    self._graph(draw, logits, u, *self.how, self.constraint, self.state)
+                )
+        return self._drawn(draw(logits, u, *self.how, self.constraint, self.state))
 
     def _drawn(self, drawn: tuple[Tensor, Tensor | None]) -> Tensor:
         token, self.state = drawn
@@ -301,19 +296,22 @@ class _Run:
     def _window_logits(self, n: int) -> Tensor:
         """Without a cache: the last block_size tokens of each row through the model."""
         idx, last = self._from_the_left(n, self.block_size)
-        return self._head(self.model.hidden(idx), last)
+        return last_logits(self.model, self.model.hidden(idx), last, self.vocab_size)
 
-    def _prefill(self, n: int) -> Tensor:
-        """All prompts through the model, into the cache."""
+    def _prefill(self, n: int, anew: bool = False) -> Tensor:
+        """All prompts through the model, into the cache; `anew`: in the place of what it holds."""
         if self.kv_cache == "dynamic":  # it wants them to end together
             idx, last = self.ids[:, :n], None
             step = self.cache.reserve(n)
         else:
-            idx, last = self._from_the_left(n, n)
-            step = self._reserve([n - pad for pad in self.pad])
+            if anew:
+                for row in range(self.B):
+                    self._new_pages(row)
+            idx, last = self._from_the_left(n, self.block_size)
+            step = self._reserve([min(n - pad, self.block_size) for pad in self.pad])
         x = self.model.hidden(idx, None, step)
         step.advance()
-        return self._head(x, last)
+        return last_logits(self.model, x, last, self.vocab_size)
 
     def _from_the_left(self, n: int, most: int) -> tuple[Tensor, Tensor | None]:
         """The last `most` tokens of each row, rows beginning together; where each row ends.
@@ -326,15 +324,6 @@ class _Run:
         begin = self.pads.clamp(min=n - most)  # (B, 1)
         at = begin + torch.arange(T, device=self.device)
         return self.ids[:, :n].gather(1, at.clamp(max=n - 1)), n - 1 - begin
-
-    def _head(self, x: Tensor, last: Tensor | None) -> Tensor:
-        """The logits of each row's last token: x (B, T, C), last (B, 1) -> (B, V)."""
-        x = (
-            x[:, -1]
-            if last is None
-            else x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))[:, 0]
-        )
-        return self.model.head(x)[:, : self.vocab_size]
 
     def _processed(self, n: int, logits: Tensor) -> Tensor:
         assert self.logits_processor is not None
@@ -368,11 +357,16 @@ class _Run:
                 for t in (*static.k, *static.v, static.start, static.count):
                     torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
             return static
-        pages = sum(-(-(most - longest + self.T - pad) // self.page_size) for pad in self.pad)
-        paged = PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=pages + 1,
-                           page_size=self.page_size, **sizes)  # fmt: skip
+        full = self.T + self.max_new_tokens
+        pages = sum(-(-min(full - pad, self.block_size) // self.page_size) for pad in self.pad)
+        paged = paged_cache(model, pages + 1, self.page_size)
         self.rows = [paged.pool.new() for _ in range(self.B)]
         return paged
+
+    def _new_pages(self, row: int) -> None:
+        """Give back that row's pages: what it stores from here on begins at position 0."""
+        self.cache.pool.free(self.rows[row])
+        self.rows[row] = self.cache.pool.new()
 
     def _reserve(self, counts: list[int]) -> Any:
         """A step of the cache with so many tokens of each row."""
@@ -396,6 +390,15 @@ class _Run:
         return tuple(None if t is None else t.clone() for t in results)
 
 
+def paged_cache(model: GPT, n_pages: int, page_size: int) -> PagedCache:
+    """A paged cache for all layers of the model, on its device; the null page is one of n_pages."""
+    config = model.config
+    _, spec = model.attention(False, None, "paged", page_size)
+    return PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=n_pages,
+                      page_size=page_size, dtype=getattr(torch, spec.dtype),
+                      device=model.transformer.wte.weight.device)  # fmt: skip
+
+
 def prefill_of(kv_cache: str, page_size: int = 16) -> tuple[str, int | None]:
     """The cache and its page size that the prompts are read with, as Spec has them.
 
@@ -412,14 +415,14 @@ def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Ten
 
 
 def _decode_and_draw(model: GPT, step: Any, token: Tensor, vocab_size: int | None,
-                     *draw: Any) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+                     *how: Any) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One decode step and the draw: (B,) the last tokens -> (B,) the next, (B, 2) the state."""
-    return _draw(_decode(model, step, token, vocab_size), *draw)
+    return draw(_decode(model, step, token, vocab_size), *how)
 
 
-def _draw(logits: Tensor, u: Tensor | None, temperature: Tensor, top_k: int | None,
-          top_p: Tensor | None, constraint: Automaton | None,
-          state: Tensor | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def draw(logits: Tensor, u: Tensor | None, temperature: Tensor, top_k: int | None,
+         top_p: Tensor | None, constraint: Automaton | None,
+         state: Tensor | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """pick() among the tokens that the constraint allows, and its state after the token."""
     if constraint is None or state is None:
         return pick(logits, u, temperature, top_k, top_p), None
@@ -435,7 +438,43 @@ def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
 
+def last_logits(model: GPT, x: Tensor, last: Tensor | None, vocab_size: int | None) -> Tensor:
+    """The logits of each row's last token: x (B, T, C), last (B, 1), None: T - 1 -> (B, V)."""
+    if last is None:
+        return model.head(x[:, -1])[:, :vocab_size]
+    x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))  # (B, 1, C)
+    return model.head(x[:, 0])[:, :vocab_size]
+
+
 # --- sampling ---
+
+
+def check_options(temperature: float, top_k: int | None, top_p: float | None,
+                  overflow: str = "slide", kv_cache: str = "dynamic",
+                  compile: bool = False) -> None:  # fmt: skip
+    """Raises: ValueError for an option of stream() that means nothing."""
+    for name, got, allowed in (
+        ("kv_cache", kv_cache, KV_CACHES),
+        ("overflow", overflow, OVERFLOWS),
+    ):
+        if got not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+    if compile and kv_cache != "static":
+        raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
+    if temperature < 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+
+
+def on_device(
+    temperature: float, top_k: int | None, top_p: float | None, device: torch.device
+) -> tuple[Tensor, int | None, Tensor | None]:
+    """Three of draw()'s arguments; as tensors, for a number would be compiled into the graph."""
+    nucleus = None if top_p is None or top_p == 1 else torch.tensor(top_p, device=device)
+    return torch.tensor(float(temperature), device=device), top_k, nucleus
 
 
 def sample_next(
@@ -456,7 +495,7 @@ def sample_next(
     """
     u = None
     if temperature != 0:
-        u = _Uniform(len(logits), logits.device, generator, block=1).next()
+        u = Uniform(len(logits), logits.device, generator, block=1).next()
     return pick(logits, u, temperature, top_k, top_p)
 
 
@@ -489,9 +528,11 @@ def pick(
     order = None
     if top_k is not None and top_k < logits.shape[-1]:
         logits, order = logits.topk(top_k, dim=-1)  # sorted
+        probs = logits.softmax(dim=-1)
     elif top_p is not None:
-        logits, order = logits.sort(dim=-1, descending=True)
-    probs = logits.softmax(dim=-1)
+        probs, order = _likeliest(logits.softmax(dim=-1), top_p)
+    else:
+        probs = logits.softmax(dim=-1)
     upto = probs.cumsum(dim=-1, dtype=u.dtype)  # (B, V) the mass of a token and all before it
     total = upto[:, -1:]
     if top_p is not None:
@@ -502,7 +543,33 @@ def pick(
     return (at if order is None else order.gather(1, at))[:, 0]
 
 
-class _Uniform:
+def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in falling order, as many as sum to top_p and maybe more.
+
+    On the CPU, where a look at a value costs nothing, a few are sorted before all of them are: of
+    GPT-2's 50,257 tokens a top_p of 0.9 often needs no more than hundreds.
+
+    Args:
+        probs: (B, V).
+
+    Returns:
+        (B, k) their probabilities, (B, k) int64 which they are.
+    """
+    V = probs.shape[-1]
+    if probs.device.type == "cpu" and not torch.compiler.is_compiling():
+        for k in (64, 1024, 16384):
+            if 2 * k > V:
+                break
+            some, order = probs.topk(k, dim=-1)  # sorted
+            mass = some.sum(dim=-1, dtype=torch.float64)
+            if (mass >= top_p + 1e-9).all():
+                return some, order
+            if (mass < top_p / 10).any():
+                break  # so flat that most of the vocabulary is needed
+    return probs.sort(dim=-1, descending=True)
+
+
+class Uniform:
     """Random numbers in [0, 1), one for each row and step, drawn many steps at a time.
 
     Args:
@@ -553,7 +620,7 @@ def _padded(idx: Tensor | Sequence[Any], device: torch.device) -> tuple[Tensor, 
     return rows, pad
 
 
-def _stops(stop: Stop | None) -> Callable[[int, list[int]], bool] | None:
+def as_function(stop: Stop | None) -> Callable[[int, list[int]], bool] | None:
     """`stop` in each of its forms -> a function of the row and its new tokens."""
     if stop is None or callable(stop):
         return stop
@@ -561,7 +628,7 @@ def _stops(stop: Stop | None) -> Callable[[int, list[int]], bool] | None:
     return lambda row, new: new[-1] in ids
 
 
-class _Copy:
+class Copy:
     """A copy to the host that has been started; on CUDA it runs beside the next step."""
 
     def __init__(self, token: Tensor) -> None:

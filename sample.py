@@ -4,9 +4,13 @@ python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
 python sample.py --init_from=gpt2 --start="Call me at " --regex="[0-9]{3}-[0-9]{4}"
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --batch_size=16
+python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out; how fast they came, to stderr. Ctrl-C keeps what is
-there: the texts so far are written, and the exit code is 130.
+Texts go to stdout, or as JSON lines to --out, in the order of their prompts; how fast they came, to
+stderr. Ctrl-C keeps what is there: the texts so far are written, and the exit code is 130.
+
+With --kv_cache=paged a prompt takes the place of a text that has ended (serve.py), and samples of
+one prompt share its part of the cache; with the other caches one batch follows another.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ import checkpoint
 import constrain
 import cpu_matmul
 import data
-from generate import ENDED, Stats, prefill_of
+import serve
+from generate import ENDED, Stats, check_options, prefill_of
 from model import GPT
 from runtime import pick_device, show_log, synchronize, why_not_compile
 from settings import UserError, exit_on_user_error, read
@@ -74,6 +79,7 @@ class SampleConfig:
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
     batch_size: int = 8  # texts at a time
+    n_pages: int | None = None  # of 16 tokens, with --kv_cache=paged; none: enough for batch_size
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
 
@@ -81,14 +87,13 @@ class SampleConfig:
         for name in ("num_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.compile and self.kv_cache != "static":
-            raise ValueError(f"--compile needs --kv_cache=static, got {self.kv_cache}")
+        check_options(self.temperature, self.top_k, self.top_p, self.overflow, self.kv_cache,
+                      self.compile)  # fmt: skip
+        if self.n_pages is not None and (self.n_pages < 2 or self.kv_cache != "paged"):
+            raise ValueError(
+                f"n_pages must be at least 2 (page 0 is not used), with kv_cache=paged; got "
+                f"{self.n_pages}, {self.kv_cache}"
+            )
         if self.json and (self.stream or self.out):
             other = "--stream" if self.stream else "--out"
             raise ValueError(f"--json and {other} both say where the texts go; take one of them")
@@ -237,44 +242,71 @@ class Text:
     prompt: Prompt
     seed: int
     new: list[int] = field(default_factory=list)
-    finish: str = "interrupted"  # or "stop", or "length"
+    finish: str = "waiting"  # then "interrupted", as long as it is not "stop" or "length"
+
+    @property
+    def done(self) -> bool:
+        return self.finish in ("stop", "length")
 
 
 def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfig,
           stats: Stats,
           constraint: constrain.Automaton | None = None) -> Iterator[None]:  # fmt: skip
-    """Write the texts of one batch, a token of each at a time."""
+    """Write the texts, some of them at a time; after each step all that is new is in them."""
     device = model.transformer.wte.weight.device
+    size = 1 if config.stream else config.batch_size
     ends = ends_with(config.stop, tokenizer)
 
-    def stop(row: int, new: list[int]) -> bool:
+    def stop(number: int, new: list[int]) -> bool:
         return new[-1] == tokenizer.eot or ends(new)
 
-    for tokens in model.stream(
-        [text.prompt.ids for text in texts],
-        config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        generator=[torch.Generator(device).manual_seed(text.seed) for text in texts],
-        vocab_size=tokenizer.vocab_size,
-        kv_cache=config.kv_cache,
-        overflow=config.overflow,
-        compile=config.compile,
-        constraint=constraint,
-        stop=stop,
-        stats=stats,
-    ):
-        for row, (text, token) in enumerate(zip(texts, tokens.tolist(), strict=True)):
-            if token != ENDED:
-                text.new.append(token)
-                if stop(row, text.new):
-                    text.finish = "stop"
-                    if token == tokenizer.eot:
-                        text.new.pop()
+    def add(text: Text, token: int) -> None:
+        if token == ENDED:
+            if not text.done:
+                text.finish = "length" if constraint is None else "stop"
+            return
+        text.new.append(token)
+        text.finish = "stop" if stop(0, text.new) else "interrupted"
+        if token == tokenizer.eot:
+            text.new.pop()
+
+    def generators(texts: Iterable[Text]) -> Iterator[torch.Generator]:
+        return (torch.Generator(device).manual_seed(text.seed) for text in texts)
+
+    options: dict[str, Any] = {
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "vocab_size": tokenizer.vocab_size,
+        "overflow": config.overflow,
+        "constraint": constraint,
+        "stop": stop,
+        "stats": stats,
+    }
+    if config.kv_cache == "paged":
+        lengths = [len(text.prompt.ids) for text in texts]
+        enough = serve.enough_pages(model, lengths, config.max_new_tokens, size)
+        for number, token in serve.stream(
+            model, (text.prompt.ids for text in texts), config.max_new_tokens,
+            generator=generators(texts), slots=size,
+            n_pages=config.n_pages or enough, **options,
+        ):  # fmt: skip
+            add(texts[number], token)
+            yield
+        return
+    for first in range(0, len(texts), size):
+        batch = texts[first : first + size]
+        for tokens in model.stream(
+            [text.prompt.ids for text in batch], config.max_new_tokens,
+            generator=list(generators(batch)),
+            kv_cache=config.kv_cache, compile=config.compile, **options,
+        ):  # fmt: skip
+            for text, token in zip(batch, tokens.tolist(), strict=True):
+                add(text, token)
+            yield
+        for text in batch:
+            add(text, ENDED)
         yield
-    for text in texts:
-        text.finish = "stop" if text.finish == "stop" or constraint is not None else "length"
 
 
 def ends_with(stop: str | None, tokenizer: Any) -> Callable[[list[int]], bool]:
@@ -323,29 +355,29 @@ def run(argv: list[str]) -> int:
     if constraint is not None:
         constraint = constraint.to(model.transformer.wte.weight.device)
     texts = [Text(p, config.seed + i) for p in given for i in range(config.num_samples)]
-    size = 1 if config.stream else config.batch_size
     clock = Clock(model.transformer.wte.weight.device)
     with ExitStack() as stack:
         out = _open(config.out, stack)
-        code = 0
-        for first in range(0, len(texts), size):
-            batch = texts[first : first + size]
-            writing = write(model, tokenizer, batch, config, clock.stats, constraint)
-            writing = clock.watch(writing, batch)
-            try:
+        code = written = 0
+        writing = clock.watch(
+            write(model, tokenizer, texts, config, clock.stats, constraint), texts
+        )
+        try:
+            while written < len(texts):
+                text = texts[written]
                 if config.stream:
-                    _stream(writing, batch[0], tokenizer, config)
-                else:
-                    for _ in writing:
-                        pass
-            except KeyboardInterrupt:
-                code = 130
-            finally:
-                writing.close()
-            for text in batch:
+                    _stream(writing, text, tokenizer, config)
+                while not text.done:
+                    next(writing)
                 _print(text, tokenizer, config, out)
-            if code:
-                break
+                written += 1
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            writing.close()
+        for text in texts[written:]:
+            if text.finish != "waiting":
+                _print(text, tokenizer, config, out)
     print(clock.report(config), file=sys.stderr)
     return code
 
@@ -353,10 +385,12 @@ def run(argv: list[str]) -> int:
 def _stream(writing: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
     """Print one text while it is being written."""
     print(text.prompt.text, end="", flush=True)
+    text.finish = "interrupted"
 
     def new() -> Iterator[int]:
         shown = 0
-        for _ in writing:
+        while not text.done:
+            next(writing)
             yield from text.new[shown:]
             shown = len(text.new)
 
@@ -394,7 +428,7 @@ class Clock:
         self.device, self.stats = device, Stats()
         self.seconds, self.first, self.tokens, self.texts = 0.0, 0.0, 0, 0
 
-    def watch(self, writing: Iterator[None], batch: Sequence[Text]) -> Generator[None, None, None]:
+    def watch(self, writing: Iterator[None], texts: Sequence[Text]) -> Generator[None, None, None]:
         """The same, with the time taken."""
         begin = time.perf_counter()
         try:
@@ -403,14 +437,20 @@ class Clock:
                 yield
         finally:
             synchronize(self.device)
-            self.seconds += time.perf_counter() - begin
-            self.texts += len(batch)
-            self.tokens += sum(len(text.new) for text in batch)
+            self.seconds = time.perf_counter() - begin
+            self.texts = sum(text.finish != "waiting" for text in texts)
+            self.tokens = sum(len(text.new) for text in texts)
 
     def report(self, config: SampleConfig) -> str:
         """One line: tokens/s, time to the first token, memory of the cache."""
         rate = self.tokens / max(self.seconds, 1e-9)
-        cache = f"{self.stats.cache_bytes / 1e6:.1f} MB" if self.stats.cache_bytes else "not used"
+        stats = self.stats
+        cache = f"{stats.cache_bytes / 1e6:.1f} MB" if stats.cache_bytes else "not used"
+        if stats.pages:
+            cache += (
+                f", {stats.pages} of {stats.all_pages} pages in use at most, "
+                f"{stats.shared_pages} saved by sharing"
+            )
         return (
             f"{self.texts} text{'s' * (self.texts != 1)}, {self.tokens} tokens in "
             f"{self.seconds:.2f} s: {rate:.1f} tokens/s, first token after "

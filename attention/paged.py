@@ -9,17 +9,19 @@ This call's k and v are stored first, then two paths read the pages:
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              paged_kernels.py read the pages where they lie, and only those that the row sees. The
              profiler shows nanoattn::paged_decode.
-    gather   all else (prefill, chunks, float64, any device): the pages that the table names are
-             copied into one tensor, then manual.py's formula. The profiler shows aten::index.
+    gather   all else (prefill, chunks, float64, any device): the tokens that the table leads to are
+             copied into one tensor, and the formula is PyTorch's SDPA on the CPU, elsewhere that
+             of manual.py. The profiler shows aten::index_select.
 
 Memory  gather: 2 * B * max_pages * page_size * Hkv * D numbers for the copies, as long as the
-        longest row for all rows, and the scores, B * H * Tq * max_pages * page_size.
+        longest row for all rows, and but on the CPU the scores, B * H * Tq * max_pages * page_size.
         decode: nothing but B * H * (D + 2) float32 numbers for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each key that is seen.
         What decode costs is reading the keys and values once.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
 Masks   visible(), with an offset for each row. What was never written, other sequences' pages and
-        the null page are no part of any sum, whatever they hold, NaN included.
+        the null page are no part of any sum, whatever they hold, NaN included: where a row has no
+        token its own last one is copied, which is masked.
 Refuses to run without a paged cache, so training falls back; segments and dropout.
 """
 
@@ -58,30 +60,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 
 def gather(q: Tensor, spec: Spec, cache: PagedView) -> Tensor:
-    """Attention of q (B, Tq, H, D) over the pages, copied together. As manual.attend."""
-    _, Tq, H, D = q.shape
-    Hkv = cache.k_pages.shape[2]
-    # (B, Tk, Hkv, D), where Tk = max_pages * page_size is beyond the end of every row but, maybe,
-    # the longest.
-    k, v = (pages[cache.page_table].flatten(1, 2) for pages in (cache.k_pages, cache.v_pages))
-
-    i = torch.arange(Tq, device=q.device)[:, None]
-    j = torch.arange(k.shape[1], device=q.device)
-    start, count = cache.start[:, None, None], cache.count[:, None, None]
-    # Queries beyond count are padding; without this they would see what was never written.
-    seen = visible(i, j, start, spec.window) & (j < start + count)  # (B, Tq, Tk)
+    """Attention of q (B, Tq, H, D) over the tokens of the pages, copied together."""
+    _, Tq, H, _ = q.shape
+    size, Hkv = cache.page_size, cache.k_pages.shape[2]
+    i = torch.arange(Tq, device=q.device)
+    j = torch.arange(cache.page_table.shape[1] * size, device=q.device)
+    end = (cache.start + cache.count)[:, None]  # (B, 1)
+    last = (end - 1).clamp(min=0)
+    # A probability of 0 does not silence a NaN: 0 * NaN is NaN. So behind a row's last token that
+    # token is read again, and not what another sequence may have left there.
+    at = torch.minimum(j, last)  # (B, Tk)
+    slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
+    k, v = (_take(pages, slot) for pages in (cache.k_pages, cache.v_pages))  # (B, Tk, Hkv, D)
+    # Queries beyond count are padding: they see what the last one does.
+    at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
+    seen = visible(at[:, :, None], j, 0, spec.window)  # (B, Tq, Tk)
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
-    k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
-    # A probability of 0 does not silence a NaN: 0 * NaN is NaN. So what no query sees becomes 0.
-    v = v.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
-    v_BG1TD = v.transpose(1, 2).unsqueeze(2)  # (B, Hkv, 1, Tk, D)
+    attend = _sdpa if q.device.type == "cpu" else _formula
+    out = attend(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen)
+    out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
+    return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row that has no token at all
 
-    scores = (q_BGRTD / math.sqrt(D)) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
-    # The least finite number rather than -inf: a row that sees nothing stays free of NaN.
+
+def _take(pages: Tensor, slot: Tensor) -> Tensor:
+    """The tokens in these places, (B, Tk) int32: (B, Tk, Hkv, D)."""
+    taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
+    return taken.view(*slot.shape, *pages.shape[2:])
+
+
+def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over what is seen, (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+    k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
+    scores = (q_BGRTD / math.sqrt(q_BGRTD.shape[-1])) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
-    out = F.softmax(scores, dim=-1) @ v_BG1TD  # (B, Hkv, H/Hkv, Tq, D)
-    return out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
+    return F.softmax(scores, dim=-1) @ v_BGTD.unsqueeze(2)
+
+
+def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
+    """The same by PyTorch's kernel; the query heads of a key head are rows beside one another."""
+    R, Tq = q_BGRTD.shape[2:4]
+    mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
+    out = F.scaled_dot_product_attention(q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask)
+    return out.unflatten(2, (R, Tq))
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:

@@ -10,6 +10,8 @@ kernels.py      its attention calls: for the mode kernel
 decoding.py     its generated tokens: for the mode decode
 machine.py      the device: name, memory, peak rate and bandwidth, the clock
 rivals.py       nanoGPT's model and transformers' GPT-2, measured alike
+serving.py     many prompts: batches against continuous batching; python -m bench.serving
+curves.py      loss curves of the fast training paths and a plain one; python -m bench.curves
 stats.py        medians, quartiles, what is noisy
 tables.py       the rows as tables; answers.py: what they say, in words
 records.py      a record: written, read, compared; report.py: its pictures and HTML

@@ -320,7 +320,7 @@ def kept_for_backward(T: int = 1024, n_head: int = 12, D: int = 64) -> str:
             rows.append((f"`{name}`", shape, dtype, f"{size / 1e6:.2f}", f"x {grew:.3g}"))
         before, whole = (sum(t[2] for t in at[name]) for at in (half, now))
         rows.append((f"`{name}`", "all", "", f"{whole / 1e6:.2f}", f"x {whole / before:.3g}"))
-    return table(("backend", "shape", "dtype", "MB", f"than for T = {T // 2}"), rows)
+    return table(("backend", "shape", "dtype", "MB", f"against T = {T // 2}"), rows)
 
 
 def kept(T: int, n_head: int, D: int) -> dict[str, list[tuple[str, str, int]]]:

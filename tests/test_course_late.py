@@ -467,3 +467,12 @@ def test_every_answer_of_6_to_9_may_be_run_twice(tmp_path: Path) -> None:
     for number, exercise in ((6, ex6), (8, ex8), (9, ex9)):
         for _ in range(2):
             assert examine(exercise, ANSWERS / f"ex{number}.py") is None
+
+
+@pytest.mark.parametrize("slip", ex8.COUNTS)
+def test_exercise_8_names_each_count(slip) -> None:
+    def attend(S: torch.Tensor, V: torch.Tensor, block: int, threshold: float) -> tuple[Any, ...]:
+        out, L, _ = ex8.online(S, V, block, threshold)
+        return out, L, ex8.counts(S, block, threshold)[slip]
+
+    assert ex8.COUNTS[slip] in complaint(ex8, SimpleNamespace(attend=attend))

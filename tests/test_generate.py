@@ -21,6 +21,8 @@ from attention.cache import DynamicCache, PagedCache, StaticCache
 from generate import ENDED, KV_CACHES, Stats, pick
 from model import GPT
 
+pytestmark = pytest.mark.usefixtures("remembered_probes")
+
 CACHES = [kv for kv in KV_CACHES if kv != "none"]
 SLOW = {"flex", "triton"}  # compiled or interpreted here: one shape of model is enough
 
@@ -73,8 +75,7 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
     for shape, changes in SHAPES.items():
         if name in SLOW and shape != "mqa-window":
             continue
-        # Beyond the limit no cache is read, and paged, which reads nothing else, is replaced.
-        model = lively(attention_backend=name, attention_fallback=name == "paged", **changes)
+        model = lively(attention_backend=name, attention_fallback=False, **changes)
         plain = lively(attention_backend="manual", **changes)
         sizes = [(5, 5)] if name in SLOW else [(5, 14), (1, 8), (15, 3), (16, 3), (20, 2)]
         for T, n in sizes:
@@ -263,7 +264,8 @@ def test_a_strict_backend_generates_with_the_caches_that_it_has(name, kv) -> Non
     if name in SLOW:
         return
     model = build(attention_backend=name, attention_fallback=False).eval()
-    assert model.generate(tokens(T=5), 6, kv_cache=kv).shape == (2, 11)
+    for T, n in ((5, 6), (5, 1), (12, 8), (20, 2), (5, 0)):  # beyond the limit too
+        assert model.generate(tokens(T=T), n, kv_cache=kv).shape == (2, T + n)
     assert {r.backend.name for r, _ in model._resolved.values()} == {name}
 
 
@@ -320,7 +322,8 @@ def test_the_cache_is_used_until_the_limit_and_given_up_there(kv, monkeypatch) -
 
     monkeypatch.setattr(GPT, "hidden", note)
     build().eval().generate(tokens(T=13), 6, kv_cache=kv)
-    assert columns == [(13, True), (1, True), (1, True), (1, True), (16, False), (16, False)]
+    beyond = (16, kv == "paged")  # whose attention cannot do without
+    assert columns == [(13, True), (1, True), (1, True), (1, True), beyond, beyond]
     columns.clear()
     build().eval().generate(tokens(T=13), 6, kv_cache="none")
     assert columns == [(n, False) for n in (13, 14, 15, 16, 16, 16)]
@@ -401,12 +404,53 @@ def test_rare_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         assert len(inside) > 100 and 8 <= hits <= 12, (token, width, hits)
 
 
+def test_top_p_is_that_of_a_full_sort() -> None:
+    """The same tokens for every u, whether the nucleus has one token or nearly all of them."""
+    draw = torch.Generator().manual_seed(0)
+    u = torch.rand(24, dtype=torch.float64, generator=draw)
+    u[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    sizes = set()
+    for V in (50, 1000, 40000):
+        flat = torch.randn(1, V, generator=draw)
+        logits = torch.cat([flat * scale for scale in (0, 0.1, 1, 3, 8)] + [-(flat.abs() ** 3)])
+        logits[1, ::3] = -torch.inf
+        for top_p in (1e-6, 0.3, 0.9, 1 - 1e-7, 1.0):
+            nucleus = torch.tensor(top_p)
+            for rows in (logits[:1], logits[3:4], logits):
+                probs = rows.softmax(-1)
+                some, order = generate._likeliest(probs, nucleus)
+                sizes.add((some.shape[1] == V, len(rows)))
+                in_order, _ = probs.sort(dim=-1, descending=True)
+                k = some.shape[1]
+                assert torch.equal(some, in_order[:, :k])
+                assert torch.equal(some, probs.gather(1, order))
+                upto = in_order.cumsum(-1, dtype=torch.float64)
+                assert k == V or (upto[:, k - 1] >= nucleus).all()  # what is left out is outside
+                for x in u.split(len(rows))[: len(u) // len(rows)]:
+                    drawn = pick(rows, x, top_p=nucleus)[:, None]
+                    kept = torch.where(upto - in_order >= nucleus, 0, upto)
+                    at = torch.searchsorted(upto, x[:, None] * kept.amax(-1, keepdim=True),
+                                            right=True)  # fmt: skip
+                    assert torch.equal(probs.gather(1, drawn), in_order.gather(1, at))
+    assert sizes == {(False, 1), (True, 1), (False, 6), (True, 6)}
+
+
+def test_top_p_reads_nothing_back_but_on_the_cpu(monkeypatch) -> None:
+    """On the device "meta" there is nothing to read."""
+    logits, u = torch.randn(2, 4000, device="meta"), torch.rand(2, device="meta")
+    assert pick(logits, u, top_p=0.9).shape == (2,)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    probs = torch.tensor([[0.5, 0.2, 0.3]] * 2).repeat(1, 100) / 100
+    monkeypatch.setattr(Tensor, "__bool__", lambda self: pytest.fail("a value was asked for"))
+    assert generate._likeliest(probs, 0.1)[0].shape == (2, 300)
+
+
 def test_options_that_mean_nothing() -> None:
     model, idx = build().eval(), tokens(T=5)
     for options, words in (
         ({"kv_cache": "ring"}, "kv_cache must be one of none, dynamic, static, paged, got 'ring'"),
         ({"overflow": "grow"}, "overflow must be one of slide, stop, got 'grow'"),
-        ({"compile": True}, "compile=True needs kv_cache='static', got 'dynamic'"),
+        ({"compile": True}, "compile needs kv_cache=static, got dynamic"),
         ({"temperature": -1}, "temperature must be at least 0, got -1"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
@@ -559,7 +603,7 @@ def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
         run = generate._Run(model, prompts, 20, kv_cache=kv, top_k=4, top_p=0.9, temperature=0.7)
         assert len(list(run.tokens())) == 20
     assert asked == []
-    wait = generate._Copy.wait
+    wait = generate.Copy.wait
 
     def read_back(self: Any) -> list[int]:
         allowed.append(1)
@@ -568,7 +612,7 @@ def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
         finally:
             allowed.pop()
 
-    monkeypatch.setattr(generate._Copy, "wait", read_back)
+    monkeypatch.setattr(generate.Copy, "wait", read_back)
     model.generate(prompts, 20, kv_cache=kv, stop=36)
     assert asked == []
     assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works

@@ -17,6 +17,8 @@ import checkpoint
 import sample
 from model import GPT, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("remembered_probes")
+
 BAR = "\n---------------\n"
 
 
@@ -168,14 +170,16 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize("kv", ["dynamic", "paged"])
 @pytest.mark.parametrize("form", ["lines", "json"])
-def test_prompts_from_a_file(form, trained, tmp_path):
-    """In batches, each prompt answered as it is alone."""
+def test_prompts_from_a_file(form, kv, trained, tmp_path):
+    """In batches, or one by one into free places: each prompt answered as it is alone, in order."""
     wanted = ["Ann sees", "The king", "m", "Bob keeps the moon and"]
     lines = [json.dumps({"prompt": w, "id": 1}) if form == "json" else w for w in wanted]
     path, out = tmp_path / "prompts", tmp_path / "out.jsonl"
     path.write_text("\n\n".join(lines) + "\n")
     words = of(trained, f"--prompts={path}", f"--out={out}", "--num_samples=2", n=20)
+    words += (f"--kv_cache={kv}",)
     for size in (1, 3, 8):
         code, shown, err = enter(sample.main, ["--device=cpu", f"--batch_size={size}", *words])
         assert (code, shown) == (0, "")
@@ -186,7 +190,58 @@ def test_prompts_from_a_file(form, trained, tmp_path):
             assert row["tokens"] == len(row["text"]) == 20 and row["finish"] == "length"
             alone = of(trained, f"--start={row['prompt']}", f"--seed={row['seed']}", n=20)
             assert text_of(*alone) == [row["prompt"] + row["text"]]
-        assert "8 texts, 160 tokens in" in err and "KV cache (dynamic): " in err
+        assert "8 texts, 160 tokens in" in err and f"KV cache ({kv}): " in err
+
+
+@pytest.mark.parametrize("how", [(), ("--stream",)])
+def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path):
+    """Also where a later one ends before an earlier one."""
+    words = of(trained, "--start=Ann", "--start=The king", "--num_samples=4", "--stop= ", *how)
+    texts = text_of(*words)
+    assert len({len(t) for t in texts}) > 2
+    for size in (1, 2, 3):
+        assert text_of(*words, "--kv_cache=paged", f"--batch_size={size}") == texts
+    out = tmp_path / "out.jsonl"
+    text_of(*words, "--stream", "--kv_cache=paged", f"--out={out}")
+    assert [row["prompt"] + row["text"] for row in rows_of(out.read_text())] == texts
+
+
+def test_ctrl_c_keeps_the_paged_texts_that_have_begun(trained, tmp_path, monkeypatch):
+    """Two at a time: a text that ended is kept though an earlier one has not, in its place."""
+    path = tmp_path / "out.jsonl"
+    words = of(trained, "--num_samples=6", "--batch_size=2", "--kv_cache=paged", "--stop=t")
+    words = ("--device=cpu", *words, "--start=Ann", f"--out={path}")
+    enter(sample.main, [*words])
+    whole, stream = rows_of(path.read_text()), sample.serve.stream
+    assert len(whole) == 6 and {row["finish"] for row in whole} == {"stop"}
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        begun = 0
+        for number, token in stream(*args, **options):
+            begun += number == 3
+            if begun == 2:
+                raise KeyboardInterrupt
+            yield number, token
+
+    monkeypatch.setattr("sample.serve.stream", interrupt)
+    code, _, err = enter(sample.main, [*words])
+    rows = rows_of(path.read_text())
+    assert code == 130 and "4 texts, " in err
+    assert [row["finish"] for row in rows] == ["stop", "interrupted", "stop", "interrupted"]
+    assert rows[0] == whole[0] and rows[2] == whole[2] and rows[3]["tokens"] == 1
+    for row, before in zip(rows, whole):
+        assert row["seed"] == before["seed"] and before["text"].startswith(row["text"])
+
+
+def test_a_pool_of_few_pages(trained):
+    """16 tokens a page, a text holds one: with two pages one text is written after another."""
+    words = of(trained, "--start=Ann", "--num_samples=3", "--kv_cache=paged", "--temperature=0")
+    texts = text_of(*words)
+    assert text_of(*words, "--n_pages=2") == texts
+    _, _, err = enter(sample.main, ["--device=cpu", *words, "--n_pages=2"])
+    assert "1 of 1 pages in use at most, 0 saved by sharing" in err
+    assert "n_pages must be at least 2" in refused(*words, "--n_pages=1")
+    assert "with kv_cache=paged; got 9, dynamic" in refused(*of(trained, "--n_pages=9"))
 
 
 def test_json_lines_on_stdout(trained):
@@ -273,6 +328,7 @@ def test_every_cache_gives_the_same_texts(kv, trained):
     assert text_of(*words, f"--kv_cache={kv}") == text_of(*words, "--kv_cache=none")
     _, _, err = enter(sample.main, ["--device=cpu", *words, f"--kv_cache={kv}"])
     memory = "not used" if kv == "none" else r"\d+\.\d MB"
+    memory += ", 4 of 4 pages in use at most, 0 saved by sharing" * (kv == "paged")
     assert re.search(
         rf"4 texts, 160 tokens in \d+\.\d\d s: \d+\.\d tokens/s, first token after \d+ ms; "
         rf"KV cache \({kv}\): {memory}\n$",
@@ -294,7 +350,7 @@ def test_a_constrained_text_matches(word, pattern, trained):
 
 def test_paged_attention_alone_may_run(trained):
     strict = ("--attention_backend=paged", "--attention_fallback=False", "--kv_cache=paged")
-    words = of(trained, "--start=Ann", "--overflow=stop", n=20)  # beyond the context: no cache
+    words = of(trained, "--start=Ann", n=20)  # beyond the context
     assert text_of(*words, *strict) == text_of(*words)
 
 
@@ -367,7 +423,7 @@ def test_a_window_that_was_trained_with_stays(tmp_path):
         (["--json_schema={"], "JSON"),
         (["--stop="], "stop must have at least one character"),
         (["--kv_cache=ring"], "none, dynamic, static, paged"),
-        (["--compile"], "--compile needs --kv_cache=static, got dynamic"),
+        (["--compile"], "compile needs kv_cache=static, got dynamic"),
         (["--json", "--stream"], "--json and --stream both say where"),
         (["--json", "--out=x.jsonl"], "--json and --out both say where"),
         (["--device=cuda:7"], "there is no device 'cuda:7'"),
@@ -417,6 +473,20 @@ def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
     # Tokens here are random bytes: many are no characters, alone or at all.
     assert "\N{REPLACEMENT CHARACTER}" in a[0]
     assert a == text_of(*words, "--start=Grüße", "--stream=True")
+
+
+def test_samples_share_their_prompts_pages(bpe, tmp_path):
+    """A page of the prompt's 25 tokens is full: two samples of three need not store it."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(64, 50304, n_layer=1, n_head=1, n_embd=8))
+    path = nanogpt_file(tmp_path / "ckpt.pt", model)
+    words = [f"--init_from={path}", "--max_new_tokens=9", f"--start={'x' * 50}", "--num_samples=3"]
+    texts = text_of(*words)
+    assert text_of(*words, "--kv_cache=paged") == texts and len(set(texts)) == 3
+    _, _, err = enter(sample.main, ["--device=cpu", "--kv_cache=paged", *words])
+    assert "7 of 9 pages in use at most, 2 saved by sharing" in err
+    said = refused(*words, "--kv_cache=paged", "--n_pages=3")
+    assert "prompt 0 needs 3 pages of 16 tokens, for its 25 tokens and 9 new ones" in said
 
 
 def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):

@@ -162,7 +162,8 @@ def same(got: Any, want: Tensor, what: str, given: str = "",
     where = f"[{', '.join(map(str, at))}]" if at else ""
     why = next((name for name, v in (mistakes or {}).items() if alike(got, v)), None)
     why = why and f". {why}"
-    raise Wrong(f"{what}{where} is {show(got[at])}, must be {show(want[at])}{given}{why or ''}")
+    must = want[at] if not close(torch.zeros_like(want), want)[at] else torch.zeros_like(want[at])
+    raise Wrong(f"{what}{where} is {show(got[at])}, must be {show(must)}{given}{why or ''}")
 
 
 def close(got: Tensor, want: Tensor) -> Tensor:

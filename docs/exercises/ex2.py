@@ -103,6 +103,9 @@ def why(got: Tensor, Tq: int, Tk: int, window: int | None, segments: Tensor | No
             ),
             "The window is left out": truth(Tq, Tk, None, segments),
             "The window opens into the future too": (j - i - offset).abs() < window,
+            "The window is counted back from i, not from the query's position, i + Tk - Tq": (
+                truth(Tq, Tk, None, segments) & (j > i - window)
+            ),
         }
     if segments is not None:
         at_i = segments[torch.arange(Tq).clamp(max=Tk - 1)][:, None]

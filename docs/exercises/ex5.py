@@ -168,10 +168,19 @@ def typical(memory: Memory) -> dict[str, Tensor]:
     hidden = S.masked_fill(~seen, torch.finfo(S.dtype).min)
     peaks = torch.stack([hidden[:, J].amax(dim=1) for J in memory.cols], dim=1).cummax(dim=1).values
     then = torch.exp(hidden - peaks[:, col]) * seen
+    visited = torch.zeros_like(seen)  # keys in a tile that some query of the block sees
+    for I in memory.rows:
+        for J in memory.cols:
+            visited[I, J] = seen[I, J].any()
+    mean = visited.float() @ V / visited.sum(dim=1, keepdim=True).clamp(min=1)
     now = torch.exp(hidden - peaks[:, -1:]) * seen
     return {
         "A row that sees nothing is 0 / 0 at the end; it must give zeros": (
             right.masked_fill(blind, math.nan)
+        ),
+        "A row that sees nothing gets the mean of the values that came by; it must give zeros. "
+        "Give exp -inf for a hidden score: against a finite one m rises to it, and exp(0) is 1": (
+            torch.where(blind, mean, right)
         ),
         "That is the zeros that O began with: no tile was added to it, not even the one on the "
         "diagonal, of which each query sees a part": torch.zeros_like(right),

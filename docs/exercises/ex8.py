@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from docs.exercises.check import Wrong, call, parts, same, small
+from docs.exercises.check import Wrong, call, parts, same, show, small
 
 NAMES = ("attend",)
 TASK = """Rescale only when you must
@@ -60,6 +60,15 @@ MISTAKES = {
     "may lag behind it",
 }
 
+RULE = "a row is rescaled when its maximum has passed its m by more than the threshold"
+COUNTS = {
+    "always": "that is every row at every block",
+    "grew": "that is whenever a maximum grew, however little",
+    "together": "that is all rows as soon as one of them needs it",
+    "first": "the first block has nothing to rescale",
+    "nats": "that is a threshold times log 2: it is in units of log 2 already, as the scores are",
+}
+
 
 def check(answer: Any) -> None:
     """Raise Wrong for an answer that is not right."""
@@ -81,8 +90,7 @@ def check(answer: Any) -> None:
         V = torch.randint(1, 9, (S.shape[1], 1), generator=draw).float()
         told.append(compare(answer, S, V, block, threshold))
     # Only now the counts: that an answer is wrong tells more than that it is slow.
-    for (S, block, threshold), rescaled in zip(inputs, told, strict=True):
-        count(rescaled, S, block, threshold)
+    count(told, inputs)
 
 
 def compare(answer: Any, S: Tensor, V: Tensor, block: int, threshold: float) -> int:
@@ -94,38 +102,57 @@ def compare(answer: Any, S: Tensor, V: Tensor, block: int, threshold: float) -> 
     want, want_L, _ = online(S, V, block, threshold)
     if isinstance(out, Tensor) and out.shape == want.shape and not out.isfinite().all():
         row = int((~out.isfinite()).any(dim=1).nonzero()[0])
+        scores = S[row][S[row].isfinite()]
+        if scores.max() - scores.min() < 127:
+            raise Wrong(
+                f"out[{row}] is not finite, {given}: the scores of that row go from "
+                f"{scores.min():g} to {scores.max():g} only, so nothing need overflow. m of a row "
+                "never falls: it must not become -inf in a block of which the row sees no key"
+            )
         raise Wrong(
-            f"out[{row}] is not finite, {given}: the scores of that row go from {S[row].min():g} "
-            f"to {S[row].max():g}, and 2^(S - m) is past the largest number. A row must be "
+            f"out[{row}] is not finite, {given}: the scores of that row go from {scores.min():g} "
+            f"to {scores.max():g}, and 2^(S - m) is past the largest number. A row must be "
             "rescaled once its maximum has passed the m that it is relative to by more than the "
             "threshold, even if it got there by small steps"
         )
     slips = {text: online(S, V, block, threshold, slip) for slip, text in MISTAKES.items()}
     same(out, want, "out", given, {t: o for t, (o, _, _) in slips.items() if not o.equal(want)})
     same(L, want_L, "L", given, {t: x for t, (_, x, _) in slips.items() if not x.equal(want_L)})
+    if isinstance(rescaled, Tensor) and rescaled.numel() == 1:
+        rescaled = rescaled.item()
+    if not isinstance(rescaled, (int, float)) or rescaled % 1 != 0:
+        raise Wrong(f"rescaled is {show(rescaled)}, must be a whole number, {given}")
     return int(rescaled)
 
 
-def count(rescaled: int, S: Tensor, block: int, threshold: float) -> None:
-    """Refuse another number of rescaled rows than the rule gives."""
-    T, V = len(S), torch.zeros(S.shape[1], 1)
-    want = online(S, V, block, threshold)[2]
-    if rescaled == want:
+def count(told: list[int], inputs: list[tuple[Tensor, int, float]]) -> None:
+    """Refuse other numbers of rescaled rows than the rule gives."""
+    want = [counts(*each) for each in inputs]
+    wrong = [n for n, (a, b) in enumerate(zip(told, want, strict=True)) if a != b["right"]]
+    if not wrong:
         return
-    typical = {
-        T * (S.shape[1] // block - 1): "that is every row at every block",
-        online(S, V, block, 0.0)[2]: "that is whenever a maximum grew, however little",
-        online(S, V, block, threshold, "together")[2]: "that is all rows as soon as one of them "
-        "needs it",
-        want + T: "the first block has nothing to rescale",
-    }
-    why = typical.get(
-        rescaled, "a row is rescaled when its maximum has passed its m by more than the threshold"
-    )
+    S, block, threshold = inputs[wrong[0]]
+    # A mistake is named when it gives every count, since any one number may come by chance.
+    slip = next((s for s in COUNTS if told == [each[s] for each in want]), "right")
     raise Wrong(
-        f"out and L are right, but rows were rescaled {rescaled} times, must be {want}, "
-        f"{small(S=S, block=block, threshold=threshold)}: {why}"
+        f"out and L are right, but rows were rescaled {told[wrong[0]]} times, must be "
+        f"{want[wrong[0]]['right']}, {small(S=S, block=block, threshold=threshold)}: "
+        f"{COUNTS.get(slip, RULE)}"
     )
+
+
+def counts(S: Tensor, block: int, threshold: float) -> dict[str, int]:
+    """How many rows are rescaled, by the rule ("right") and by each mistake of COUNTS."""
+    V = torch.zeros(S.shape[1], 1)
+    right = online(S, V, block, threshold)[2]
+    return {
+        "right": right,
+        "always": len(S) * (S.shape[1] // block - 1),
+        "grew": online(S, V, block, 0.0)[2],
+        "together": online(S, V, block, threshold, "together")[2],
+        "first": right + len(S),
+        "nats": online(S, V, block, threshold * math.log(2))[2],
+    }
 
 
 def online(S: Tensor, V: Tensor, block: int, threshold: float,

@@ -61,6 +61,8 @@ MISTAKES = {
     "`length`",
     "one less": "That is what the tokens before the newest give: it sees itself too",
     "scale": "That is what scores without 1 / sqrt(D) give",
+    "sorted": "That is what the pages in the order of their numbers give: the order of the tokens "
+    "is that of the table",
 }
 RATES = {
     "sparse": "That is against the sparse peak, which only holds for matrices of which half the "
@@ -71,6 +73,8 @@ RATES = {
     "leaves them out",
     "recomputed": "That counts what is computed again (8 N + 16 L H Q T): MFU counts what the "
     "model needs, so that a run cannot raise it by doing more",
+    "weights again": "That counts the weights that are used again (8 N): MFU counts what the model "
+    "needs, so that a run cannot raise it by doing more",
     "forward": "That is the forward pass alone, 2 N + 4 L H Q T: backward takes twice as much "
     "again",
     "causal": "That is `mfu_causal`, which counts only the pairs of query and key that see each "
@@ -121,6 +125,9 @@ def over_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, 
     table = page_table.long()
     if slip == "logical":
         table = torch.arange(len(table))
+    if slip == "sorted":
+        stored = -(-length // size)
+        table = torch.cat([table[:stored].sort().values, table[stored:]])
     until = {
         "last page whole": -(-length // size) * size,
         "table whole": len(table) * size,
@@ -149,7 +156,7 @@ def check_mfu(answer: Any) -> None:
             "peaks": peaks,
             "recomputes": recomputes,
         }
-        got = answer.mfu(**arguments)
+        got = call(answer.mfu, **arguments)
         if not isinstance(got, (int, float)):
             raise Wrong(f"mfu() returned {type(got).__name__}, must return a number")
         want = rate(arguments)
@@ -171,6 +178,6 @@ def rate(given: dict[str, Any], slip: str = "") -> float:
     keys = {"causal": (T + 1) / 2, "half": T / 2, "6N": 0}.get(slip, T)
     pairs = given["n_layer"] * given["n_head"] * given["head_dim"] * keys
     passes = {"forward": 2, "recomputed": 8}.get(slip, 6)
-    flops = passes * (N + 2 * pairs)
+    flops = passes * (N + 2 * pairs) + (2 * N if slip == "weights again" else 0)
     peak = given["peaks"]["sparse" if slip == "sparse" else "dense"]
     return float(flops * given["tokens_per_second"] / peak) * (100 if slip == "percent" else 1)

@@ -1,0 +1,292 @@
+"""Many prompts, timed: batches one after another, against continuous batching (serve.py).
+
+    python -m bench.serving                                   GPT-2 124M, 32 prompts, 8 at a time
+    python -m bench.serving --shared=64 --record=serving      with a common beginning; keep it
+
+The prompts have different lengths, and each wants a different number of new tokens, both drawn
+evenly from a range. The contenders write the same texts (greedily), with the same weights, in one
+process, and take turns (A B A B ...):
+
+    batches    generate.stream() of `batch_size` prompts in their order; a row that has its tokens
+               idles until the last of its batch has them
+    sorted     the same, prompts that want about as many new tokens together: the least that batches
+               can lose, for one who knows before how long each text will be
+    serve      serve.py: a prompt enters when a text ends
+
+Reported: tokens a second, of the tokens that were wanted; how many of the rows that went through
+the model in decode steps were wanted; when the average text was finished; bytes of the keys and
+values (of batches the buffers, of serve the pages that were in use at most); and how many texts are
+those of the first contender. In float32 on the CPU that should be all: a rounding in another batch
+size can only tell between two tokens that are all but equally likely.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import serve
+from bench import records, tables
+from bench.machine import versions
+from bench.stats import Summary, differ
+from generate import ENDED, Stats
+from model import GPT, GPTConfig
+from runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
+from settings import UserError, exit_on_user_error, read
+
+NOISY = 0.05  # spread from which a row is called noisy, as in bench_mfu.py
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Time serve() against generate() in batches, on prompts of different lengths."""
+
+    # --- prompts ---
+    prompts: int = 32
+    prompt_tokens: tuple[int, ...] = (16, 128)  # from, to
+    new_tokens: tuple[int, ...] = (8, 128)  # from, to
+    shared: int = 0  # tokens that all prompts begin with, before their own
+    seed: int = 1337
+    # --- how they are served ---
+    contenders: tuple[str, ...] = ("batches", "sorted", "serve")
+    batch_size: int = 8  # texts at a time
+    kv_cache: str = "dynamic"  # of the batches: dynamic, static or paged
+    page_size: int = 16  # tokens a page
+    # --- model, its weights random ---
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None
+    n_embd: int = 768
+    block_size: int = 1024
+    vocab_size: int = 50304
+    attention_window: int | None = None
+    # --- machine ---
+    device: str = "auto"
+    dtype: str = "auto"  # of weights and arithmetic; auto: bfloat16 on a GPU, else float32
+    # --- measuring ---
+    rounds: int = 5
+    record: str | None = None  # also write bench/records/DATE_DEVICE_RECORD
+    records_dir: str = "bench/records"
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "batch_size", "page_size", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("prompt_tokens", "new_tokens"):
+            got = getattr(self, name)
+            if len(got) != 2 or not 1 <= got[0] <= got[1]:
+                raise ValueError(f"{name} must be two numbers, from and to, got {got}")
+        longest = self.shared + self.prompt_tokens[1] + self.new_tokens[1]
+        if self.shared < 0 or longest > self.block_size:
+            raise ValueError(f"texts of {longest} tokens do not fit into {self.block_size}")
+        if self.kv_cache not in ("dynamic", "static", "paged"):
+            raise ValueError(f"kv_cache must be dynamic, static or paged, got {self.kv_cache!r}")
+        if not self.contenders or not set(self.contenders) <= {"batches", "sorted", "serve"}:
+            raise ValueError(
+                f"contenders must be of batches, sorted and serve, got {self.contenders}"
+            )
+
+
+@dataclass
+class Round:
+    """What one contender gave in one round."""
+
+    seconds: float
+    finished: float  # seconds until a text was there, the mean
+    rows: int  # in decode steps, wanted or not
+    cache_bytes: int
+    texts: list[list[int]]  # the new tokens of each prompt
+
+
+class Serving:
+    """The model and its prompts."""
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.config = config
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(config.dtype, self.device)
+        torch.manual_seed(config.seed)
+        sizes = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_size",
+                 "attention_window")  # fmt: skip
+        model = GPT(GPTConfig(**{name: getattr(config, name) for name in sizes}))
+        self.model = model.to(self.device, self.dtype).eval()
+        self.model.use_onednn(why_not_onednn(None, self.device, self.dtype) is None)
+        draw = random.Random(config.seed)
+
+        def tokens(n: int) -> list[int]:
+            return [draw.randrange(config.vocab_size) for _ in range(n)]
+
+        common = tokens(config.shared)
+        self.prompts = [common + tokens(draw.randint(*config.prompt_tokens))
+                        for _ in range(config.prompts)]  # fmt: skip
+        self.wanted = [draw.randint(*config.new_tokens) for _ in self.prompts]
+
+    def round(self, contender: str) -> Round:
+        """All prompts, once."""
+        synchronize(self.device)
+        if contender == "serve":
+            return self.serve()
+        order: Sequence[int] = range(len(self.prompts))
+        if contender == "sorted":
+            order = sorted(order, key=self.wanted.__getitem__)
+        return self.batches(order)
+
+    def batches(self, order: Sequence[int]) -> Round:
+        """The prompts in this order, batch after batch."""
+        size, stats = self.config.batch_size, Stats()
+        texts: list[list[int]] = [[] for _ in self.prompts]
+        ends: list[float] = []
+        rows, begin = 0, time.perf_counter()
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
+
+            def enough(row: int, new: list[int], batch: Sequence[int] = batch) -> bool:
+                return len(new) == self.wanted[batch[row]]
+
+            for tokens in self.model.stream(
+                [self.prompts[i] for i in batch], max(self.wanted[i] for i in batch),
+                temperature=0.0, kv_cache=self.config.kv_cache, page_size=self.config.page_size,
+                stop=enough, stats=stats,
+            ):  # fmt: skip
+                rows += len(batch)
+                for i, token in zip(batch, tokens.tolist(), strict=True):
+                    if token != ENDED:
+                        texts[i].append(token)
+                        if len(texts[i]) == self.wanted[i]:
+                            ends.append(time.perf_counter() - begin)
+            rows -= len(batch)  # the first tokens are the prompt's
+        seconds = time.perf_counter() - begin
+        return Round(seconds, sum(ends) / len(ends), rows, stats.cache_bytes, texts)
+
+    def serve(self) -> Round:
+        """The prompts through serve.py."""
+        stats = Stats()
+        texts: list[list[int]] = [[] for _ in self.prompts]
+        ends: list[float] = []
+        begin = time.perf_counter()
+        lengths = [len(prompt) for prompt in self.prompts]
+        most, size = max(self.wanted), self.config.page_size
+        n_pages = serve.enough_pages(self.model, lengths, most, self.config.batch_size, size)
+        for i, token in serve.stream(
+            self.model, self.prompts, iter(self.wanted), temperature=0.0,
+            slots=self.config.batch_size, n_pages=n_pages, page_size=size, stats=stats,
+        ):  # fmt: skip
+            if token == ENDED:
+                ends.append(time.perf_counter() - begin)
+            else:
+                texts[i].append(token)
+        seconds = time.perf_counter() - begin
+        rows = sum(self.wanted) - len(self.wanted)
+        used = stats.cache_bytes // (stats.all_pages + 1) * stats.pages
+        return Round(seconds, sum(ends) / len(ends), rows, used, texts)
+
+
+def summary(serving: Serving, rounds: dict[str, list[Round]]) -> tables.Cells:
+    """A line a contender; the ratios are to the first, round by round."""
+    head = ["", "tok/s", "quartiles", "ratio", "rows wanted", "mean finish s", "KV cache", "same"]
+    wanted, lines = sum(serving.wanted), []
+    first = next(iter(rounds.values()))
+    for name, got in rounds.items():
+        rate = Summary.of([wanted / r.seconds for r in got])
+        ratio = Summary.of([a.seconds / b.seconds for a, b in zip(first, got, strict=True)])
+        told = f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})"
+        if differ([r.seconds for r in first], [r.seconds for r in got]) is False:
+            told += " within the noise"
+        same = sum(a == b for a, b in zip(got[0].texts, first[0].texts, strict=True))
+        quartiles = f"{tables.rate(rate.q1)} to {tables.rate(rate.q3)}"
+        lines.append([
+            name, tables.rate(rate.median), quartiles + " noisy" * rate.noisy(NOISY),
+            "" if got is first else told,
+            f"{(wanted - len(serving.wanted)) / max(got[0].rows, 1):.0%}",
+            f"{Summary.of([r.finished for r in got]).median:.2f}",
+            tables.bytes_(max(r.cache_bytes for r in got)),
+            "" if got is first else f"{same} of {len(serving.prompts)}",
+        ])  # fmt: skip
+    return head, lines
+
+
+def facts(serving: Serving) -> str:
+    """One line: what was measured, where."""
+    c = serving.config
+    beginning = f" after {c.shared} that all have" if c.shared else ""
+    return (
+        f"{describe(serving.device)}, torch {torch.__version__}: {c.n_layer} layers, {c.n_embd} "
+        f"wide, {str(serving.dtype).removeprefix('torch.')}; {c.prompts} prompts of "
+        f"{c.prompt_tokens[0]} to {c.prompt_tokens[1]} tokens{beginning}, {c.new_tokens[0]} to "
+        f"{c.new_tokens[1]} new ones, {c.batch_size} at a time; batches with the {c.kv_cache} "
+        f"cache; {c.rounds} rounds"
+    )
+
+
+def write_record(serving: Serving, rounds: dict[str, list[Round]], argv: list[str]) -> Path:
+    """record.json with every round, and README.md with the table."""
+    config, device = serving.config, serving.device
+    assert config.record is not None
+    kind = {"kind": device.type, "name": describe(device)}
+    folder = records.folder_of(config.records_dir, config.record, kind)
+    command = records.command(argv).replace("bench_mfu.py", "-m bench.serving")
+    content = {
+        "command": command,
+        "date": str(date.today()),
+        **records.git_state(),
+        "device": describe(device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(serving.dtype).removeprefix("torch."),
+        "packages": versions(),
+        "settings": asdict(config),
+        "wanted_tokens": sum(serving.wanted),
+        "rounds": {
+            name: [{k: v for k, v in asdict(r).items() if k != "texts"} for r in got]
+            for name, got in rounds.items()
+        },
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        (folder / "record.json").write_text(text, encoding="utf-8")
+        about = ["# Serving many prompts", facts(serving) + ".",
+                 tables.markdown(summary(serving, rounds)),
+                 f"Commit {(content['commit'] or 'none')[:10]}"
+                 f"{' (with changes)' if content['dirty'] else ''}: `{command}`. Every round is in "
+                 "[record.json](record.json); the columns are explained in "
+                 "[bench/serving.py](../../serving.py)."]  # fmt: skip
+        (folder / "README.md").write_text("\n\n".join(about) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
+    return folder
+
+
+def main(argv: list[str]) -> int:
+    config = read(ServingConfig, argv).settings
+    if config.record is not None:
+        records.check_slug(config.record)
+    serving = Serving(config)
+    rounds: dict[str, list[Round]] = {name: [] for name in config.contenders}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("warm-up", total=len(rounds) * config.rounds)
+        for name in rounds:
+            serving.round(name)  # kernels are compiled and probed, memory is touched
+        for n in range(config.rounds):
+            for name, got in rounds.items():
+                progress.update(task, description=f"round {n + 1} of {config.rounds}, {name}")
+                got.append(serving.round(name))
+                progress.advance(task)
+    print(f"{facts(serving)}\n")
+    print(tables.markdown(summary(serving, rounds)))
+    if config.record is not None:
+        print(f"\nrecord: {write_record(serving, rounds, argv)}")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))
