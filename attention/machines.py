@@ -1,7 +1,9 @@
 """Machines by name, for "what would run there?": python -m attention --as="NVIDIA TITAN RTX".
 
 A name is known by its distinctive part: "titan rtx", "4090", "h100", "apple m3", "cpu". Compute
-capabilities are those of NVIDIA's list (developer.nvidia.com/cuda-gpus).
+capabilities are those of NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus). The
+A800, H800 and H20, which they leave out, are an A100 and two kinds of H100 made for export; Jetson
+Thor is there by its modules, T5000 and T4000.
 """
 
 from __future__ import annotations

@@ -16,6 +16,11 @@ Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk, where that is the
         same thing. A lone query sees every key: no mask. All else gets an explicit bool mask,
         except that pinned flash on CUDA takes none and gets torch's own bottom-right bias object.
+Bits    On CUDA the backward of flash and efficient adds up in no fixed order. PyTorch has a switch,
+        torch.use_deterministic_algorithms(True), for the whole process and all of its operators:
+        under it both take a slower way that repeats its bits, and cuDNN's is not chosen
+        (attention_backward.cu beside the files below; tried on CUDA in PyTorch's pull request
+        182551). The switch is read again in each backward, so it has to stay on.
 Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
         cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). What they do not know, an older
         release's limits say, the probe finds out.
@@ -27,6 +32,7 @@ use_flash_impl(). They have no dropout; the report then names them, "flash (FA3)
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,8 +61,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         (B, Tq, H, D) in q's dtype.
 
     Raises:
-        RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words).
+        RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words), or the switch
+            for deterministic algorithms was on when this was chosen and is off now.
     """
+    if spec.deterministic and spec.grad:
+        check_switch(q.device.type, kernel)
     if cache is not None:
         k, v = cache.append(k, v)
     Tq, Tk = q.shape[1], k.shape[1]
@@ -97,6 +106,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal, enable_gqa=grouped
         )
     return out.transpose(1, 2)
+
+
+def check_switch(device: str, kernel: SDPBackend | None) -> None:
+    """Raises: RuntimeError where a deterministic backward needs PyTorch's switch, and it is off."""
+    needed = device == "cuda" and kernel != SDPBackend.MATH
+    if needed and not torch.are_deterministic_algorithms_enabled():  # may be compiled
+        raise RuntimeError(
+            "the backward was to give the same bits each time, and for that "
+            "torch.use_deterministic_algorithms(True) must stay on"
+        )
 
 
 def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
@@ -166,7 +185,7 @@ BACKEND = Backend(
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
     caps=(
-        Caps(("cuda",), min_torch="2.0", deterministic=False, caches=CACHES),
+        Caps(("cuda",), min_torch="2.0", deterministic_switch=True, caches=CACHES),
         Caps(("cpu", "mps"), min_torch="2.0", caches=CACHES),
     ),
     fallback="manual",
@@ -183,38 +202,25 @@ FLASH = _pinned(
         head_dim_max=256,
         window=False,
         segments=False,
-        deterministic=False,
+        deterministic_switch=True,
     ),
     Caps(("cpu",), min_torch="2.3", dropout=False),
+)
+_EFFICIENT = Caps(
+    ("cuda",),
+    HALF,
+    min_capability=(8, 0),
+    min_torch="2.3",
+    head_dim_multiple=8,
+    deterministic_switch=True,
 )
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
     SDPBackend.EFFICIENT_ATTENTION,
-    Caps(
-        ("cuda",),
-        HALF,
-        min_capability=(8, 0),
-        min_torch="2.3",
-        head_dim_multiple=8,
-        deterministic=False,
-    ),
-    Caps(
-        ("cuda",),
-        ("float16",),
-        min_capability=(5, 0),
-        min_torch="2.3",
-        head_dim_multiple=8,
-        deterministic=False,
-    ),
-    Caps(
-        ("cuda",),
-        ("float32",),
-        min_capability=(5, 0),
-        min_torch="2.3",
-        head_dim_multiple=4,
-        deterministic=False,
-    ),
+    _EFFICIENT,
+    replace(_EFFICIENT, dtypes=("float16",), min_capability=(5, 0)),
+    replace(_EFFICIENT, dtypes=("float32",), min_capability=(5, 0), head_dim_multiple=4),
 )
 CUDNN = _pinned(
     "sdpa_cudnn",

@@ -117,6 +117,7 @@ class Machine:
     # ^ import name -> version, or the text of the error that its import gave; a missing name is
     #   not installed.
     interpreted: bool = False  # do Triton kernels run in Triton's interpreter, on the CPU?
+    deterministic: bool = False  # is torch.use_deterministic_algorithms(True) on?
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
@@ -138,9 +139,15 @@ class Machine:
         elif kind == "cpu":
             name = cpu_name() or name
         found = {p: v for p in packages if (v := _import_version(p)) is not None}
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return cls(
-            kind, name, capability, torch.__version__, torch.version.cuda, found, interpreted
+            kind,
+            name,
+            capability,
+            torch.__version__,
+            torch.version.cuda,
+            found,
+            interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+            deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
         )
 
 
@@ -218,6 +225,7 @@ class Caps:
     segments: bool = True
     grad: bool = True
     deterministic: bool = True
+    deterministic_switch: bool = False  # ... under torch.use_deterministic_algorithms(True) only
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1  # page_size must be a multiple of this
     packages: tuple[str, ...] = ()  # import names, each with a least version if need be: "a>=2.1"
@@ -276,8 +284,13 @@ class Caps:
             why.append(f"dropout must be a multiple of {self.dropout_step:g}, not {spec.dropout:g}")
         if spec.grad and not self.grad:
             why.append("it has no backward pass")
-        if spec.deterministic and not self.deterministic:
-            why.append("its backward pass adds up in no fixed order (--attention_deterministic)")
+        fixed = self.deterministic and (machine.deterministic or not self.deterministic_switch)
+        if spec.deterministic and spec.grad and not fixed:
+            switch = " unless torch.use_deterministic_algorithms(True) is called first"
+            why.append(
+                f"its backward pass adds up in no fixed order{switch * self.deterministic} "
+                "(--attention_deterministic)"
+            )
         if spec.cache not in self.caches and spec.cache == "none":
             why.append(f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)")
         elif spec.cache not in self.caches:

@@ -98,6 +98,8 @@ def abilities(caps: Caps) -> tuple[str, ...]:
     backward = yes(caps.grad)
     if caps.grad and not caps.deterministic:
         backward = "yes, not deterministic"
+    elif caps.grad and caps.deterministic_switch:
+        backward = "yes, deterministic by PyTorch's switch"
     caches = ", ".join(c for c in caps.caches if c != "none") or "no"
     if caps.page_multiple > 1:
         caches = caches.replace("paged", f"paged (pages of {caps.page_multiple} n tokens)")

@@ -56,6 +56,15 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
+def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
+    """This program's block of queries: its first row i0, then b * H + h, b and h."""
+    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
+    bh = tl.program_id(0) // n_blocks
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
+    return i0, bh, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+
+
+@triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
     """X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
@@ -171,10 +180,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij for one block of queries of one head."""
-    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
-    bh = tl.program_id(0) // n_blocks
-    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
     V += b * v_b + h // GROUP * v_h
@@ -238,10 +244,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dQ_i = tau * sum_j dS_ij K_j for one block of queries; D_i, which dkdv_kernel reads later."""
-    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
-    bh = tl.program_id(0) // n_blocks
-    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
     V += b * v_b + h // GROUP * v_h

@@ -5,12 +5,17 @@ Where there is no CUDA device Triton's kernels run in its interpreter, slowly, o
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for subprocesses
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -45,3 +50,22 @@ def hurry_the_interpreter() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def float32_as_it_was() -> Iterator[None]:
+    """A run of train.py allows TF32 for its whole process, which here other tests share."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="session")
+def probe_once() -> Any:
+    return cache(importlib.import_module("attention.probe").probe)
+
+
+@pytest.fixture
+def remembered_probes(monkeypatch: pytest.MonkeyPatch, probe_once: Any) -> None:
+    """A backend is probed once for each Spec, not anew for every model that a test builds."""
+    # By its name in sys.modules: attention.probe is the function.
+    monkeypatch.setattr(sys.modules["attention.probe"], "probe", probe_once)

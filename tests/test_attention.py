@@ -9,6 +9,7 @@ commas) says that this machine must run them.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, BackendUnavailable, Machine, Spec, packages, probe, resolve, visible
+from attention import (
+    BACKENDS,
+    BackendUnavailable,
+    Machine,
+    Spec,
+    packages,
+    probe,
+    resolve,
+    sdpa,
+    visible,
+)
 from attention.spec import DTYPES
 
 REQUIRED = [name for name in os.environ.get("REQUIRE_BACKENDS", "").split(",") if name]
@@ -270,6 +281,56 @@ def test_a_pinned_kernel_that_cannot_run_raises_and_nothing_else_runs(name) -> N
         BACKENDS[name].attend(q, q, q, Spec(2, 2, 16, "float32"))
 
 
+# --- deterministic by PyTorch's switch ---
+
+
+def test_a_switch_that_was_turned_off_is_told(monkeypatch) -> None:
+    pinned = torch.nn.attention.SDPBackend
+    for kernel in (None, pinned.FLASH_ATTENTION, pinned.EFFICIENT_ATTENTION):
+        with pytest.raises(RuntimeError, match="must stay on"):
+            sdpa.check_switch("cuda", kernel)
+        sdpa.check_switch("cpu", kernel)
+    sdpa.check_switch("cuda", pinned.MATH)
+    torch.use_deterministic_algorithms(True)
+    try:
+        sdpa.check_switch("cuda", None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    asked: list[tuple[str, Any]] = []
+    monkeypatch.setattr(sdpa, "check_switch", lambda *what: asked.append(what))
+    q = torch.randn(1, 8, 2, 16)
+    spec = Spec(2, 2, 16, "float32", deterministic=True)
+    for other in (replace(spec, deterministic=False), replace(spec, grad=False), spec):
+        BACKENDS["sdpa_flash"].attend(q, q, q, other)
+    assert asked == [("cpu", pinned.FLASH_ATTENTION)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_flash", "sdpa_efficient"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_on_cuda_the_switch_gives_the_same_bits(name, dropout) -> None:
+    machine = replace(_need("cuda", name), deterministic=True)
+    spec = Spec(8, 4, 64, "float16", dropout=dropout, deterministic=True)
+    if BACKENDS[name].why_not(spec, machine):
+        return _assert_refused(name, spec, machine)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(4, 1024, h, 64, generator=draw).to("cuda", torch.float16)
+                     for h in (8, 4, 4, 8))  # fmt: skip
+    results = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            torch.manual_seed(0)
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = BACKENDS[name].attend(*leaves, spec)
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
 # --- the causality canary ---
 
 PHASES = {  # Tq, Tk, whether autograd records
@@ -409,7 +470,7 @@ def _dropping(name: str, device: str, p: float, **changes: Any) -> Spec | None:
     return spec
 
 
-def _revealing(spec: Spec, device: str, B: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+def _revealing(spec: Spec, device: str, B: int) -> tuple[Tensor, Tensor, Tensor]:
     """q and k at random and v the identity: T = D, so that out[b, i, h] is row i of P."""
     draw = torch.Generator().manual_seed(3)
     D, dtype = spec.head_dim, getattr(torch, spec.dtype)
@@ -425,11 +486,13 @@ def _revealing(spec: Spec, device: str, B: int = 64) -> tuple[Tensor, Tensor, Te
 def test_dropout_drops_a_share_p_and_scales_what_stays(name, device, p) -> None:
     if not (spec := _dropping(name, device, p)):
         return
-    q, k, v = _revealing(spec, device)
+    B = 16
+    q, k, v = _revealing(spec, device, B)
     probs = _call(name, q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
     torch.manual_seed(0)
-    total, n = torch.zeros_like(probs[:1]), 0
-    for _ in range(20):
+    total, n, shares = torch.zeros_like(probs[:1]), 0, []
+    # An entry that is never dropped is p / (1 - p) too large: with so many draws that is 6 sigma.
+    for _ in range(math.ceil(40 * (1 - p) / p / B)):
         got = _call(name, q, k, v, spec).cpu()
         kept = got != 0
         tolerance = 8 * torch.finfo(got.dtype).eps
@@ -437,11 +500,13 @@ def test_dropout_drops_a_share_p_and_scales_what_stays(name, device, p) -> None:
             got[kept], probs[kept] / (1 - p), rtol=tolerance, atol=tolerance / 100
         )
         total, n = total + got.sum(dim=0, keepdim=True), n + len(got)
+        shares.append(kept.sum() / (probs != 0).sum())
     # The mean of n draws of P M / (1 - p), with M Bernoulli, has this standard deviation.
     probs, mean = probs[:1].double(), total.double() / n
     sigma = probs * (p / ((1 - p) * n)) ** 0.5
     assert ((mean - probs).abs() <= 6 * sigma + 1e-3 * probs).all()
-    assert mean.sum(dim=-1).sub(1).abs().max() < 0.1
+    draws = n * int((probs != 0).sum())
+    assert abs(float(torch.stack(shares).mean()) - (1 - p)) < 6 * (p * (1 - p) / draws) ** 0.5
 
 
 @pytest.mark.parametrize("device", DEVICES)

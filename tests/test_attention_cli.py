@@ -390,7 +390,8 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), hub_kernels=True),
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), window=False, grad=False,
              caches=("none",)),
-        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8),
+        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8,
+             deterministic_switch=True),
         Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
     )  # fmt: skip
     made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
@@ -410,7 +411,8 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         "caches": "dynamic, paged (pages of 256 n tokens)"}  # fmt: skip
     assert (cells[1]["window"], cells[1]["backward"], cells[1]["caches"]) == ("no", "no", "no")
     assert cells[2]["head_dim"] == "any, multiple of 8"
-    assert cells[2]["dropout"] == "multiples of 0.0625" and cells[2]["backward"] == "yes"
+    assert cells[2]["dropout"] == "multiples of 0.0625"
+    assert cells[2]["backward"] == "yes, deterministic by PyTorch's switch"
     assert (cells[3]["caches"], cells[3]["segments"], cells[3]["dropout"]) == (
         "only paged", "no", "no")  # fmt: skip
     title, _, line = support.overview().splitlines()

@@ -468,7 +468,8 @@ OTHER_SPECS = {
     "page_size": 16, "hub_kernels": True}  # fmt: skip
 OTHER_MACHINES = {
     "device": "cuda", "name": "another", "capability": (9, 0), "torch": "9.9", "cuda": "99.9",
-    "packages": {"triton": "99"}, "interpreted": not HERE.interpreted}  # fmt: skip
+    "packages": {"triton": "99"}, "interpreted": not HERE.interpreted,
+    "deterministic": True}  # fmt: skip
 
 
 def test_every_field_of_spec_and_machine_is_part_of_the_key() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 import data
 from data import sources, tokenizer
-from settings import UserError
+from data.__main__ import main
+from settings import UserError, exit_on_user_error
 
 prep = sys.modules["data.prepare"]
 
@@ -561,11 +562,21 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("text", "--source=no-such-folder"), "no-such-folder"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments: tuple[str, ...], words: str) -> None:
-    done = command_line(*arguments)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert words in done.stderr
+def test_mistakes_on_the_command_line(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(lambda: main(list(arguments)))
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_mistake_as_a_user_sees_it() -> None:
+    done = command_line("shakspeare")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ") and "shakespeare_char" in done.stderr
 
 
 def test_the_command_line(tmp_path: Path, text: Path) -> None:

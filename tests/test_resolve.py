@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from attention import (
     BACKENDS,
@@ -206,8 +207,24 @@ def test_deterministic_is_honoured_or_refused() -> None:
     asked = replace(BF16, deterministic=True)
     assert "no fixed order" in why("sdpa", asked, full(H100))[0]
     assert runs("sdpa", asked, full(H100)) == "manual"
-    for name in ("triton", "flash_attn_2", "flash_attn_3", "manual"):
+    for name in ("triton", "flash_attn_2", "flash_attn_3", "manual", "sdpa_math"):
         assert runs(name, asked, full(H100), fallback=False) == name
+
+
+def test_sdpa_is_deterministic_by_the_switch_of_pytorch() -> None:
+    asked = replace(BF16, deterministic=True)
+    told = replace(full(H100), deterministic=True)
+    for name in ("sdpa", "sdpa_flash", "sdpa_efficient"):
+        (reason,) = why(name, asked, full(H100))
+        assert "unless torch.use_deterministic_algorithms(True) is called first" in reason
+        assert runs(name, asked, told, fallback=False) == name
+        # A forward pass adds up in one order, and so does the CPU.
+        assert why(name, replace(asked, grad=False), full(H100)) == []
+    assert runs("sdpa", asked, full(CPU), fallback=False) == "sdpa"
+    for machine in (full(H100), told):
+        assert why("sdpa_cudnn", asked, machine) == [
+            "its backward pass adds up in no fixed order (--attention_deterministic)"
+        ]
 
 
 # --- one limit each ---
@@ -332,6 +349,9 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
         "no 'static' cache"),
     "deterministic": (
         {}, {"deterministic": False}, replace(ANY, deterministic=True), "no fixed order"),
+    "deterministic_switch": (
+        {}, {"deterministic_switch": True}, replace(ANY, deterministic=True),
+        "no fixed order unless torch.use_deterministic_algorithms(True) is called first"),
     "page_multiple": (
         {"caches": ("paged",), "page_multiple": 16}, {"caches": ("paged",), "page_multiple": 256},
         replace(ANY, cache="paged", page_size=128), "a multiple of 256, not 128"),
@@ -356,7 +376,8 @@ def test_each_field_of_caps_decides(field) -> None:
 
 @pytest.mark.parametrize("caps, spec", [
     ({"window": False}, ANY), ({"dropout": False}, ANY), ({"dropout_step": 0.3}, ANY),
-    ({"segments": False}, ANY), ({"grad": False}, replace(ANY, grad=False))])  # fmt: skip
+    ({"segments": False}, ANY), ({"grad": False}, replace(ANY, grad=False)),
+    ({"deterministic": False}, replace(ANY, deterministic=True, grad=False))])  # fmt: skip
 def test_what_is_not_asked_is_not_refused(caps, spec) -> None:
     assert made_up(Caps(**caps)).why_not(spec, H100) == []
 
@@ -467,6 +488,15 @@ def test_this_machine() -> None:
     assert here.device == "cpu" and here.name and here.capability is None
     assert here.torch == sys.modules["torch"].__version__
     assert here.packages == {"numpy": sys.modules["numpy"].__version__}
+
+
+@pytest.mark.parametrize("mode, found", [("default", False), ("warn", False), ("error", True)])
+def test_this_machine_knows_the_switch_for_deterministic_algorithms(mode, found) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        assert Machine.here("cpu").deterministic is found
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
