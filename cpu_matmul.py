@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.spec import cpu_name
@@ -47,33 +48,58 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N)."""
-    if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias)
-    return _linear(x, weight, bias)
+    """F.linear by oneDNN, with its gradients; x (..., K), weight (N, K), float32 -> (..., N).
+
+    In a graph of torch.compile it is an operator that is called as it is here, without gradients;
+    with gradients it is F.linear there.
+    """
+    if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return torch.ops.nanoattn.linear(x, weight, bias)
+        return _linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    y = of_one_row(rows, weight) if len(rows) == 1 else product(rows, weight.t())
+    shape = *x.shape[:-1], weight.shape[0]
+    if x.numel() == x.shape[-1]:
+        return of_one_row(x, weight, bias).view(shape)
+    y = product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y.view(shape)
 
 
-def of_one_row(x: Tensor, weight: Tensor) -> Tensor:
-    """x (1, K) times weight.T, (N, K), float32 -> (1, N): what a decode step consists of.
+# One switch of oneDNN around a whole graph would be thrown for the attention in it too.
+_LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("linear", _linear, "CPU")
+_LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
-    The weights are read once and used once, so the speed is that of memory, and one core alone does
-    not reach it. MKL gives the product of one row to one thread; as a batch of as many products as
-    there are threads, each of a part of the weights, all of them read. oneDNN uses all threads too,
-    and reads more slowly.
+
+def of_one_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> N numbers.
+
+    What a decode step consists of. The weights are read once and used once, so the speed is that of
+    memory, and one core alone does not reach it. MKL gives the product of one row to one thread; as
+    a batch of as many products as there are threads, each of a part of the weights, all of them
+    read. oneDNN uses all threads too, and reads more slowly.
     """
     (N, K), parts = weight.shape, torch.get_num_threads()
-    if parts == 1 or N % parts:
-        return x @ weight.t() if parts == 1 else product(x, weight.t())
-    w = weight.view(parts, N // parts, K).transpose(1, 2)  # no copy
-    return torch.bmm(x.expand(parts, 1, K), w).view(1, N)
+    plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if parts == 1 or N % parts or not plain:
+        x = x.reshape(1, K)
+        y = x @ weight.t() if parts == 1 else product(x, weight.t())
+        return y if bias is None else y + bias
+    # Views made in one call each: a step has 49 of these products in GPT-2, and each call counts.
+    n = N // parts
+    w = weight.as_strided((parts, K, n), (n * K, 1, K))
+    rows = x.contiguous().as_strided((parts, 1, K), (0, K, 1))
+    if bias is None:
+        return torch.bmm(rows, w)
+    return torch.baddbmm(bias.as_strided((parts, 1, n), (n, n, 1)), rows, w)
 
 
 class _Linear(torch.autograd.Function):

@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import cpu_matmul
 from attention.cache import DynamicCache, PagedCache, StaticCache, bucket
 
 if TYPE_CHECKING:
@@ -383,8 +382,7 @@ class _Run:
         """The compiled function's results, in memory of their own."""
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        with cpu_matmul.onednn(self.model.onednn):
-            results = compiled(function, self.device.type)(*args)
+        results = compiled(function, self.device.type)(*args)
         if isinstance(results, Tensor):
             return results.clone()
         return tuple(None if t is None else t.clone() for t in results)

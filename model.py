@@ -136,9 +136,12 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # it would lift a bfloat16 x to float32
-            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
+        weight, bias = self.weight, self.bias
+        if x.dtype == weight.dtype:
+            return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+        with torch.autocast(x.device.type, enabled=False):  # it would lift x to float32
+            bias = None if bias is None else bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias, 1e-5)
 
 
 class Linear(nn.Linear):
@@ -382,7 +385,7 @@ class GPT(nn.Module):
     def use_onednn(self, on: bool) -> None:
         """Take oneDNN for float32 products in the linear layers and the loss: cpu_matmul.py.
 
-        On the CPU only; it does nothing under autocast and torch.compile.
+        On the CPU only; it does nothing under autocast, nor in a compiled training step.
         """
         self.onednn = on
         for module in self.modules():
@@ -434,8 +437,7 @@ class GPT(nn.Module):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
     """F.linear, with float32 products by oneDNN where that is asked for: cpu_matmul.py."""
-    plain = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-    if onednn and not plain and x.dtype == torch.float32:
+    if onednn and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
         return cpu_matmul.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -495,7 +497,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dx is not None and dw is not None:
                     if torch.compiler.is_compiling():  # a comparison fuses; a scatter would not
                         onehot = torch.arange(V, device=x.device) == target[c]  # (rows, V)
-                        dlogits = logp.exp() - onehot.to(wide)
+                        dlogits = torch.where(onehot, logp.exp() - 1, logp.exp())
                     else:
                         dlogits = logp.exp_()
                         minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -155,6 +157,23 @@ def peak_memory(device: torch.device) -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, where it would return large blocks to the system at once.
+
+    A step frees its tensors, and the next one allocates them again: each is then a fresh mapping,
+    whose every page the system fills with zeros when it is first touched.
+
+    Returns:
+        False where malloc is not glibc's, and nothing has changed.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL("libc.so.6").mallopt
+    trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
+    # No block is a mapping of its own, and the heap does not shrink.
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

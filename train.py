@@ -37,6 +37,7 @@ from runtime import (
     allow_tf32,
     describe,
     dtype_name,
+    keep_freed_memory,
     peak_memory,
     pick_dtype,
     random_state,
@@ -114,6 +115,7 @@ class TrainConfig:
         "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"
     ] = "default"  # torch.compile's: CUDA graphs, kernels tuned without them, both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
+    keep_freed_memory: bool = True  # CPU: malloc returns nothing to the system meanwhile (glibc)
     seed: int = 1337  # of the weights, the batches and dropout
     peak_tflops: float | None = None  # of one device, for MFU; none: datasheet or measured
 
@@ -285,6 +287,8 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
         )
 
     # The model, its optimizer, and where they stand.
+    if config.keep_freed_memory and device.type == "cpu":
+        keep_freed_memory()
     torch.manual_seed(config.seed)
     allow_tf32(config.tf32)
     dtype = pick_dtype(config.dtype, device)

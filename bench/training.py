@@ -35,6 +35,7 @@ from model import GPT
 from runtime import (
     allow_tf32,
     dtype_name,
+    keep_freed_memory,
     pick_dtype,
     synchronize,
     why_not_compile,
@@ -149,6 +150,8 @@ class Training:
         self.config, self.job = config, job
         device = self.device = torch.device(job["device"])
         self.clock = machine.Clock(device)
+        if config.keep_freed_memory and device.type == "cpu" and not job["rival"]:
+            keep_freed_memory()
         allow_tf32(config.tf32)
         dtype = pick_dtype(config.dtype, device)
         self.autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)

@@ -41,7 +41,7 @@ from train import TrainConfig
 
 SMALL = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
          "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--rounds=2", "--seconds=0.01",
-         "--warm_up_steps=1", "--dtype=float32"]  # fmt: skip
+         "--warm_up_steps=1", "--dtype=float32", "--keep_freed_memory=False"]  # fmt: skip
 
 RIVAL = '''
 """A stand-in with nanoGPT's interface."""

@@ -49,14 +49,21 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
     torch.manual_seed(0)
     x, w, b = torch.randn(1, 1, 70), torch.randn(9, 70), torch.randn(9) if bias else None
     batches: list[int] = []
-    bmm = torch.bmm
+    bmm, baddbmm = torch.bmm, torch.baddbmm
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "bmm", lambda x, y: batches.append(len(x)) or bmm(x, y))
-    with torch.no_grad():
-        got = cpu_matmul.linear(x, w, b)
-    assert batches == ([threads] if threads in (3, 9) else [])  # 9 rows are no 2 equal parts
+    monkeypatch.setattr(
+        torch, "baddbmm", lambda b, x, y: batches.append(len(x)) or baddbmm(b, x, y)
+    )
     truth = F.linear(x.double(), w.double(), None if b is None else b.double())
-    assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
+    apart = torch.stack([x, x], dim=-1)[..., 0], torch.stack([w, w], dim=-1)[..., 0]
+    for x_, w_ in ((x, w), (apart[0], w), (x, apart[1])):  # and neighbours that are not in memory
+        batches.clear()
+        with torch.no_grad():
+            got = cpu_matmul.linear(x_, w_, b)
+        split = threads in (3, 9) and w_ is w  # 9 rows are no 2 equal parts
+        assert batches == ([threads] if split else [])
+        assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
 
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
@@ -115,6 +122,36 @@ def test_products_go_through_the_switch_only_where_they_are_asked_to(
     assert True not in entered  # bfloat16 products are not float32's business
     linear_cross_entropy(torch.ones(2, 8), torch.ones(3, 8), torch.zeros(2, dtype=torch.long))
     assert True not in entered
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_compiled_graph_calls_it_as_an_operator(T: int) -> None:
+    """Without gradients, so that the switch is thrown for the products and not for attention."""
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(block_size=8, vocab_size=12, n_layer=2, n_head=1, n_embd=8)).eval()
+    model.use_onednn(True)
+    idx = torch.zeros(1, T, dtype=torch.long)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        want = model(idx)[0]
+        model.attention(compiled=True)
+        got = torch.compile(model, backend=compiler, fullgraph=True)(idx)[0]
+    (graph,) = graphs
+    called = [n for n in graph.graph.nodes if "nanoattn.linear" in str(n.target)]
+    assert len(called) == 2 * 4 + 1 and torch.equal(got, want)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 8), (2, 3, 8)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_operator_is_what_it_says_to_the_compiler(shape: tuple[int, ...], bias: bool) -> None:
+    args = torch.randn(shape), torch.randn(6, 8), torch.randn(6) if bias else None
+    torch.library.opcheck(torch.ops.nanoattn.linear, args)
 
 
 def test_it_is_taken_on_amd_s_avx_512_only_and_only_where_it_is_exact(

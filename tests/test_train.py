@@ -10,9 +10,12 @@ import errno
 import io
 import itertools
 import math
+import platform
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -47,6 +50,7 @@ TINY: dict[str, Any] = {
     "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "max_iters": 8,
     "eval_interval": 100, "eval_iters": 2, "log_interval": 1, "warmup_iters": 2,
     "learning_rate": 1e-2, "device": "cpu", "peak_tflops": 1.0, "onednn": False,
+    "keep_freed_memory": False,  # it would be for all tests after it
 }  # fmt: skip
 
 
@@ -834,3 +838,32 @@ def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
     assert runtime.pick_dtype("auto", torch.device("cuda")) is dtype
     assert runtime.pick_dtype("float32", torch.device("cuda")) is torch.float32
     assert runtime.pick_dtype("auto", torch.device("cpu")) is torch.float32
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    """Pages that are touched for the first time, while 20 tensors of 64 MB come and go."""
+
+    def faults(keep: bool) -> int:
+        program = f"""
+import resource, torch, runtime
+assert not {keep} or runtime.keep_freed_memory()
+torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                              cwd=Path(train.__file__).parent)  # fmt: skip
+        return int(done.stdout)
+
+    assert faults(keep=True) < faults(keep=False) / 4
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_keeping_freed_memory_is_a_setting(keep, data_dir, tmp_path, monkeypatch) -> None:
+    called = []
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: called.append(True))
+    r = run(data_dir, tmp_path, max_iters=1, keep_freed_memory=keep)
+    assert r.code == 0 and bool(called) == keep
