@@ -136,12 +136,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if x.dtype == weight.dtype:
-            return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+        if x.dtype == self.weight.dtype:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):  # it would lift x to float32
-            bias = None if bias is None else bias.to(x.dtype)
-            return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias, 1e-5)
+            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 
 class Linear(nn.Linear):
