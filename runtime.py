@@ -125,10 +125,18 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str | None:
     return None
 
 
-def why_not_onednn(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why oneDNN will not take the float32 products; None: it will. See cpu_matmul.py."""
+def why_not_onednn(
+    wanted: bool | None, device: torch.device, dtype: torch.dtype, compiled: bool = False
+) -> str | None:
+    """Why oneDNN will not take the float32 products; None: it will. See cpu_matmul.py.
+
+    Args:
+        compiled: is it for a compiled training step?
+    """
     if wanted is False:
         return "--onednn=False"
+    if compiled:
+        return "a compiled training step does not take it"
     if device.type != "cpu" or dtype != torch.float32:
         return f"it is for float32 on the CPU, this is {dtype_name(dtype)} on {device.type}"
     return None if wanted else cpu_matmul.why_not()

@@ -15,7 +15,8 @@ Transformer-Based Generative Models", OSDI, section 3.) In a step there go throu
     the last token of every other row, as one batch
 
 and then a token is drawn for all of them at once. No row idles, though all wait for a prompt that
-is read, up to block_size tokens. Each text is the one that generate() makes of its prompt alone.
+is read, up to block_size tokens. Each text is the one that generate() makes of its prompt alone
+(greedily, or with a generator for each prompt).
 
 **Pages** come from a pool of limited size (attention/pages.py). A prompt enters only when the pages
 that its text may need to its end are free, counting what the texts in progress may still take; else
@@ -76,7 +77,7 @@ def serve(
 
     Yields:
         which prompt it was, from 0 on, and (T + n,) int64 on the CPU: the prompt and what was
-        drawn, as generate() gives it for that prompt alone.
+        drawn, as generate() gives it for that prompt alone (greedily, or with a generator each).
     """
     with closing(_Server(model, prompts, max_new_tokens, **options).tokens()) as tokens:
         for row, token in tokens:

@@ -273,6 +273,21 @@ def main(argv: list[str]) -> int:
         world.leave()
 
 
+def check_compile_mode(mode: str, device: torch.device, micro_steps: int) -> None:
+    """Raises: UserError for CUDA graphs under gradient accumulation.
+
+    The gradients of a micro-batch lie in the graph's own memory, where the next replay writes
+    before they are added up (PyTorch issue 169545; torch._inductor.cudagraph_trees raises then).
+    """
+    graphs = device.type == "cuda" and mode in ("reduce-overhead", "max-autotune")
+    if graphs and micro_steps > 1:
+        raise UserError(
+            f"--compile_mode={mode} takes CUDA graphs, which overwrite the gradients that "
+            f"{micro_steps} micro-batches add up; take max-autotune-no-cudagraphs, or "
+            "--gradient_accumulation_steps=1"
+        )
+
+
 def train(loaded: Loaded[TrainConfig], world: World) -> int:
     """Train as the settings say; the exit code."""
     config, device = loaded.settings, world.device
@@ -318,13 +333,15 @@ def train(loaded: Loaded[TrainConfig], world: World) -> int:
     # What will run, and how fast it could be.
     no_compile = why_not_compile(config.compile, device)
     model.compiled = no_compile is None
+    if model.compiled:
+        check_compile_mode(config.compile_mode, device, micro_steps)
     with autocast:
         shape = (config.batch_size, T)
         chosen, _ = model.attention(shape=shape)
         with torch.no_grad():
             model.eval().attention(shape=shape)
         model.train()
-    no_onednn = why_not_onednn(config.onednn, device, dtype)
+    no_onednn = why_not_onednn(config.onednn, device, dtype, model.compiled)
     model.use_onednn(no_onednn is None)
     peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
     processes = "1 process" if world.size == 1 else f"{world.size} processes"

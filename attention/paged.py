@@ -14,7 +14,8 @@ This call's k and v are stored first, then two paths read the pages:
              of manual.py. The profiler shows aten::index_select.
 
 Memory  gather: 2 * B * max_pages * page_size * Hkv * D numbers for the copies, as long as the
-        longest row for all rows, and but on the CPU the scores, B * H * Tq * max_pages * page_size.
+        longest row for all rows; on the CPU a mask of B * H / Hkv * Tq * max_pages * page_size,
+        elsewhere the scores, B * H * Tq * max_pages * page_size.
         decode: nothing but B * H * (D + 2) float32 numbers for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each key that is seen.
         What decode costs is reading the keys and values once.

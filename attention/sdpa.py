@@ -20,7 +20,9 @@ Bits    On CUDA the backward of flash and efficient adds up in no fixed order. P
         torch.use_deterministic_algorithms(True), for the whole process and all of its operators:
         under it both take a slower way that repeats its bits, and cuDNN's is not chosen
         (attention_backward.cu beside the files below; tried on CUDA in PyTorch's pull request
-        182551). The switch is read again in each backward, so it has to stay on.
+        182551). The switch is read again in each backward, so it has to stay on. Under it cuBLAS
+        wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, and operators without such a way
+        raise: the cumulative sum with which generate() samples is one.
 Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
         cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). What they do not know, an older
         release's limits say, the probe finds out.

@@ -81,12 +81,17 @@ def reset_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back, and counts no more
+        trim()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
     return True
+
+
+def trim() -> None:
+    """What was freed goes back to the system, and counts no more."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def memory(device: torch.device, peak: bool = True) -> int:
@@ -108,6 +113,7 @@ def give_back(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) + CONTEXT
+    trim()
     return memory(device, peak=False)
 
 

@@ -127,8 +127,12 @@ class Ours:
                 shape=(config.batch_size, config.block_size)
             )[0]
         dtype = pick_dtype(config.dtype, device)
-        self.model.use_onednn(why_not_onednn(config.onednn, device, dtype) is None)
         self.compiled = self.model.compiled
+        no_onednn = why_not_onednn(config.onednn, device, dtype, self.compiled)
+        self.model.use_onednn(no_onednn is None)
+        if self.compiled:
+            micro_steps = config.gradient_accumulation_steps
+            train.check_compile_mode(config.compile_mode, device, micro_steps)
         mode = config.compile_mode
         self.run: Any = torch.compile(self.model, mode=mode) if self.compiled else self.model
         self.bad = torch.zeros((), device=device)
@@ -234,7 +238,9 @@ class Training:
         if "steps" in request:
             answer = self.timed(request["steps"])
         else:
-            if self.device.type == "cuda":  # its memory was given back, its clock may have fallen
+            if (
+                self.device.type != "mps"
+            ):  # its memory was given back, a GPU's clock may have fallen
                 self.step(*self.batch)
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}

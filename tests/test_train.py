@@ -34,7 +34,7 @@ import train
 from data.prepare import PrepareConfig, prepare
 from metrics import read as read_rows
 from model import GPT, GPTConfig
-from settings import Loaded, exit_on_user_error
+from settings import Loaded, UserError, exit_on_user_error
 from train import TrainConfig, build_model, build_optimizer, learning_rate, update
 
 TEXT = "".join(
@@ -867,3 +867,26 @@ def test_keeping_freed_memory_is_a_setting(keep, data_dir, tmp_path, monkeypatch
     monkeypatch.setattr(train, "keep_freed_memory", lambda: called.append(True))
     r = run(data_dir, tmp_path, max_iters=1, keep_freed_memory=keep)
     assert r.code == 0 and bool(called) == keep
+
+
+@pytest.mark.parametrize("mode, device, micro_steps, refused", [
+    ("reduce-overhead", "cuda", 2, True), ("max-autotune", "cuda", 40, True),
+    ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
+    ("default", "cuda", 40, False), ("reduce-overhead", "cpu", 40, False)])  # fmt: skip
+def test_cuda_graphs_are_refused_under_gradient_accumulation(
+    mode, device, micro_steps, refused
+) -> None:
+    ask = (mode, torch.device(device), micro_steps)
+    if not refused:
+        train.check_compile_mode(*ask)
+        return
+    with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
+        train.check_compile_mode(*ask)
+    assert mode in str(e.value) and "max-autotune-no-cudagraphs" in str(e.value)
+
+
+def test_a_compiled_step_says_that_it_does_not_take_onednn() -> None:
+    cpu = torch.device("cpu")
+    why = runtime.why_not_onednn(True, cpu, torch.float32, compiled=True)
+    assert why == "a compiled training step does not take it"
+    assert runtime.why_not_onednn(True, cpu, torch.float32) is None
