@@ -139,7 +139,7 @@ class LayerNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # it would lift x to float32
+        with torch.autocast(x.device.type, enabled=False):  # on CUDA it lifts x to float32
             return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import cpu_matmul
+import generate
 from model import GPT, GPTConfig, linear_cross_entropy
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used.
@@ -174,3 +177,34 @@ def test_the_look_at_the_error_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     cpu_matmul.errors()
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would reach the attention in the step, which it makes several times slower."""
+    model = GPT(GPTConfig(block_size=32, vocab_size=12, n_layer=1, n_head=1, n_embd=8)).eval()
+    model.use_onednn(True)
+    entered: list[bool] = []
+    steps = []
+    enter = cpu_matmul.onednn.__enter__
+
+    def count(self: cpu_matmul.onednn) -> None:
+        entered.append(self.on)
+        enter(self)
+
+    def not_compiled(function: Callable[..., object], device: str) -> Callable[..., object]:
+        def step(*args: object) -> object:
+            steps.append(torch.get_float32_matmul_precision())
+            return function(*args)
+
+        return step
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # products of one row take no switch
+    monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
+    monkeypatch.setattr(generate, "compiled", not_compiled)
+    before = torch.get_float32_matmul_precision()
+    prompt = torch.zeros(1, 3, dtype=torch.long)
+    tokens = model.stream(prompt, 4, temperature=0, kv_cache="static", compile=True)
+    next(tokens)
+    entered.clear()
+    assert len(list(tokens)) == 3
+    assert steps == [before] * 3 and True not in entered

@@ -76,6 +76,9 @@ def test_the_verdict() -> None:
     assert not bad.passes and "**FAIL**" in bad.row()
     (better,) = judge({"plain": base, "fast": runs(1.97, 1.99, 2.01)})
     assert not better.passes  # another curve is no proof, even a lower one
+    (lower,) = judge({"plain": base, "fast": [Curve(b.losses[:18] + [1.9] * 2, b.val_loss)
+                                              for b in base]})  # fmt: skip
+    assert not lower.passes  # nor where only the training loss is lower
     worse_val = [Curve(run.losses, run.val_loss + 0.05) for run in base]
     (overfits,) = judge({"plain": base, "fast": worse_val})
     assert not overfits.passes and "+0.0500" in overfits.row()

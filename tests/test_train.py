@@ -890,3 +890,15 @@ def test_a_compiled_step_says_that_it_does_not_take_onednn() -> None:
     why = runtime.why_not_onednn(True, cpu, torch.float32, compiled=True)
     assert why == "a compiled training step does not take it"
     assert runtime.why_not_onednn(True, cpu, torch.float32) is None
+
+
+def test_a_compiled_run_checks_its_mode_and_takes_no_onednn(
+    data_dir, tmp_path, monkeypatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(train, "check_compile_mode", lambda *given: asked.append(given))
+    monkeypatch.setattr(train, "why_not_compile", lambda *given: None)
+    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
+    r = run(data_dir, tmp_path, max_iters=1, onednn=True, gradient_accumulation_steps=2)
+    assert r.code == 0 and asked == [("default", torch.device("cpu"), 2)]
+    assert "oneDNN for float32 products: off (a compiled training step" in r.out
