@@ -708,11 +708,13 @@ def test_a_token_beyond_the_tokenizers_is_never_decoded():
     assert explained(model, made("plain")[1])["caches"]["token"]["id"] < 95
 
 
+@pytest.mark.parametrize("shape", ["plain", "bfloat16"])
 @pytest.mark.parametrize("view, wrong", [(StaticView, 1), (PagedView, 2)])
-def test_a_cache_that_stores_the_wrong_thing_does_not_agree(view, wrong, monkeypatch):
+def test_a_cache_that_stores_the_wrong_thing_does_not_agree(view, wrong, shape, monkeypatch):
+    explained(*made(shape))  # the probe, which would refuse such a cache, has been by then
     real = view.append
-    monkeypatch.setattr(view, "append", lambda self, k, v: real(self, k, v.roll(1, dims=2)))
-    found = explained(*made("plain"))
+    monkeypatch.setattr(view, "append", lambda self, k, v: real(self, k, v.roll(1, dims=3)))
+    found = explained(*made(shape))
     errors = [s["error"] > found["caches"]["allowed"] for s in found["caches"]["steps"]]
     assert errors == [n == wrong for n in range(3)] and not found["caches"]["agree"]
     assert "The logits of the three do NOT agree" in " ".join(render(found).split())
