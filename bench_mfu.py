@@ -35,14 +35,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 import data
-import flops
 from bench import answers, fitting, records, report, rivals, roofline, rows, tables
 from bench.machine import free_memory
 from bench.process import Failure, Outcome, Worker, measure
 from bench.settle import BenchConfig, names, settings_of, settle, vocabulary
+from core import flops
+from core.runtime import pick_device
+from core.settings import UserError, exit_on_user_error
 from model import GPTConfig
-from runtime import pick_device
-from settings import UserError, exit_on_user_error
 
 MODES = ("train", "kernel", "decode", "converge", "compare", "report")
 SWEEP_ROUNDS = 3

@@ -24,9 +24,9 @@ import torch
 import attention
 import checkpoint
 import sample
+from core.runtime import describe, show_log
+from core.settings import UserError, exit_on_user_error, read
 from model import GPT
-from runtime import describe, show_log
-from settings import UserError, exit_on_user_error, read
 from viewer.caches import caches, refused
 from viewer.cost import costs, traffic
 from viewer.document import About, Document, Token

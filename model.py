@@ -6,7 +6,7 @@ key/value heads of D = C / H channels each, V tokens in the vocabulary.
 
 Attention itself is not here: `attend` is chosen by name from the package attention/, once for each
 phase (training, evaluation, prefill, decoding), and called in CausalSelfAttention.forward. Nor are
-the caches (attention/cache.py) and the loop that generates text (generate.py).
+the caches (inference/cache.py) and the loop that generates text (inference/engine.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-import cpu_matmul
-import generate
 from attention import Resolution, Spec
+from core import cpu_matmul
+from inference import engine
 
 IGNORE = -1  # a target that counts for nothing
 
@@ -276,7 +276,7 @@ class GPT(nn.Module):
         """(B, T) token ids -> (B, T, C), what the head reads.
 
         Args:
-            cache: one step of a KV cache (attention/cache.py): the tokens stored in it come before
+            cache: one step of a KV cache (inference/cache.py): the tokens stored in it come before
                 idx, and idx joins them. Its positions and its segments hold.
 
         Raises:
@@ -382,7 +382,7 @@ class GPT(nn.Module):
         return self.transformer.wte.weight.dtype
 
     def use_onednn(self, on: bool) -> None:
-        """Take oneDNN for float32 products in the linear layers and the loss: cpu_matmul.py.
+        """Take oneDNN for float32 products in the linear layers and the loss: core/cpu_matmul.py.
 
         On the CPU only; it does nothing under autocast, nor in a compiled training step.
         """
@@ -424,18 +424,18 @@ class GPT(nn.Module):
         return load_hf(source, **changes)
 
     def generate(self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any) -> Any:
-        """Append `max_new_tokens` sampled tokens: generate.generate(), which has the options."""
-        return generate.generate(self, idx, max_new_tokens, **options)
+        """Append `max_new_tokens` sampled tokens: engine.generate(), which has the options."""
+        return engine.generate(self, idx, max_new_tokens, **options)
 
     def stream(
         self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
     ) -> Iterator[Tensor]:
-        """Sample tokens one at a time: generate.stream(), which has the options."""
-        return generate.stream(self, idx, max_new_tokens, **options)
+        """Sample tokens one at a time: engine.stream(), which has the options."""
+        return engine.stream(self, idx, max_new_tokens, **options)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """F.linear, with float32 products by oneDNN where that is asked for: cpu_matmul.py."""
+    """F.linear, with float32 products by oneDNN where that is asked for: core/cpu_matmul.py."""
     if onednn and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
         return cpu_matmul.linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -448,7 +448,7 @@ def linear_cross_entropy(
 
     Args:
         x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where nothing is asked.
-        onednn: take oneDNN for float32 products on the CPU; see cpu_matmul.py.
+        onednn: take oneDNN for float32 products on the CPU; see core/cpu_matmul.py.
 
     Returns:
         float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is

@@ -29,14 +29,13 @@ import torch
 
 import attention
 import checkpoint
-import constrain
-import cpu_matmul
 import data
-import serve
-from generate import ENDED, Stats, check_options, prefill_of
+from core import cpu_matmul
+from core.runtime import pick_device, show_log, synchronize, why_not_compile
+from core.settings import UserError, exit_on_user_error, read
+from inference import constrain, serve
+from inference.engine import ENDED, Stats, check_options, prefill_of
 from model import GPT
-from runtime import pick_device, show_log, synchronize, why_not_compile
-from settings import UserError, exit_on_user_error, read
 
 log = logging.getLogger("nanoattn")
 
@@ -66,7 +65,7 @@ class SampleConfig:
     overflow: Literal["slide", "stop"] = "slide"
     """a text of block_size tokens goes on with the last block_size, which costs as much as no
     cache for every token from there on; or it stops"""
-    # --- what each text must match, and does (constrain.py) ---
+    # --- what each text must match, and does (inference/constrain.py) ---
     regex: str | None = None  # a regular expression, as a whole
     choices: tuple[str, ...] = ()  # one of these, or of the lines of FILE:choices.txt
     json_schema: str | None = None  # JSON that this schema describes, or FILE:schema.json
@@ -75,7 +74,7 @@ class SampleConfig:
     json: bool = False  # JSON lines on stdout
     out: str | None = None  # a file for JSON lines, in place of stdout
     # --- speed ---
-    kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see generate.py
+    kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
     batch_size: int = 8  # texts at a time

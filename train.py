@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 import attention
 import checkpoint
 import data
-import flops
-from metrics import Metrics
-from model import GPT, GPTConfig
-from runtime import (
+from core import flops
+from core.metrics import Metrics
+from core.runtime import (
     Stop,
     World,
     allow_tf32,
@@ -46,7 +45,8 @@ from runtime import (
     why_not_compile,
     why_not_onednn,
 )
-from settings import Loaded, UserError, exit_on_user_error, from_dict, read
+from core.settings import Loaded, UserError, exit_on_user_error, from_dict, read
+from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the knobs
 
@@ -584,7 +584,7 @@ def update_scaled(optimizer: torch.optim.AdamW, params: list[Tensor], loss: Tens
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second, and what share of the peak that is; see flops.py."""
+    """Tokens a second, and what share of the peak that is; see core/flops.py."""
 
     model: GPTConfig
     T: int

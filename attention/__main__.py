@@ -40,8 +40,8 @@ from attention.spec import (
     dotted,
     version,
 )
-from runtime import pick_device, show_log
-from settings import UserError, exit_on_user_error, help_text, read
+from core.runtime import pick_device, show_log
+from core.settings import UserError, exit_on_user_error, help_text, read
 
 USAGE = "usage: python -m attention [backend] [--name=value ...]"
 ALIASES = {
@@ -423,5 +423,5 @@ def survey(spec: Spec, machine: Machine, device: str, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "-m attention"  # what settings.py tells the user to type
+    sys.argv[0] = "-m attention"  # what core/settings.py tells the user to type
     exit_on_user_error(lambda: main(sys.argv[1:]))

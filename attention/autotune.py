@@ -44,10 +44,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.cache import PagedCache, PagedView, StaticCache, StaticView
 from attention.probe import probe, select
 from attention.resolve import BACKENDS, packages, resolve
 from attention.spec import Backend, BackendUnavailable, Machine, Resolution, Spec
+from inference.cache import PagedCache, PagedView, StaticCache, StaticView
 
 log = logging.getLogger("nanoattn")
 

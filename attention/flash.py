@@ -16,7 +16,7 @@ Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A w
         The runs are found once for a tensor of segments, not once a layer, and that waits for the
         device: how many runs there are decides a shape.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function;
-        cache.py writes them.
+        inference/cache.py writes them.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
         shapes are data: there each call is a graph break. Segments would take one graph only with
@@ -42,8 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention.cache import PagedView, StaticView
 from attention.spec import Backend, Caps, Spec
+from inference.cache import PagedView, StaticView
 
 HALF = ("float16", "bfloat16")
 

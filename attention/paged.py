@@ -2,7 +2,7 @@
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-and else the formula of manual.py: the pages of cache.py may lie in any order, and rows of different
+and else the formula of manual.py: the cache's pages may lie in any order, and rows of different
 lengths go through one call with no padding between them (Kwon et al. 2023, arXiv 2309.06180).
 This call's k and v are stored first, then two paths read the pages:
 
@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.cache import PagedView
 from attention.spec import Backend, Caps, Spec, visible
+from inference.cache import PagedView
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attention import manual, sdpa
-from attention.cache import PagedCache, StaticCache
 from attention.resolve import packages, resolve
 from attention.spec import Backend, Machine, Resolution, Spec
+from inference.cache import PagedCache, StaticCache
 
 log = logging.getLogger("nanoattn")
 

@@ -308,7 +308,7 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 whose last Tq positions are the
-    queries', and gives out ``(B, Tq, H, D)`` in q's dtype. With a cache (cache.py) k and v are
+    queries', and gives out ``(B, Tq, H, D)`` in q's dtype. With a cache k and v are
     this call's own ``(B, Tq, Hkv, D)``: they are stored, and q sees all that was stored.
     """
 

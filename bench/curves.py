@@ -37,8 +37,8 @@ from rich.progress import Progress
 import data
 import train
 from bench import records
-from runtime import allow_tf32, describe, pick_device
-from settings import Loaded, UserError, exit_on_user_error, read
+from core.runtime import allow_tf32, describe, pick_device
+from core.settings import Loaded, UserError, exit_on_user_error, read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

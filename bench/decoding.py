@@ -33,9 +33,9 @@ import attention
 from attention.probe import KERNELS
 from bench import machine, rivals
 from bench.training import build
-from generate import Stats
-from runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
-from settings import from_dict
+from core.runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
+from core.settings import from_dict
+from inference.engine import Stats
 from train import TrainConfig
 
 

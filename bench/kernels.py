@@ -27,9 +27,9 @@ from attention import manual
 from attention.probe import select
 from attention.spec import Spec
 from bench import machine
-from flops import mean_keys
-from runtime import allow_tf32, pick_dtype
-from settings import from_dict
+from core.flops import mean_keys
+from core.runtime import allow_tf32, pick_dtype
+from core.settings import from_dict
 from train import TrainConfig
 
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times

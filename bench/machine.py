@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import attention
-import flops
 from attention.spec import Machine as MachineSpec
 from attention.spec import Spec, cpu_name
-from runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
-from settings import from_dict
+from core import flops
+from core.runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
+from core.settings import from_dict
 from train import TrainConfig
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")

@@ -19,7 +19,7 @@ from typing import Any
 from bench import tables
 from bench.rows import Row
 from bench.stats import Summary, exceeds_noise
-from settings import UserError
+from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 1

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime import synchronize, why_not_compile
-from settings import UserError
+from core.runtime import synchronize, why_not_compile
+from core.settings import UserError
 from train import TrainConfig
 
 HF = ("eager", "sdpa", "flash_attention_2")

@@ -37,7 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import flops
+from core import flops
 from model import GPTConfig
 
 ROOFED = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer")

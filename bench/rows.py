@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import flops
 from bench import roofline
 from bench.decoding import mbu
 from bench.kernels import flops_of
 from bench.process import Outcome
 from bench.stats import Summary
+from core import flops
 from model import GPTConfig
 
 Row = dict[str, Any]

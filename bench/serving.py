@@ -1,4 +1,4 @@
-"""Many prompts, timed: batches one after another, against continuous batching (serve.py).
+"""Many prompts, timed: batches one after another, against continuous batching (inference/serve.py).
 
     python -m bench.serving                                   GPT-2 124M, 32 prompts, 8 at a time
     python -m bench.serving --shared=64 --record=serving      with a common beginning; keep it
@@ -11,7 +11,7 @@ process, and take turns (A B A B ...):
                idles until the last of its batch has them
     sorted     the same, prompts that want about as many new tokens together: the least that batches
                can lose, for one who knows before how long each text will be
-    serve      serve.py: a prompt enters when a text ends
+    serve      inference/serve.py: a prompt enters when a text ends
 
 Reported: tokens a second, of the tokens that were wanted; how many of the rows that went through
 the model in decode steps were wanted; when the average text was finished; bytes of the keys and
@@ -35,14 +35,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-import serve
 from bench import records, tables
 from bench.machine import versions
 from bench.stats import Summary, differ
-from generate import ENDED, Stats
+from core.runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
+from core.settings import UserError, exit_on_user_error, read
+from inference import serve
+from inference.engine import ENDED, Stats
 from model import GPT, GPTConfig
-from runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
-from settings import UserError, exit_on_user_error, read
 
 NOISY = 0.05  # spread from which a row is called noisy, as in bench_mfu.py
 
@@ -169,7 +169,7 @@ class Serving:
         return Round(seconds, sum(ends) / len(ends), rows, stats.cache_bytes, texts)
 
     def serve(self) -> Round:
-        """The prompts through serve.py."""
+        """The prompts through inference/serve.py."""
         stats = Stats()
         texts: list[list[int]] = [[] for _ in self.prompts]
         ends: list[float] = []

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import attention
 import data
-from runtime import pick_device
-from settings import UserError, read
+from core.runtime import pick_device
+from core.settings import UserError, read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

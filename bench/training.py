@@ -31,8 +31,7 @@ from attention import Resolution
 from attention.probe import KERNELS
 from bench import machine, rivals
 from bench.profiling import ATTENTION, Scopes, read
-from model import GPT
-from runtime import (
+from core.runtime import (
     allow_tf32,
     dtype_name,
     keep_freed_memory,
@@ -41,7 +40,8 @@ from runtime import (
     why_not_compile,
     why_not_onednn,
 )
-from settings import Loaded, from_dict
+from core.settings import Loaded, from_dict
+from model import GPT
 from train import TrainConfig
 
 Mark = Callable[[str], None]

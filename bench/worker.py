@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from attention import BackendUnavailable  # noqa: E402
 from bench import machine  # noqa: E402
-from settings import UserError  # noqa: E402
+from core.settings import UserError  # noqa: E402
 
 
 def begin(job: dict[str, Any]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from core.settings import UserError, exit_on_user_error, read
 from data.prepare import DATASETS, PrepareConfig, prepare
-from settings import UserError, exit_on_user_error, read
 
 
 def main(argv: list[str]) -> int:
@@ -18,5 +18,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "-m data NAME"  # what settings.py tells the user to type
+    sys.argv[0] = "-m data NAME"  # what core/settings.py tells the user to type
     exit_on_user_error(lambda: main(sys.argv[1:]))

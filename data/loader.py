@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.settings import UserError
 from data.prepare import command
-from settings import UserError
 
 SCAN_ALL = 2**28  # tokens: larger files are looked at in 256 places
 

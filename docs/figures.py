@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from settings import UserError, exit_on_user_error
+from core.settings import UserError, exit_on_user_error
 
 FIGURES: dict[str, Callable[..., str]] = {}
 
@@ -551,7 +551,7 @@ def cache_bytes(itemsize: int = 2) -> str:
     """Bytes of keys and values that one token leaves in the cache, for GPT-2's four sizes."""
     import torch
 
-    from attention.cache import StaticCache
+    from inference.cache import StaticCache
 
     if itemsize not in (2, 4):
         raise UserError(f"itemsize must be 2 (half precision) or 4, got {itemsize}")
@@ -574,7 +574,7 @@ def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     """What texts of several lengths take in each cache: GPT-2 124M, bfloat16."""
     import torch
 
-    from attention.cache import DynamicCache, PagedCache, StaticCache
+    from inference.cache import DynamicCache, PagedCache, StaticCache
 
     if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024 or page_size < 1:
         raise UserError("lengths must be from 1 to 1,024, and page_size at least 1")
@@ -629,8 +629,8 @@ def caches_of_a_record() -> str:
 @figure
 def mfu_of_a_record() -> str:
     """MFU computed again, step by step, from what a record of bench_mfu.py measured."""
-    import flops
     from bench import records
+    from core import flops
     from docs.build import ROOT
     from model import GPTConfig
 

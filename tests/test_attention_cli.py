@@ -19,8 +19,8 @@ from torch import Tensor
 from attention import BACKENDS, Caps, Machine, Spec, machines, support
 from attention import __main__ as cli
 from attention.probe import Probe
-from runtime import pick_dtype
-from settings import UserError
+from core.runtime import pick_dtype
+from core.settings import UserError
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--device=cpu", "--seq_len=32", "--n_head=2", "--head_dim=16"]

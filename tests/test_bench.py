@@ -27,7 +27,6 @@ import torch
 
 import attention
 import bench_mfu
-import flops
 from attention.spec import Backend, Caps
 from bench import decoding, fitting, machine, process, rivals, rows, settle, training
 from bench.decoding import mbu
@@ -35,8 +34,9 @@ from bench.kernels import Kernels, flops_of
 from bench.process import Failure, Outcome, measure
 from bench.settle import BenchConfig
 from bench.stats import Summary, differ, exceeds_noise
+from core import flops
+from core.settings import UserError
 from model import GPTConfig
-from settings import UserError
 from train import TrainConfig
 
 SMALL = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",

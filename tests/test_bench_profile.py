@@ -21,13 +21,13 @@ from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
 
 import bench_mfu
-import flops
 from bench import profiling, report, roofline, rows, training
 from bench.profiling import RANGE, Owner, Scopes, read
 from bench.roofline import work
-from flops import Peak, datasheet_bandwidth
+from core import flops
+from core.flops import Peak, datasheet_bandwidth
+from core.settings import UserError
 from model import GPT, GPTConfig
-from settings import UserError
 from train import TrainConfig
 
 GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024

@@ -16,7 +16,7 @@ import pytest
 import bench_mfu
 from bench import answers, records, report, tables
 from bench.settle import BenchConfig, settings_of
-from settings import UserError
+from core.settings import UserError
 
 
 def row(backend: str, times: list[float], mode: str = "train", **more: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BACKENDS, Backend, Machine, Spec, packages, probe, visible
-from attention.cache import DynamicCache, StaticCache, StaticView, bucket
 from attention.spec import DTYPES
+from inference.cache import DynamicCache, StaticCache, StaticView, bucket
 
 HERE = Machine.here("cpu", packages())
 

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError
 
 import checkpoint
+from core.settings import UserError
 from model import GPT, GPTConfig
-from settings import UserError
 
 TINY = GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8)
 FILES = ("model.safetensors", "optimizer.pt", "settings.json", "train_state.json")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core.settings import read
 from data import DATASETS
-from settings import read
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""constrain.py: exactly the texts that match, and every text ends as one that does."""
+"""inference/constrain.py: exactly the texts that match, and every text ends as one that does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import constrain
 import data
-import json_schema
-from constrain import Automaton
-from settings import UserError
+from core.settings import UserError
+from inference import constrain, json_schema
+from inference.constrain import Automaton
 
 
 @dataclass

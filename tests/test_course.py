@@ -15,16 +15,16 @@ import torch
 from test_readme import commands
 
 import bench_mfu
-import settings
 from attention import Spec, visible
 from attention.__main__ import ALIASES, Options, split_name
 from bench.settle import settle
+from core import settings
+from core.settings import UserError
 from docs import build, figures
 from docs.exercises import COUNT
 from docs.exercises import __main__ as command_line
 from docs.exercises.check import Wrong, call, close, examine, parts, same, show, small
 from explain import ExplainConfig
-from settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "docs" / "course"

@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from test_course import ANSWERS, COURSE, TEXT, cells, written
 
-import flops
 from attention import BACKENDS, Machine, Spec, resolve, visible
 from attention.__main__ import main as attention_main
-from attention.cache import PagedView
 from attention.machines import describe
 from attention.resolve import packages
+from core import flops
+from core.settings import UserError
 from docs import figures
 from docs.exercises import ex6, ex7, ex8, ex9
 from docs.exercises.check import Wrong, examine
+from inference.cache import PagedView
 from model import GPTConfig
-from settings import UserError
 
 ROOT = COURSE.parents[1]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cpu_matmul
-import generate
+from core import cpu_matmul
+from inference import engine
 from model import GPT, GPTConfig, linear_cross_entropy
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used.
@@ -200,7 +200,7 @@ def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # products of one row take no switch
     monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
-    monkeypatch.setattr(generate, "compiled", not_compiled)
+    monkeypatch.setattr(engine, "compiled", not_compiled)
     before = torch.get_float32_matmul_precision()
     prompt = torch.zeros(1, 3, dtype=torch.long)
     tokens = model.stream(prompt, 4, temperature=0, kv_cache="static", compile=True)

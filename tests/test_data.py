@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import data
+from core.settings import UserError, exit_on_user_error
 from data import sources, tokenizer
 from data.__main__ import main
-from settings import UserError, exit_on_user_error
 
 prep = sys.modules["data.prepare"]
 

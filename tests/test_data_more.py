@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from core.settings import UserError
 from data import tokenizer
-from settings import UserError
 
 prep = sys.modules["data.prepare"]
 ROOT = Path(__file__).resolve().parent.parent

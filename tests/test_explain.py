@@ -22,16 +22,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import explain
-import flops
 import viewer.caches
 import viewer.tiles
 from attention import Resolution, Spec, manual, visible
-from attention.cache import PagedView, StaticView
 from attention.tiled import Tile, forward_tiles
+from core import flops
+from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, forward, prompt_of, token_of
+from inference.cache import PagedView, StaticView
 from model import GPT, GPTConfig
-from settings import UserError
 from viewer.cost import (
     GPUS,
     costs,

@@ -28,7 +28,7 @@ from test_attention import CASES, REQUIRED, Case, _draw, _need, _plain
 from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Spec, flash, get, probe, resolve, sdpa
-from attention.cache import PagedView, StaticView
+from inference.cache import PagedView, StaticView
 
 HALF = (torch.float16, torch.bfloat16)
 

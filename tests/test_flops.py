@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import cpu_matmul
-import flops
 from attention import visible
-from flops import Peak, datasheet_peak, flops_per_token, mean_keys, measured_peak, mfu, n_params
+from core import cpu_matmul, flops
+from core.flops import (
+    Peak,
+    datasheet_peak,
+    flops_per_token,
+    mean_keys,
+    measured_peak,
+    mfu,
+    n_params,
+)
 from model import GPT, GPTConfig
 
 GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024

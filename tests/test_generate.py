@@ -14,11 +14,10 @@ from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
 import attention
-import constrain
-import generate
 from attention import BACKENDS, BackendUnavailable
-from attention.cache import DynamicCache, PagedCache, StaticCache
-from generate import ENDED, KV_CACHES, Stats, pick
+from inference import constrain, engine
+from inference.cache import DynamicCache, PagedCache, StaticCache
+from inference.engine import ENDED, KV_CACHES, Stats, pick
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -418,7 +417,7 @@ def test_top_p_is_that_of_a_full_sort() -> None:
             nucleus = torch.tensor(top_p)
             for rows in (logits[:1], logits[3:4], logits):
                 probs = rows.softmax(-1)
-                some, order = generate._likeliest(probs, nucleus)
+                some, order = engine._likeliest(probs, nucleus)
                 sizes.add((some.shape[1] == V, len(rows)))
                 in_order, _ = probs.sort(dim=-1, descending=True)
                 k = some.shape[1]
@@ -442,7 +441,7 @@ def test_top_p_reads_nothing_back_but_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     probs = torch.tensor([[0.5, 0.2, 0.3]] * 2).repeat(1, 100) / 100
     monkeypatch.setattr(Tensor, "__bool__", lambda self: pytest.fail("a value was asked for"))
-    assert generate._likeliest(probs, 0.1)[0].shape == (2, 300)
+    assert engine._likeliest(probs, 0.1)[0].shape == (2, 300)
 
 
 def test_options_that_mean_nothing() -> None:
@@ -600,10 +599,10 @@ def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
     for name in (*names, "nonzero", "cpu"):
         monkeypatch.setattr(Tensor, name, forbid(name))
     with torch.no_grad():
-        run = generate._Run(model, prompts, 20, kv_cache=kv, top_k=4, top_p=0.9, temperature=0.7)
+        run = engine._Run(model, prompts, 20, kv_cache=kv, top_k=4, top_p=0.9, temperature=0.7)
         assert len(list(run.tokens())) == 20
     assert asked == []
-    wait = generate.Copy.wait
+    wait = engine.Copy.wait
 
     def read_back(self: Any) -> list[int]:
         allowed.append(1)
@@ -612,7 +611,7 @@ def test_the_loop_reads_nothing_back(kv, monkeypatch) -> None:
         finally:
             allowed.pop()
 
-    monkeypatch.setattr(generate.Copy, "wait", read_back)
+    monkeypatch.setattr(engine.Copy, "wait", read_back)
     model.generate(prompts, 20, kv_cache=kv, stop=36)
     assert asked == []
     assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works
@@ -696,10 +695,10 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return torch_compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     monkeypatch.setattr(torch, "compile", compile)
-    generate.compiled.cache_clear()
+    engine.compiled.cache_clear()
     torch._dynamo.reset()
     yield graphs
-    generate.compiled.cache_clear()
+    engine.compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -755,7 +754,7 @@ def test_a_constraint_is_part_of_the_graph(eager_graphs) -> None:
 def test_the_compiler_gives_the_same_tokens() -> None:
     """inductor itself, on a small model."""
     torch._dynamo.reset()
-    generate.compiled.cache_clear()
+    engine.compiled.cache_clear()
     model = lively(n_layer=1, attention_window=6)
 
     def text(**how: Any) -> Tensor:

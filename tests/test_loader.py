@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from settings import UserError
+from core.settings import UserError
 
 
 def tokens_up_to(n: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-import metrics
-from metrics import Metrics, draw, read
+from core import metrics
+from core.metrics import Metrics, draw, read
 
 OFF = SimpleNamespace(wandb_log=False, wandb_project="p", wandb_run_name="r")
 ON = SimpleNamespace(wandb_log=True, wandb_project="p", wandb_run_name="r")

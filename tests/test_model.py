@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import checkpoint
-import cpu_matmul
 import model as model_module
 from attention import BACKENDS, BackendUnavailable, Machine, packages
 from attention.probe import _once
-from generate import sample_next
+from core import cpu_matmul
+from core.settings import UserError
+from inference.engine import sample_next
 from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy
-from settings import UserError
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
 
@@ -150,7 +150,7 @@ def test_logits_and_gradients_of_gpt2lmheadmodel(gelu, transformers, tmp_path) -
     wanted = {n: p.grad for n, p in them.named_parameters()}
     assert wanted.keys() == grads.keys()
     for name, grad in grads.items():
-        want = wanted[name].t() if checkpoint._is_conv1d(name) else wanted[name]
+        want = wanted[name].t() if checkpoint.store._is_conv1d(name) else wanted[name]
         torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5, msg=name)
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Spec, packages, probe, select
-from attention.cache import PagedCache, PagedView
 from attention.paged import attend, gather
-from attention.pages import OutOfPages
 from attention.spec import DTYPES
+from inference.cache import PagedCache, PagedView
+from inference.pages import OutOfPages
 
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = torch.cuda.is_available()

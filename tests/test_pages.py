@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-PATH = Path(__file__).parents[1] / "attention" / "pages.py"
+PATH = Path(__file__).parents[1] / "attention" / "inference/pages.py"
 
 
 def load() -> Any:
-    """pages.py by itself: `import attention` would import torch."""
+    """inference/pages.py by itself: `import attention` would import torch."""
     found = importlib.util.spec_from_file_location("pages_alone", PATH)
     assert found is not None and found.loader is not None
     module = sys.modules["pages_alone"] = importlib.util.module_from_spec(found)

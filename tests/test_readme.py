@@ -16,10 +16,10 @@ from attention.__main__ import Options, split_name
 from bench.curves import CurvesConfig
 from bench.serving import ServingConfig
 from bench.settle import settle
+from core.settings import read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
-from settings import read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

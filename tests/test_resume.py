@@ -20,7 +20,7 @@ import torch
 from test_train import TEXT, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
-import metrics
+from core import metrics
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def line_to_go_on(r: Run) -> list[str]:
 # Trains, and sends itself the signals right after the row of step AT was written.
 KILL = """
 import os, signal, sys
-import metrics, train
+from core import metrics; import train
 at, signals, log = int(sys.argv[1]), sys.argv[2].split(","), metrics.Metrics.log
 def then_die(self, **row):
     log(self, **row)
@@ -312,7 +312,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import train
 from model import GPT
-from settings import UserError
+from core.settings import UserError
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 line = sys.argv[2:]

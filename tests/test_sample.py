@@ -364,7 +364,7 @@ def test_bfloat16_weights(trained):
 
 
 def test_compile_without_a_compiler_is_one_sentence(trained, monkeypatch):
-    monkeypatch.setattr("runtime.shutil.which", lambda name: None)
+    monkeypatch.setattr("core.runtime.shutil.which", lambda name: None)
     said = refused(*of(trained, "--compile", "--kv_cache=static"))
     assert "--compile cannot work here: there is no C++ compiler on this machine" in said
 
@@ -492,7 +492,7 @@ def test_samples_share_their_prompts_pages(bpe, tmp_path):
 def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     path = gpt2_like(tmp_path / "ckpt.pt")
     tokens = iter([[65], [66], [50256], [67]])
-    monkeypatch.setattr("generate.pick", lambda *a: torch.tensor(next(tokens)))
+    monkeypatch.setattr("inference.engine.pick", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
 
 

@@ -16,11 +16,9 @@ from test_generate import PATTERN, Bytes, lively
 from test_model import SHAPES, build, tokens
 from torch import Tensor
 
-import constrain
-import generate
-import serve
-from attention.cache import PagedCache
-from generate import ENDED, Stats
+from inference import constrain, engine, serve
+from inference.cache import PagedCache
+from inference.engine import ENDED, Stats
 from model import GPT
 
 LENGTHS = (5, 1, 9, 5, 16, 12, 3, 7, 2, 20)
@@ -623,7 +621,7 @@ def test_the_loop_reads_nothing_back(monkeypatch) -> None:
     names = ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy")
     for name in (*names, "nonzero", "cpu"):
         monkeypatch.setattr(Tensor, name, forbid(name))
-    wait = generate.Copy.wait
+    wait = engine.Copy.wait
 
     def read_back(self: Any) -> list[int]:
         allowed.append(1)
@@ -632,7 +630,7 @@ def test_the_loop_reads_nothing_back(monkeypatch) -> None:
         finally:
             allowed.pop()
 
-    monkeypatch.setattr(generate.Copy, "wait", read_back)
+    monkeypatch.setattr(engine.Copy, "wait", read_back)
     assert len(list(serve.serve(model, prompts, 9, **options))) == 10
     assert asked == []
     assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works

@@ -17,7 +17,15 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from settings import Loaded, UserError, exit_on_user_error, from_dict, help_text, parse_config, read
+from core.settings import (
+    Loaded,
+    UserError,
+    exit_on_user_error,
+    from_dict,
+    help_text,
+    parse_config,
+    read,
+)
 
 ALIASES = {"attn_implementation": "attention_backend"}
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
+from core.runtime import World
+from core.settings import Loaded
 from model import GPT, GPTConfig
-from runtime import World
-from settings import Loaded
 from train import TrainConfig, build_optimizer, train_step
 
 # No size of an activation is one of a weight: B, T and B T occur in no weight but the positions.

@@ -28,13 +28,12 @@ from torch import Tensor
 
 import checkpoint
 import data
-import flops
-import runtime
 import train
+from core import flops, runtime
+from core.metrics import read as read_rows
+from core.settings import Loaded, UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
-from metrics import read as read_rows
 from model import GPT, GPTConfig
-from settings import Loaded, UserError, exit_on_user_error
 from train import TrainConfig, build_model, build_optimizer, learning_rate, update
 
 TEXT = "".join(
@@ -790,7 +789,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(data_dir, tmp_path):
 def test_a_full_disk_ends_the_run_and_the_old_checkpoint_stays(data_dir, tmp_path, monkeypatch):
     out = tmp_path / "out"
     straight = run(data_dir, tmp_path / "straight")
-    save_file = checkpoint.save_file
+    save_file = checkpoint.store.save_file
 
     def full(weights: Any, path: Path, **how: Any) -> None:
         if "step-00000006" in str(path):
@@ -798,7 +797,7 @@ def test_a_full_disk_ends_the_run_and_the_old_checkpoint_stays(data_dir, tmp_pat
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(weights, path, **how)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint.store, "save_file", full)
     r = run(data_dir, out, eval_interval=3)
     said = refusal(r)
     for words in ("step-00000006", "No space left", "step-00000003 is still good"):

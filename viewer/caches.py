@@ -1,4 +1,4 @@
-"""One decode step through each KV cache, by the caches themselves (attention/cache.py, pages.py).
+"""One decode step through each KV cache, by the caches themselves (inference/).
 
 The model reads the prompt into a cache, then decodes one token more. What stands where, the caches
 keep books on; what was written is found by comparing the buffers before and after. Layer 0 stands
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention import Resolution
-from attention.cache import DynamicCache, PagedCache, StaticCache, bucket
+from inference.cache import DynamicCache, PagedCache, StaticCache, bucket
 from model import GPT
 from viewer.document import Caches, CacheStep, Refused, Token
 from viewer.maps import off

@@ -30,8 +30,8 @@ from dataclasses import replace
 
 import torch
 
-import flops
 from attention import Spec
+from core import flops
 from viewer.document import Cost, Costs, ManualStep, Traffic, TrafficRow, TrafficShape
 
 LONG = 4096  # tokens of the long sequence that traffic is shown for

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from core.settings import UserError, exit_on_user_error
 from docs.exercises import COUNT
-from settings import UserError, exit_on_user_error
 
 USAGE = "usage: python -m docs.exercises [number [--start | FILE]]"
 

@@ -139,7 +139,7 @@ def over_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, 
 
 
 def check_mfu(answer: Any) -> None:
-    from flops import datasheet_peak, n_params
+    from core.flops import datasheet_peak, n_params
     from model import GPTConfig
 
     gpt2 = GPTConfig(vocab_size=50304, bias=False)

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from settings import UserError
+from core.settings import UserError
 
 log = logging.getLogger("nanoattn")
 

@@ -11,8 +11,8 @@ and 74 kB for each token of context, so at batch 1 the weights are what there is
     none       the whole text through the model each time    to compare with
     dynamic    buffers that double                           the default; every backend
     static     fixed shapes, lengths on the device           with compile=True: a graph a step
-    paged      pages from a pool (attention/pages.py)        many rows of different lengths; more
-                                                             prompts than rows: serve.py
+    paged      pages from a pool (inference/pages.py)        many rows of different lengths; more
+                                                             prompts than rows: inference/serve.py
 
 **The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. What
 happens to a text that gets there is the same for every cache: overflow="slide" goes on as nanoGPT
@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attention.cache import DynamicCache, PagedCache, StaticCache, bucket
+from inference.cache import DynamicCache, PagedCache, StaticCache, bucket
 
 if TYPE_CHECKING:
-    from constrain import Automaton
+    from inference.constrain import Automaton
     from model import GPT
 
 ENDED = -1  # in the place of a token: this row's text has ended before
@@ -60,7 +60,7 @@ class Stats:
     """What a call of generate() or stream() notes for its caller."""
 
     cache_bytes: int = 0  # keys and values, the most that were allocated at once
-    # Of serve.py's:
+    # Of inference/serve.py's:
     pages: int = 0  # the most that were in use at once
     all_pages: int = 0  # in the pool
     shared_pages: int = 0  # that a prompt found there, computed for another: not taken again

@@ -1,4 +1,4 @@
-"""A JSON schema as a regular expression, for constrain.py.
+"""A JSON schema as a regular expression, for inference/constrain.py.
 
 What the expression matches is valid by the schema, always: a keyword is honoured or refused, never
 dropped. It does not match all that is valid: an object has its properties in the schema's order and
@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import constrain
-from settings import UserError
+from core.settings import UserError
+from inference import constrain
 
 _SPACE = " ?"  # where JSON allows white space, one space at most: some models never stop
 # A character of a string: no control character, and quotation mark and backslash escaped.

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import cpu_matmul
 from attention.spec import cpu_name
-from settings import UserError
+from core import cpu_matmul
+from core.settings import UserError
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str | None:
 def why_not_onednn(
     wanted: bool | None, device: torch.device, dtype: torch.dtype, compiled: bool = False
 ) -> str | None:
-    """Why oneDNN will not take the float32 products; None: it will. See cpu_matmul.py.
+    """Why oneDNN will not take the float32 products; None: it will. See core/cpu_matmul.py.
 
     Args:
         compiled: is it for a compiled training step?

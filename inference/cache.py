@@ -3,7 +3,7 @@
 Paged: keys and values lie in pages of `page_size` tokens, in any order, and a table says which page
 holds which tokens of which sequence (Kwon et al. 2023, "PagedAttention", arXiv 2309.06180). Nothing
 is reserved for tokens that may never come, and sequences with a common beginning share its pages.
-Which page is whose, pages.py decides, on the host; here are the tensors.
+Which page is whose, inference/pages.py decides, on the host; here are the tensors.
 
     cache = PagedCache(12, 12, 64, n_pages=1025)
     a, b = cache.pool.new(), cache.pool.new()        two sequences
@@ -31,8 +31,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.pages import PagePool
 from attention.spec import visible
+from inference.pages import PagePool
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from functools import cache
 
 import torch
 
-import cpu_matmul
 from attention import visible
+from core import cpu_matmul
 from model import GPTConfig
 
 

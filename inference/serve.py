@@ -1,6 +1,6 @@
 """Many prompts through a few rows of a paged KV cache: continuous batching, with shared prompts.
 
-generate.py writes one batch: its rows begin together, and a row whose text has ended idles until
+engine.py writes one batch: its rows begin together, and a row whose text has ended idles until
 the last one has. Here a new prompt takes the row's place at once:
 
     step     1    2    3    4    5    6    7          step     1    2    3    4    5    6    7
@@ -18,7 +18,7 @@ and then a token is drawn for all of them at once. No row idles, though all wait
 is read, up to block_size tokens. Each text is the one that generate() makes of its prompt alone
 (greedily, or with a generator for each prompt).
 
-**Pages** come from a pool of limited size (attention/pages.py). A prompt enters only when the pages
+**Pages** come from a pool of limited size (inference/pages.py). A prompt enters only when the pages
 that its text may need to its end are free, counting what the texts in progress may still take; else
 it waits, and those behind it do. So no text ever stops for lack of pages, and when the last text
 has ended, all pages are free: whatever fits into the pool gets its turn. A prompt that would never
@@ -28,7 +28,7 @@ fit is an error, after the texts before it are finished.
 long as those are kept. Prompts that are the same and enter together (samples of one prompt) are
 read once, and share the last, partly filled page too, until each writes to it: then it is copied.
 A prompt whose beginning is just being read waits a step for it. Texts that may slide (see
-generate.py) share nothing: each will need a whole window for itself.
+inference/engine.py) share nothing: each will need a whole window for itself.
 
 **Memory** does not grow with the number of prompts. They are taken from their iterator when there
 is room for one, and a text is forgotten when it has been handed out.
@@ -46,7 +46,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from generate import (
+from core.settings import UserError
+from inference.engine import (
     ENDED,
     Copy,
     Processor,
@@ -60,10 +61,9 @@ from generate import (
     on_device,
     paged_cache,
 )
-from settings import UserError
 
 if TYPE_CHECKING:
-    from constrain import Automaton
+    from inference.constrain import Automaton
     from model import GPT
 
 PREFILL = 2048  # tokens, padding included, that are read at once, unless one prompt has more

@@ -40,7 +40,7 @@ The regular expression is compiled to an automaton by outlines-core (the extra "
 index of a vocabulary is plain data; xgrammar and llguidance, which know more of JSON schema, keep a
 stack and have no such table. Its translation of JSON schemas is not used: version 0.2.14 drops
 keywords that it does not know, such as multipleOf, and lets an "email" have a bare quotation mark.
-Here a keyword is honoured or refused (json_schema.py). Choices need no library.
+Here a keyword is honoured or refused (inference/json_schema.py). Choices need no library.
 
 Refused: look-around, back-references, anchors other than ^ and $ around the whole.
 """
@@ -59,7 +59,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from settings import UserError
+from core.settings import UserError
 
 NEVER = 2**31 - 1  # tokens to a match from where there is none
 MAX_ENTRIES = 2**27  # of a table: 0.5 GB
@@ -213,12 +213,12 @@ def choices(texts: Sequence[str], tokenizer: Tokens) -> Automaton:
 
 
 def json_schema(schema: str | dict[str, Any], tokenizer: Tokens) -> Automaton:
-    """JSON values that a schema describes, see json_schema.py.
+    """JSON values that a schema describes, see inference/json_schema.py.
 
     Raises:
         UserError: as json_schema.to_regex() and regex().
     """
-    from json_schema import to_regex  # which imports this module
+    from inference.json_schema import to_regex  # which imports this module
 
     return _over_tokens(compiled(to_regex(schema)), tokenizer, "the JSON schema")
 

@@ -21,7 +21,7 @@ back first, and of one sequence the last page before the first.
     3   "ran to"                  B              h3 = hash(h1, "ran to")
     4   "a"                       B              none, it is not full
 
-Page 0 is the null page: nobody's, and never handed out. cache.py writes padding there.
+Page 0 is the null page: nobody's, and never handed out. inference/cache.py writes padding there.
 
 Source  Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
         PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4. Names that are hashes over the

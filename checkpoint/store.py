@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from core.settings import UserError, from_dict
 from model import GPT, GPTConfig
-from settings import UserError, from_dict
 
 log = logging.getLogger("nanoattn")
 

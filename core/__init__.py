@@ -1,0 +1,1 @@
+"""What knows nothing of the model: settings, the set-up of a run, FLOPs and peaks, metrics."""
