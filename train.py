@@ -37,7 +37,6 @@ from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import (
     Setup,
     StopSignal,
-    describe,
     dtype_name,
     keep_freed_memory,
     peak_memory,
@@ -261,18 +260,13 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, step, best_loss)  # fmt: skip
 
-    n = distributed.world_size
-    processes = "1 process" if n == 1 else f"{n} processes"
-    say(f"device: {device} ({describe(device)}), {dtype_name(setup.dtype)}, {processes}")
+    for line in setup.report(distributed.world_size):
+        say(line)
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
     say("model: {:,} parameters, {:,} without positions".format(*counts))
-    if device.type == "cpu":
-        say(f"oneDNN for float32 products: {setup.onednn}")
-    mode = f" (mode {config.compile_mode})" if setup.compile else ""
-    say(f"compile: {setup.compile}{mode}")
     say(f"peak: {peak}")
-    tokens, steps = run.global_batch * T, config.max_iters - step
-    work = flops.flops_per_token(model.config, T) * tokens * steps
+    tokens, n = run.global_batch * T, distributed.world_size
+    work = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step)
     say(
         f"{tokens:,} tokens a step, {config.max_iters:,} steps: at the peak rate "
         f"{duration(work / (peak.tflops * 1e12 * n))}, in practice more"
