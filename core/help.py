@@ -115,7 +115,8 @@ def _comments(cls: type, names: list[str]) -> dict[str, dict[str, str]]:
             if isinstance(node, ast.AnnAssign) and (name := ast.unparse(node.target)) in missing:
                 group = [text for n, text in headings.items() if n < node.lineno][-1:]
                 lines = range(node.lineno, (node.end_lineno or 0) + 1)
-                behind = (comments[n].lstrip("# ") for n in lines if n in comments)
-                groups.setdefault("".join(group) or "settings", {})[name] = " ".join(behind)
+                behind = [comments[n] for n in lines if n in comments]
+                text = " ".join(re.sub(r"^# *(type: ignore\S* *# *)?", "", c) for c in behind)
+                groups.setdefault("".join(group) or "settings", {})[name] = text
                 del missing[name]
     return groups | {"settings": groups.get("settings", {}) | missing} if missing else groups

@@ -214,8 +214,8 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 # --- the types and ranges of values ---
 
-_LIMITS = {"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}",
-           "less_than_equal": "at most {le}", "less_than": "below {lt}"}  # fmt: skip
+_LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more than {gt:.15g}",
+           "less_than_equal": "at most {le:.15g}", "less_than": "below {lt:.15g}"}  # fmt: skip
 
 
 def check(hint: Any, value: Any, name: str) -> Any:
