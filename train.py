@@ -21,32 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-import attention
-import checkpoint
-import data
-from core import flops
-from core.metrics import Metrics
-from core.runtime import (
-    Stop,
-    World,
-    allow_tf32,
-    describe,
-    dtype_name,
-    keep_freed_memory,
-    peak_memory,
-    pick_dtype,
-    random_state,
-    show_log,
-    synchronize,
-    why_not_compile,
-    why_not_onednn,
-)
-from core.settings import Loaded, UserError, exit_on_user_error, from_dict, read
-from model import GPT, GPTConfig
+from core.settings import Loaded, UserError, exit_on_user_error, from_dict, read, read_early
 
 # ----------------------------------------------------------------------------- the knobs
 
@@ -148,6 +123,37 @@ class TrainConfig:
         return GPTConfig(**{**shared, "vocab_size": vocab_size})
 
 
+ALIASES = {"attn_implementation": "attention_backend"}
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES)
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import attention
+import checkpoint
+import data
+from core import flops
+from core.metrics import Metrics
+from core.runtime import (
+    Stop,
+    World,
+    allow_tf32,
+    describe,
+    dtype_name,
+    keep_freed_memory,
+    peak_memory,
+    pick_dtype,
+    random_state,
+    show_log,
+    synchronize,
+    why_not_compile,
+    why_not_onednn,
+)
+from model import GPT, GPTConfig
+
 # what weights were made with, and settings cannot change
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size")
 
@@ -176,7 +182,7 @@ def settle(argv: list[str]) -> Loaded[TrainConfig]:
     Raises:
         UserError: a mistake in them, or no checkpoint to resume from.
     """
-    loaded = read(TrainConfig, argv, aliases={"attn_implementation": "attention_backend"})
+    loaded = read(TrainConfig, argv, aliases=ALIASES)
     if loaded.settings.init_from != "resume":
         return loaded
     saved = checkpoint.load(checkpoint.latest(loaded.settings.out_dir))
