@@ -19,9 +19,24 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from core.settings import Loaded, UserError, exit_on_user_error, from_dict, read, read_early
+from pydantic import Field
+
+from core.settings import (
+    Fraction,
+    Loaded,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    check_fields,
+    exit_on_user_error,
+    from_dict,
+    read,
+    read_early,
+)
 
 # ----------------------------------------------------------------------------- the knobs
 
@@ -33,52 +48,54 @@ class TrainConfig:
     # --- run ---
     out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
     init_from: str = "scratch"  # scratch, resume, gpt2[-xl...], a checkpoint or ckpt.pt
-    eval_interval: int = 2000  # steps between evaluations; each one also saves a checkpoint
-    eval_iters: int = 200  # batches in an evaluation, the same ones every time
+    eval_interval: PositiveInt = 2000  # steps between evaluations; each one also saves a checkpoint
+    eval_iters: PositiveInt = 200  # batches in an evaluation, the same ones every time
     eval_on_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate, print, and stop
-    log_interval: int = 10  # steps between log lines
-    keep_checkpoints: int = 2  # the newest ones that stay, beside the best
-    sample_tokens: int = 0  # tokens of text to generate and print at the end
+    log_interval: PositiveInt = 10  # steps between log lines
+    keep_checkpoints: PositiveInt = 2  # the newest ones that stay, beside the best
+    sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
     wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
     wandb_project: str = "nanoattn"  # its project name
     wandb_run_name: str = "gpt"  # its run name
     # --- data ---
     dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
     data_dir: str = "data"  # where the prepared datasets lie
-    batch_size: int = 12  # sequences in a micro-batch, per process
-    gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
+    batch_size: PositiveInt = 12  # sequences in a micro-batch, per process
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step, over all processes
     # --- model ---
-    block_size: int = 1024  # context length, tokens
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # query heads
-    n_kv_head: int | None = None  # key/value heads, fewer for grouped-query attention; none: n_head
-    n_embd: int = 768  # channels of the residual stream
+    block_size: PositiveInt = 1024  # context length, tokens
+    n_layer: PositiveInt = 12  # blocks
+    n_head: PositiveInt = 12  # query heads
+    n_kv_head: PositiveInt | None = None  # key/value heads, fewer for grouped queries; none: n_head
+    n_embd: PositiveInt = 768  # channels of the residual stream
     dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
     bias: bool = False  # in Linear and LayerNorm; GPT-2 has them, without is a bit better
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
-    vocab_size: int | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
+    vocab_size: Annotated[int, Field(ge=1, le=2**16)] | None = (
+        None  # none: the dataset's; beyond 1024 to a multiple of 64
+    )
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
     attention_backend: str = "auto"  # a name from python -m attention
-    attention_window: int | None = None  # keys that a query sees, itself included; none: all
+    attention_window: PositiveInt | None = None  # keys that a query sees, with its own; none: all
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     attention_deterministic: bool = False  # its backward gives the same bits each time
     attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
-    max_iters: int = 600000  # steps in all
-    learning_rate: float = 6e-4  # the highest, after warm-up
-    min_lr: float | None = None  # the lowest, at the end; none: learning_rate / 10
+    max_iters: PositiveInt = 600000  # steps in all
+    learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
+    min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
     decay_lr: bool = True  # cosine decay after warm-up; False: stay at learning_rate
-    warmup_iters: int = 2000  # steps of linear warm-up
-    lr_decay_iters: int | None = None  # the step at which min_lr is reached; none: max_iters
-    weight_decay: float = 0.1  # AdamW's, on matrices only
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
+    lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
+    weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
+    beta1: Fraction = 0.9  # AdamW
+    beta2: Fraction = 0.95  # AdamW
+    grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
@@ -91,29 +108,11 @@ class TrainConfig:
     ] = "default"  # torch.compile's: CUDA graphs, kernels tuned without them, both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     keep_freed_memory: bool = True  # CPU: malloc returns nothing to the system meanwhile (glibc)
-    seed: int = 1337  # of the weights, the batches and dropout
-    peak_tflops: float | None = None  # of one device, for MFU; none: datasheet or measured
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
+    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
 
     def __post_init__(self) -> None:
-        positive = ("eval_interval", "eval_iters", "log_interval", "batch_size", "max_iters",
-                    "gradient_accumulation_steps", "keep_checkpoints")  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "peak_tflops"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be more than 0, got {value}")
-        for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens", "min_lr",
-                     "lr_decay_iters", "seed"):  # fmt: skip
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.vocab_size is not None and self.vocab_size > 2**16:
-            raise ValueError(f"vocab_size can be at most 65536, got {self.vocab_size}")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        check_fields(self)
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:

@@ -92,7 +92,7 @@ def _typed(value: Any) -> str:
     """A value as one would type it in a shell."""
     if isinstance(value, tuple):
         return ",".join(map(_typed, value))
-    text = str(value)
+    text = str(value).removeprefix(f"{Path.cwd()}/")
     return text if re.fullmatch(r"[\w.,:/+-]+", text) else repr(text)
 
 

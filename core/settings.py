@@ -42,6 +42,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not cut at its comma
 
 
@@ -222,7 +223,7 @@ def check(hint: Any, value: Any, name: str) -> Any:
     """The value, if it is of the type `hint` and in its range. An integer passes for a float, a
     list for a tuple, but True for no number. Raises: UserError."""
     as_tuple = tuple(value) if isinstance(value, list) else value  # JSON has lists only
-    return _validated(hint, as_tuple, name, repr(value), strict=True)
+    return _validated(hint, as_tuple, name, value, strict=True)
 
 
 def parse_text(hint: Any, text: str, name: str) -> Any:
@@ -237,7 +238,7 @@ def parse_text(hint: Any, text: str, name: str) -> Any:
             return (text,)
         return tuple(python(typing.get_args(hint)[0], part) for part in text.split(",") if part)
 
-    return _validated(hint, python(hint, text), name, repr(text), strict=False)
+    return _validated(hint, python(hint, text), name, text, strict=False)
 
 
 def check_fields(settings: Any) -> None:
@@ -247,15 +248,16 @@ def check_fields(settings: Any) -> None:
         check(hint, getattr(settings, name), name)
 
 
-def _validated(hint: Any, value: Any, name: str, got: str, *, strict: bool) -> Any:
+def _validated(hint: Any, value: Any, name: str, given: Any, *, strict: bool) -> Any:
     try:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        limits = [
-            _LIMITS[e["type"]].format(**e["ctx"]) for e in error.errors() if e["type"] in _LIMITS
-        ]
-        wanted = limits[0] if limits else describe(hint)
-        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
+        first = error.errors()[0]
+        if limit := _LIMITS.get(first["type"]):
+            wanted = f"{limit.format(**first['ctx'])}, got {_shorten(str(given))}"
+        else:
+            wanted = f"{describe(hint)}, got {_shorten(repr(given))}"
+        raise UserError(f"{name} must be {wanted}") from None
 
 
 @functools.cache

@@ -123,6 +123,7 @@ finally:
         (["config/train_shakespeare_cpu.py", "-h"], 0, "--n_layer=4 "),
         (["config/train_gtp2.py"], 2, "did you mean 'config/train_gpt2.py'?"),
         (["--batch_sise=3"], 2, "did you mean '--batch_size'?"),
+        (["--batch_size=0"], 2, "--batch_size must be at least 1, got 0"),
         (["--batch_size=many"], 2, "--batch_size must be an integer, got 'many'"),
     ],
 )

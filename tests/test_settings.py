@@ -630,12 +630,12 @@ def test_config_names_a_file_where_no_setting_has_that_name() -> None:
     ("argv", "text"),
     [
         (["sdpa", "flex"], "give one backend, got sdpa flex"),
-        (["--steps=0"], "--steps must be at least 1, got '0'"),
+        (["--steps=0"], "--steps must be at least 1, got 0"),
         (["--steps=x"], "--steps must be an integer, got 'x'"),
-        (["--decay=-1"], "--decay must be at least 0, got '-1'"),
+        (["--decay=-1"], "--decay must be at least 0, got -1"),
         (["--decay=x"], "--decay must be a finite number or None, got 'x'"),
-        (["--beta=1"], "--beta must be below 1, got '1'"),
-        (["--lengths=1,0"], "--lengths must be at least 1, got '1,0'"),
+        (["--beta=1"], "--beta must be below 1, got 1"),
+        (["--lengths=1,0"], "--lengths must be at least 1, got 1,0"),
         (["--lengths=1,x"], "--lengths must be a list (each an integer or None), got '1,x'"),
         (["--batch=big"], "--batch must be an integer or one of auto, got 'big'"),
         (["--config"], f"unknown setting '--config' {SEE}"),
@@ -673,6 +673,11 @@ def test_help_names_the_bare_word_and_ends_with_what_the_command_adds(
     out = capsys.readouterr().out
     assert out.startswith("usage: python train.py [backend] [--name=value ...]\n")
     assert out.endswith("\n\nbackends: a, b\n") and "[an integer or one of auto]" in out
+
+
+def test_help_shows_paths_as_they_lie_from_here() -> None:
+    values = asdict(Words()) | {"backend": f"{Path.cwd()}/out/x"}
+    assert "--backend=out/x " in help_text(Words, values)
 
 
 def test_what_a_base_class_has_stands_at_the_end_of_the_help() -> None:
