@@ -20,8 +20,10 @@ ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "r
 
 @dataclass(frozen=True)
 class BenchConfig(TrainConfig):
-    """Measure attention backends. The model's knobs are train.py's, and its config files serve;
-    those of a run (out_dir, eval_interval, wandb_log and the like) change nothing here."""
+    """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
+    kernel, decode, converge, compare and report. The model's knobs are train.py's, and its config
+    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing
+    here."""
 
     # --- data ---
     batch_size: int | Literal["auto"] = 12  # type: ignore[assignment]  # auto: the largest that fits

@@ -121,7 +121,7 @@ def gather(
     """
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases or {})
-    switches = {n for n, f in fields.items() if bool in (hints[f], *typing.get_args(hints[f]))}
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
     words, options = _split(argv, switches)
     files = [] if positional else words
     if "config" not in fields:
@@ -171,12 +171,15 @@ def from_dict(
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin} must hold an object of settings, got {_shorten(repr(mapping))}")
     hints = _hints(cls)
-    if (unknown := [repr(name) for name in mapping if name not in hints]) and not drop_unknown:
-        names = ", ".join(unknown)
-        raise UserError(f"{origin} has unknown settings: {names}; it is of another version")
-    known = {name: value for name, value in mapping.items() if name in hints}
-    values = {n: check(hints[n], value, f"{origin}: {n}") for n, value in known.items()}
-    return _build(cls, values, f"{origin}: ")
+    unknown = ", ".join(repr(name) for name in mapping if name not in hints)
+    if unknown and not drop_unknown:
+        raise UserError(f"{origin} has unknown settings: {unknown}; it is of another version")
+    given = {
+        name: check(hint, mapping[name], f"{origin}: {name}")
+        for name, hint in hints.items()
+        if name in mapping
+    }
+    return _build(cls, given, f"{origin}: ")
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
@@ -206,11 +209,7 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    return {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        for f in dataclasses.fields(cls)
-        if f.init
-    }
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
 # --- the types and ranges of values ---
@@ -253,11 +252,10 @@ def _validated(hint: Any, value: Any, name: str, given: Any, *, strict: bool) ->
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
+        wanted, got = describe(hint), repr(given)
         if limit := _LIMITS.get(first["type"]):
-            wanted = f"{limit.format(**first['ctx'])}, got {_shorten(str(given))}"
-        else:
-            wanted = f"{describe(hint)}, got {_shorten(repr(given))}"
-        raise UserError(f"{name} must be {wanted}") from None
+            wanted, got = limit.format(**first["ctx"]), str(given)
+        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
 
 
 @functools.cache
@@ -267,7 +265,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 def _hints(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _is_tuple(hint: Any) -> bool:

@@ -579,6 +579,8 @@ class Words:
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     batch: int | Literal["auto"] = 1
     stream: bool = False
+    maybe: bool | None = None
+    flags: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -596,6 +598,9 @@ class Words:
         (["--start="], None, {"start": ("",)}),
         (["--lengths=1,2", "--lengths=none"], None, {"lengths": (1, 2, None)}),
         (["--steps=4", "--steps=5"], None, {"steps": 5}),
+        (["--flags", "True,False"], None, {"flags": (True, False)}),
+        (["--maybe", "a"], "backend", {"maybe": True, "backend": "a"}),
+        (["--maybe", "none", "a"], "backend", {"backend": "a"}),
         (["--batch=auto"], None, {"batch": "auto"}),
         (["--batch=7"], None, {"batch": 7}),
         (["--decay=0"], None, {"decay": 0.0}),
