@@ -122,15 +122,12 @@ def gather(
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases or {})
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    words, options = _split(argv, switches)
-    files = [] if positional else words
-    if "config" not in fields:
-        files += [text for name, text in options if name == "config" and text]
-        options = [(name, text) for name, text in options if name != "config" or not text]
-    if positional:
-        options += [(positional, word) for word in words]
-        if len(words) > 1 and not _is_tuple(hints[positional]):
-            raise UserError(f"give one {positional}, got {' '.join(words)}")
+    options = _split(argv, switches, positional or "")
+    names_file = {"", "config"} - fields.keys()
+    files = [text for name, text in options if name in names_file and text]
+    words = [text for name, text in options if name == positional and text]
+    if positional and len(words) > 1 and not _is_tuple(hints[positional]):
+        raise UserError(f"give one {positional}, got {' '.join(words)}")
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -144,6 +141,8 @@ def gather(
             print(help_text(cls, _defaults(cls) | values, files, aliases, positional, epilog))
         sys.exit(0)
     for name, text in options:
+        if name in names_file and text:
+            continue
         field = _known(name, fields, "", "--")
         if text is None and name in switches:
             text = "True"  # a bare --stream
@@ -279,11 +278,8 @@ def _shorten(text: str) -> str:
 # --- the command line ---
 
 
-def _split(
-    argv: Sequence[str], switches: set[str]
-) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """argv -> bare words, and the (name, text) of each option; None is an option without a text."""
-    words: list[str] = []
+def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str, str | None]]:
+    """The name and the text (or None) of each option; a bare word has the name `bare`."""
     options: list[tuple[str, str | None]] = []
     rest = [word for word in argv if word not in ("-h", "--help")]
     while rest:
@@ -299,8 +295,8 @@ def _split(
             hint = f"--{word.lstrip('-')}"
             raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
         else:
-            words.append(word)
-    return words, options
+            options.append((bare, word))
+    return options
 
 
 def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -> str:

@@ -623,18 +623,24 @@ def test_config_names_a_file_where_no_setting_has_that_name() -> None:
     for argv in (["--config=x.py"], ["--config", "x.py", "sdpa"]):
         loaded = read(Words, argv, positional="backend")
         assert loaded.settings.steps == 9 and loaded.origins["steps"] == "x.py:1"
+    Path("y.py").write_text("steps = 8")
+    for argv, steps in ((["x.py", "--config=y.py"], 8), (["--config=y.py", "x.py"], 9)):
+        assert read(Words, argv).settings.steps == steps, "files in the order given"
 
     @dataclass(frozen=True)
     class Own:
         config: str = "y.py"
 
     assert read(Own, ["--config=x.py"]).settings == Own("x.py")
+    Path("z.py").write_text("config = 'z'")
+    assert read(Own, ["z.py"]).settings == Own("z")
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["sdpa", "flex"], "give one backend, got sdpa flex"),
+        (["--backend=sdpa", "flex"], "give one backend, got sdpa flex"),
         (["--steps=0"], "--steps must be at least 1, got 0"),
         (["--steps=x"], "--steps must be an integer, got 'x'"),
         (["--decay=-1"], "--decay must be at least 0, got -1"),
@@ -678,6 +684,15 @@ def test_help_names_the_bare_word_and_ends_with_what_the_command_adds(
     out = capsys.readouterr().out
     assert out.startswith("usage: python train.py [backend] [--name=value ...]\n")
     assert out.endswith("\n\nbackends: a, b\n") and "[an integer or one of auto]" in out
+
+
+def test_only_one_process_prints_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        read(Words, ["--help"])
+    assert caught.value.code == 0 and capsys.readouterr() == ("", "")
 
 
 def test_help_shows_paths_as_they_lie_from_here() -> None:
