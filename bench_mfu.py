@@ -38,10 +38,10 @@ import data
 from bench import answers, fitting, records, report, rivals, roofline, rows, tables
 from bench.machine import free_memory
 from bench.process import Failure, Outcome, Worker, measure
-from bench.settle import BenchConfig, names, settings_of, settle, vocabulary
+from bench.settle import BenchConfig, load_config, names, settings_of, vocabulary
 from core import flops
 from core.runtime import pick_device
-from core.settings import UserError, exit_on_user_error
+from core.settings import Texts, UserError, exit_on_user_error, read
 from model import GPTConfig
 
 MODES = ("train", "kernel", "decode", "converge", "compare", "report")
@@ -367,7 +367,8 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the first four modes; the exit code."""
     began = time.perf_counter()
-    config, origins = settle(argv)
+    loaded = load_config(argv)
+    config, origins = loaded.settings, loaded.origins
     if config.record is not None:
         records.check_slug(config.record)
     if mode != "train" and (config.profile or config.roofline):
@@ -500,15 +501,23 @@ def write_page(content: dict[str, Any], path: str) -> None:
     print(f"page: {path}")
 
 
+@dataclass(frozen=True)
+class CompareConfig:
+    """Two records side by side: python bench_mfu.py compare A B."""
+
+    records: Texts = ()  # the folders or record.json of A and B
+
+
 def compare(argv: list[str]) -> int:
     """Two records side by side."""
-    if len(argv) != 2 or any(word.startswith("-") for word in argv):
+    paths = read(CompareConfig, argv, positional="records").settings.records
+    if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = records.compare(records.read(argv[0]), records.read(argv[1]))
+    notes, table = records.compare(records.read(paths[0]), records.read(paths[1]))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(Text(f"A: {argv[0]}\nB: {argv[1]}"))
+    console.print(Text(f"A: {paths[0]}\nB: {paths[1]}"))
     for note in notes:
         console.print(Text(note))
     if table[1]:
@@ -516,19 +525,31 @@ def compare(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class ReportConfig:
+    """A record as one HTML page: python bench_mfu.py report RECORD."""
+
+    record: str | None = None  # its folder or record.json
+    html: str | None = None  # the page; none: report.html beside the record
+
+
 def page_of(argv: list[str]) -> int:
     """A record's page, by default report.html beside it."""
-    files = [w for w in argv if not w.startswith("--")]
-    pages = [w.removeprefix("--html=") for w in argv if w.startswith("--html=")]
-    if len(files) != 1 or len(argv) != 1 + len(pages) or len(pages) > 1:
+    config = read(ReportConfig, argv, positional="record").settings
+    if config.record is None:
         raise UserError("report takes one record: python bench_mfu.py report RECORD --html=FILE")
-    folder = Path(files[0]) if Path(files[0]).is_dir() else Path(files[0]).parent
-    write_page(records.read(files[0]), pages[0] if pages else str(folder / "report.html"))
+    path = Path(config.record)
+    folder = path if path.is_dir() else path.parent
+    write_page(records.read(path), config.html or str(folder / "report.html"))
     return 0
 
 
 def main(argv: list[str]) -> int:
-    mode, rest = (argv[0], argv[1:]) if argv and argv[0] in MODES else ("train", argv)
+    mode, rest = "train", argv
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
+        mode, rest = argv[0], argv[1:]
+        if mode not in MODES:
+            raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     try:
         if mode == "compare":
             return compare(rest)

@@ -30,8 +30,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
@@ -39,7 +41,7 @@ from bench import records, tables
 from bench.machine import versions
 from bench.stats import Summary, differ
 from core.runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
-from core.settings import UserError, exit_on_user_error, read
+from core.settings import UserError, check_fields, exit_on_user_error, read
 from inference import serve
 from inference.engine import ENDED, Stats
 from model import GPT, GPTConfig
@@ -52,36 +54,34 @@ class ServingConfig:
     """Time serve() against generate() in batches, on prompts of different lengths."""
 
     # --- prompts ---
-    prompts: int = 32
+    prompts: PositiveInt = 32  # how many
     prompt_tokens: tuple[int, ...] = (16, 128)  # from, to
     new_tokens: tuple[int, ...] = (8, 128)  # from, to
     shared: int = 0  # tokens that all prompts begin with, before their own
-    seed: int = 1337
+    seed: int = 1337  # of the weights and the prompts
     # --- how they are served ---
-    contenders: tuple[str, ...] = ("batches", "sorted", "serve")
-    batch_size: int = 8  # texts at a time
-    kv_cache: str = "dynamic"  # of the batches: dynamic, static or paged
-    page_size: int = 16  # tokens a page
+    contenders: tuple[Literal["batches", "sorted", "serve"], ...] = ("batches", "sorted", "serve")
+    batch_size: PositiveInt = 8  # texts at a time
+    kv_cache: Literal["dynamic", "static", "paged"] = "dynamic"  # of the batches
+    page_size: PositiveInt = 16  # tokens a page
     # --- model, its weights random ---
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int | None = None
-    n_embd: int = 768
-    block_size: int = 1024
-    vocab_size: int = 50304
-    attention_window: int | None = None
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads
+    n_kv_head: int | None = None  # key and value heads; none: n_head
+    n_embd: int = 768  # channels of the residual stream
+    block_size: int = 1024  # context length, tokens
+    vocab_size: int = 50304  # tokens to draw the prompts from
+    attention_window: int | None = None  # keys that a query sees; none: all
     # --- machine ---
-    device: str = "auto"
+    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: str = "auto"  # of weights and arithmetic; auto: bfloat16 on a GPU, else float32
     # --- measuring ---
-    rounds: int = 5
+    rounds: PositiveInt = 5  # of each, in turn
     record: str | None = None  # also write bench/records/DATE_DEVICE_RECORD
-    records_dir: str = "bench/records"
+    records_dir: str = "bench/records"  # the folder of the records
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "batch_size", "page_size", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self)
         for name in ("prompt_tokens", "new_tokens"):
             got = getattr(self, name)
             if len(got) != 2 or not 1 <= got[0] <= got[1]:
@@ -89,12 +89,8 @@ class ServingConfig:
         longest = self.shared + self.prompt_tokens[1] + self.new_tokens[1]
         if self.shared < 0 or longest > self.block_size:
             raise ValueError(f"texts of {longest} tokens do not fit into {self.block_size}")
-        if self.kv_cache not in ("dynamic", "static", "paged"):
-            raise ValueError(f"kv_cache must be dynamic, static or paged, got {self.kv_cache!r}")
-        if not self.contenders or not set(self.contenders) <= {"batches", "sorted", "serve"}:
-            raise ValueError(
-                f"contenders must be of batches, sorted and serve, got {self.contenders}"
-            )
+        if not self.contenders:
+            raise ValueError("contenders must name at least one")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import attention
 import data
 from core.runtime import pick_device
-from core.settings import UserError, read
+from core.settings import Loaded, UserError, gather, read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,8 +20,10 @@ ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "r
 
 @dataclass(frozen=True)
 class BenchConfig(TrainConfig):
-    """Measure attention backends. The model's knobs are train.py's, and its config files serve;
-    those of a run (out_dir, eval_interval, wandb_log and the like) change nothing here."""
+    """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
+    kernel, decode, converge, compare and report. The model's knobs are train.py's, and its config
+    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing
+    here."""
 
     # --- data ---
     batch_size: int | Literal["auto"] = 12  # type: ignore[assignment]  # auto: the largest that fits
@@ -96,41 +99,22 @@ class BenchConfig(TrainConfig):
         return TrainConfig(**{**mine, "batch_size": batch_size, **changes})
 
 
-def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
+def load_config(argv: list[str]) -> Loaded[BenchConfig]:
     """The settings, and where each that was given came from.
 
-    `--config=FILE` names a config file as the bare word does. On the CPU, where no file is named,
-    it is bench/cpu.py: train.py's default, GPT-2 124M, would take half an hour there; but with
-    --roofline nothing runs.
+    On the CPU, where no config file is named, it is bench/cpu.py: train.py's default, GPT-2 124M,
+    would take half an hour there; but with --roofline nothing runs.
 
     Raises:
         UserError: a mistake in them.
     """
-    files: list[str] = []
-    options: list[str] = []
-    rivals: list[str] = []
-    rest = list(argv)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("-"):
-            files.append(name + equals + value)
-            continue
-        if name.startswith("--") and not equals and rest and not rest[0].startswith("--"):
-            equals, value = "=", rest.pop(0)
-        if name == "--config" and equals:
-            files.append(value)
-        elif name in ("--rival", "--rivals") and equals:  # it may be given more than once
-            rivals.append(value)
-        else:
-            options.append(name + equals + value)
-    if rivals:
-        options.append(f"--rival={','.join(rivals)}")
-    given = [o.removeprefix("--device=") for o in options if o.startswith("--device=")]
-    elsewhere = any(o.startswith("--roofline=") for o in options)
-    if not files and not elsewhere and pick_device(given[-1] if given else "auto").type == "cpu":
-        files = [str(CPU_CONFIG)]
-    loaded = read(BenchConfig, [*files, *options], aliases=ALIASES)
-    return loaded.settings, loaded.origins
+    without_help = [word for word in argv if word not in ("-h", "--help")]
+    given, origins = gather(BenchConfig, without_help, aliases=ALIASES)
+    named = any(origin != "command line" for origin in origins.values())
+    elsewhere = given.get("roofline") is not None
+    if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
+        argv = [os.path.relpath(CPU_CONFIG), *argv]
+    return read(BenchConfig, argv, aliases=ALIASES)
 
 
 def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:

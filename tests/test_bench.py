@@ -32,7 +32,7 @@ from bench import decoding, fitting, machine, process, rivals, rows, settle, tra
 from bench.decoding import mbu
 from bench.kernels import Kernels, flops_of
 from bench.process import Failure, Outcome, measure
-from bench.settle import BenchConfig
+from bench.settle import BenchConfig, load_config
 from bench.stats import Summary, differ, exceeds_noise
 from core import flops
 from core.settings import UserError
@@ -395,7 +395,7 @@ def test_the_models_knobs_are_those_of_train():
 
 def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
-    config, _ = settle.settle(["--device=cpu", "--batch_size=auto", "--sweep=False"])
+    config = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"]).settings
     here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops"}
     bench = bench_mfu.Bench(config, "cpu", 77, ["sdpa"], None, print, here)
     found = {"batch_size": 16, "limit": "memory", "tried": {}}
@@ -438,13 +438,15 @@ def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
 def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
     path = f"{settle.ROOT}/config/train_gpt2.py"
     for word in ([f"--config={path}"], ["--config", path], [path]):
-        config, origins = settle.settle([*word, "--n_layer=2", "--device=cpu"])
+        loaded = load_config([*word, "--n_layer=2", "--device=cpu"])
+        config, origins = loaded.settings, loaded.origins
         assert config.dataset == "openwebtext" and config.n_layer == 2
         assert origins["n_layer"] == "command line" and "train_gpt2.py" in origins["dataset"]
-    config, origins = settle.settle(["--device=cpu", "--n_embd=64"])
+    loaded = load_config(["--device=cpu", "--n_embd=64"])
+    config, origins = loaded.settings, loaded.origins
     assert config.n_embd == 64 and config.n_layer == 4 and "cpu.py" in origins["n_layer"]
     monkeypatch.setattr(settle, "pick_device", lambda wanted: torch.device("cuda"))
-    assert settle.settle([])[0].n_layer == 12  # on a GPU train.py's default, GPT-2 124M
+    assert load_config([]).settings.n_layer == 12  # on a GPU train.py's default, GPT-2 124M
 
 
 @pytest.mark.parametrize(
@@ -479,9 +481,28 @@ def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
     assert says in str(told.value) and "\n" not in str(told.value)
 
 
+def test_an_unknown_mode_names_the_modes():
+    with pytest.raises(UserError) as told:
+        bench_mfu.main(["nomode", "--n_layer=2"])
+    modes = "train, kernel, decode, converge, compare, report"
+    assert str(told.value) == f"unknown mode 'nomode'; the modes are {modes}"
+
+
+def test_the_config_of_a_cpu_is_named_as_it_lies_from_here(monkeypatch):
+    monkeypatch.chdir(settle.ROOT)
+    assert load_config(["--device=cpu"]).origins["n_layer"].startswith("bench/cpu.py:")
+
+
+def test_the_help_begins_with_what_the_bench_adds(capsys):
+    with pytest.raises(SystemExit):
+        bench_mfu.main(["--help"])
+    text = capsys.readouterr().out
+    assert text.index("--backends=") < text.index("--rounds=") < text.index("--out_dir=")
+
+
 def test_rival_may_be_given_more_than_once(tmp_path):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
-    config, _ = settle.settle(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"])
+    config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
     assert list(rivals.contenders(config.rival)) == [
         "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
     ]  # fmt: skip
