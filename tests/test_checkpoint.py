@@ -187,7 +187,7 @@ class Crash(BaseException):
 # comes in the middle of it too.
 DISK = [
     (Path, "mkdir"), (Path, "rename"), (Path, "write_text"), (os, "fsync"), (os, "unlink"),
-    (os, "rmdir"), (checkpoint, "save_file"), (torch, "save"),
+    (os, "rmdir"), (checkpoint.store, "save_file"), (torch, "save"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,186 @@
+"""Weights from elsewhere and to elsewhere: transformers' GPT-2 and nanoGPT's ckpt.pt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.store import (
+    _first_line,
+    _is_own,
+    _json_load,
+    _read,
+    _torch_load,
+    folders,
+    latest,
+    load,
+    load_weights,
+)
+from core.settings import UserError, from_dict
+from model import GPT, GPTConfig
+
+
+def load_nanogpt(path: str | Path, **changes: Any) -> GPT:
+    """The model in a nanoGPT ckpt.pt (its training state is left behind).
+
+    Raises:
+        UserError: not such a file.
+    """
+    saved = _read(Path(path), _torch_load)
+    parts = ("model", "model_args")
+    if not (isinstance(saved, dict) and all(isinstance(saved.get(p), dict) for p in parts)):
+        raise UserError(f"{path} is no nanoGPT checkpoint: it has no 'model' and 'model_args'")
+    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
+    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)))
+    weights = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
+    load_weights(model, {k: v for k, v in weights.items() if not _derived(k)}, str(path))
+    return model
+
+
+def load_hf(source: str, **changes: Any) -> GPT:
+    """GPT-2 from a folder that `transformers` wrote, or from the hub.
+
+    Args:
+        source: a folder with config.json and model.safetensors, or a hub name ("gpt2-large").
+        changes: GPTConfig fields that differ.
+
+    Raises:
+        UserError: nothing there, or not a GPT-2 that this model can be.
+    """
+    folder = Path(source) if Path(source).is_dir() else _download(source)
+    saved = _read(folder / "config.json", _json_load)
+    if not isinstance(saved, dict):
+        raise UserError(f"{folder / 'config.json'} does not describe a model")
+    if saved.get("model_type") != "gpt2":
+        kind = saved.get("model_type")
+        raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
+    needed = ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions")
+    if lacking := [key for key in needed if key not in saved]:
+        raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
+    gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+    unlike = {  # what the model here does not do, and the value under which it is the same
+        "n_inner": (None, 4 * saved["n_embd"]),
+        "layer_norm_epsilon": (1e-5,),
+        "activation_function": tuple(gelus),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "tie_word_embeddings": (True,),
+    }
+    for key, same in unlike.items():
+        if saved.get(key, same[0]) not in same:
+            raise UserError(f"{source} has {key}={saved[key]!r}; the model here has {same[0]!r}")
+    sizes = {
+        "n_layer": saved["n_layer"],
+        "n_head": saved["n_head"],
+        "n_embd": saved["n_embd"],
+        "vocab_size": saved["vocab_size"],
+        "block_size": saved["n_positions"],
+        "bias": True,
+        "gelu": gelus[saved.get("activation_function", "gelu_new")],
+    }
+    weights = {}
+    for name, tensor in _read(folder / "model.safetensors", load_file).items():
+        name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        if not _derived(name):
+            weights[name] = tensor.t() if _is_conv1d(name) else tensor
+    wanted = changes.pop("block_size", None)
+    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, source))
+    load_weights(model, weights, source)
+    if wanted is not None:
+        if wanted > model.config.block_size:
+            raise UserError(
+                f"block_size can be at most {model.config.block_size} with the weights of "
+                f"{source}, got {wanted}"
+            )
+        model.crop_block_size(wanted)
+    return model
+
+
+def save_hf(model: GPT, folder: str | Path) -> None:
+    """Write a folder that transformers.GPT2LMHeadModel.from_pretrained loads, same logits.
+
+    Raises:
+        UserError: grouped-query or windowed attention, which GPT-2 there does not have.
+    """
+    config = model.config
+    if config.kv_heads != config.n_head or config.attention_window is not None:
+        raise UserError("a model with n_kv_head or attention_window has no GPT-2 format to go to")
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        weights[name] = (tensor.t() if _is_conv1d(name) else tensor).detach().cpu().contiguous()
+        bias = name.removesuffix("weight") + "bias"
+        has_bias = not name.endswith(("wte.weight", "wpe.weight", "bias"))
+        if has_bias and bias not in model.state_dict():
+            weights[bias] = torch.zeros(tensor.shape[0])  # theirs always has one
+    config_json = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
+
+
+def init_model(init_from: str, **changes: Any) -> GPT:
+    """A model with weights from elsewhere: a GPT-2 name, one of our folders, a transformers folder,
+    or a nanoGPT ckpt.pt.
+
+    Raises:
+        UserError: it is none of these, or cannot be read.
+    """
+    path = Path(init_from)
+    if path.is_file():
+        return load_nanogpt(path, **changes)
+    if folders(path):
+        path = latest(path)
+    if _is_own(path):
+        return load(path).model(**changes)
+    return load_hf(init_from, **changes)
+
+
+def _derived(name: str) -> bool:
+    """Names in other people's files that carry no weights of their own: masks, the tied head."""
+    return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
+
+
+def _is_conv1d(name: str) -> bool:
+    """Whether transformers keeps this weight as (in, out) where nn.Linear has (out, in)."""
+    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise UserError(
+            f"{name!r} is no local folder or file, and taking it from the hub needs: "
+            "pip install huggingface_hub"
+        ) from None
+    try:
+        hf_hub_download(name, "model.safetensors")
+        return Path(hf_hub_download(name, "config.json")).parent
+    except (OSError, ValueError, HfHubHTTPError) as e:
+        raise UserError(
+            f"{name!r} is no local folder or file, and the hub did not give it ({_first_line(e)})"
+        ) from e
