@@ -45,7 +45,7 @@ from core.runtime import (
     why_not_compile,
     why_not_onednn,
 )
-from core.settings import Loaded, UserError, exit_on_user_error, from_dict, read
+from core.settings import Loaded, UserError, exit_on_user_error, read
 from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the knobs
@@ -180,7 +180,7 @@ def settle(argv: list[str]) -> Loaded[TrainConfig]:
     if loaded.settings.init_from != "resume":
         return loaded
     saved = checkpoint.load(checkpoint.latest(loaded.settings.out_dir))
-    before = from_dict(TrainConfig, saved.settings["train"], f"{saved.folder}/settings.json")
+    before = saved.train_settings(TrainConfig)
     given = {name: getattr(loaded.settings, name) for name in loaded.origins}
     try:
         merged = replace(before, **{**given, "out_dir": loaded.settings.out_dir})

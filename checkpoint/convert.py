@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +13,51 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.store import (
-    _first_line,
-    _is_own,
-    _json_load,
-    _read,
-    _torch_load,
-    folders,
-    latest,
     load,
+    load_json,
+    load_torch,
     load_weights,
+    new_model,
+    own_checkpoint,
+    read_file,
 )
-from core.settings import UserError, from_dict
-from model import GPT, GPTConfig
+from core.hub import why_not_hub
+from core.settings import UserError, first_line, from_dict
+from model import GPT, SIZES, GPTConfig
 
 
-def load_nanogpt(path: str | Path, **changes: Any) -> GPT:
-    """The model in a nanoGPT ckpt.pt (its training state is left behind).
+def load_nanogpt(path: str | Path, policy: Any = None, **changes: Any) -> GPT:
+    """The model in a nanoGPT ckpt.pt, without its training state.
 
     Raises:
-        UserError: not such a file.
+        UserError: it is no such file.
     """
-    saved = _read(Path(path), _torch_load)
+    saved = read_file(Path(path), load_torch)
     parts = ("model", "model_args")
     if not (isinstance(saved, dict) and all(isinstance(saved.get(p), dict) for p in parts)):
         raise UserError(f"{path} is no nanoGPT checkpoint: it has no 'model' and 'model_args'")
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)))
+    model = new_model(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
     weights = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
     load_weights(model, {k: v for k, v in weights.items() if not _derived(k)}, str(path))
     return model
 
 
-def load_hf(source: str, **changes: Any) -> GPT:
+def load_hf(source: str, policy: Any = None, **changes: Any) -> GPT:
     """GPT-2 from a folder that `transformers` wrote, or from the hub.
 
     Args:
-        source: a folder with config.json and model.safetensors, or a hub name ("gpt2-large").
+        source: a folder with config.json and model.safetensors, "gpt2" and its larger sizes, or
+            "owner/name" on the hub.
+        policy: an attention.Policy; None: GPT's own default.
         changes: GPTConfig fields that differ.
 
     Raises:
         UserError: nothing there, or not a GPT-2 that this model can be.
     """
     folder = Path(source) if Path(source).is_dir() else _download(source)
-    saved = _read(folder / "config.json", _json_load)
+    saved = read_file(folder / "config.json", load_json)
     if not isinstance(saved, dict):
         raise UserError(f"{folder / 'config.json'} does not describe a model")
     if saved.get("model_type") != "gpt2":
@@ -63,7 +67,7 @@ def load_hf(source: str, **changes: Any) -> GPT:
     if lacking := [key for key in needed if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-    unlike = {  # what the model here does not do, and the value under which it is the same
+    unlike = {  # options that our model lacks, and the values with which it computes the same
         "n_inner": (None, 4 * saved["n_embd"]),
         "layer_norm_epsilon": (1e-5,),
         "activation_function": tuple(gelus),
@@ -84,12 +88,12 @@ def load_hf(source: str, **changes: Any) -> GPT:
         "gelu": gelus[saved.get("activation_function", "gelu_new")],
     }
     weights = {}
-    for name, tensor in _read(folder / "model.safetensors", load_file).items():
+    for name, tensor in read_file(folder / "model.safetensors", load_file).items():
         name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         if not _derived(name):
             weights[name] = tensor.t() if _is_conv1d(name) else tensor
     wanted = changes.pop("block_size", None)
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, source))
+    model = new_model(from_dict(GPTConfig, {**sizes, **changes}, source), policy)
     load_weights(model, weights, source)
     if wanted is not None:
         if wanted > model.config.block_size:
@@ -141,25 +145,27 @@ def save_hf(model: GPT, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
 
 
-def init_model(init_from: str, **changes: Any) -> GPT:
-    """A model with weights from elsewhere: a GPT-2 name, one of our folders, a transformers folder,
-    or a nanoGPT ckpt.pt.
+def init_model(source: str, policy: Any = None, **changes: Any) -> GPT:
+    """A model with weights from a file, a folder or the hub.
+
+    Args:
+        source: a checkpoint of ours or a run's folder, a folder that transformers wrote, a nanoGPT
+            ckpt.pt, "gpt2" and its larger sizes, or "owner/name" on the hub.
+        policy: an attention.Policy; None: GPT's own default.
+        changes: GPTConfig fields that differ.
 
     Raises:
         UserError: it is none of these, or cannot be read.
     """
-    path = Path(init_from)
-    if path.is_file():
-        return load_nanogpt(path, **changes)
-    if folders(path):
-        path = latest(path)
-    if _is_own(path):
-        return load(path).model(**changes)
-    return load_hf(init_from, **changes)
+    if Path(source).is_file():
+        return load_nanogpt(source, policy, **changes)
+    if own := own_checkpoint(source):
+        return load(own).model(policy, **changes)
+    return load_hf(source, policy, **changes)
 
 
 def _derived(name: str) -> bool:
-    """Names in other people's files that carry no weights of their own: masks, the tied head."""
+    """Whether a name in a file from elsewhere holds no weight of its own: a mask, the tied head."""
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
@@ -169,6 +175,21 @@ def _is_conv1d(name: str) -> bool:
 
 
 def _download(name: str) -> Path:
+    """The folder on this machine with config.json and model.safetensors of a model of the hub.
+
+    Raises:
+        UserError: no such name, or it is neither here already nor to be had from the hub.
+    """
+    owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
+    if name not in SIZES and (owner is None or Path(owner[1]).exists() or name.endswith(".pt")):
+        beside = {p.name: str(p) for p in Path(name).parent.glob("*")}
+        known = {**beside, **dict(zip(SIZES, SIZES))}
+        near = difflib.get_close_matches(Path(name).name, known, n=1)
+        raise UserError(
+            f"{name!r} is no local folder or file, and no model's name"
+            + (f"; did you mean {known[near[0]]!r}?" if near else "")
+            + f" (known: {', '.join(SIZES)}, and owner/name on the hub)"
+        )
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -177,10 +198,15 @@ def _download(name: str) -> Path:
             f"{name!r} is no local folder or file, and taking it from the hub needs: "
             "pip install huggingface_hub"
         ) from None
+    # It prints its warnings itself; the root logger would print each of them again.
+    logging.getLogger("huggingface_hub").propagate = False
+    offline = why_not_hub()  # then only a file that was downloaded before will do
     try:
-        hf_hub_download(name, "model.safetensors")
-        return Path(hf_hub_download(name, "config.json")).parent
+        hf_hub_download(name, "model.safetensors", local_files_only=offline is not None)
+        config = hf_hub_download(name, "config.json", local_files_only=offline is not None)
+        return Path(config).parent
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise UserError(
-            f"{name!r} is no local folder or file, and the hub did not give it ({_first_line(e)})"
+            f"{name!r} is no local folder or file, and the hub did not give it "
+            f"({offline or first_line(e)})"
         ) from e
