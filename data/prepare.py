@@ -6,23 +6,20 @@ short is never taken for a good one. One that finds good files does nothing.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -31,6 +28,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from core.settings import UserError
+from data.documents import (
+    HUB,
+    Piece,
+    batched,
+    cut_document,
+    file_documents,
+    reading,
+    source_files,
+    web_documents,
+)
 from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
 
@@ -43,13 +50,6 @@ DATASETS = {  # name -> the settings that make its result
     "openwebtext": _DOCUMENTS | {"hub_name", "hub_config"},
     "fineweb": _DOCUMENTS | {"hub_name", "hub_config"},
 }
-HUB = {  # dataset -> name and configuration on the hub
-    "openwebtext": ("Skylion007/openwebtext", None),
-    "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-}
-ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
-PIECE = 2**20  # characters of a document that are tokenized at once
-
 Report = Callable[[str, str], None]  # the stage of the work, and how far it is
 
 
@@ -244,9 +244,6 @@ def _read_text(path: Path) -> str:
 
 # ----------------------------------------------------------------------------- documents, any size
 
-# A piece of a document: its number in the corpus, whether the document ends with it, its text.
-Piece = tuple[int, bool, str]
-
 
 def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
                       report: Report) -> dict[str, Any]:  # fmt: skip
@@ -259,7 +256,12 @@ def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
     def pieces() -> Iterator[Piece]:
-        documents = web_documents(dataset, config) if web else file_documents(config)
+        if web:
+            name, configuration = (config.hub_name, None) if config.hub_name else HUB[dataset]
+            configuration = config.hub_config or configuration
+            documents = web_documents(name, configuration, config.source, config.text_key)
+        else:
+            documents = file_documents(config.source, config.text_key)
         for i, document in enumerate(islice(documents, config.limit)):
             yield from cut_document(i, document)
 
@@ -269,7 +271,7 @@ def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
         if config.tokenizer == "char":
             seen: set[str] = set()
             read = 0
-            for chars, length in _map_ahead(pool, _characters, _batched(pieces()), 2 * workers):
+            for chars, length in _map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
                 read += length
                 report("looking for characters", f"in {read:,}, found {len(seen):,}")
@@ -280,7 +282,7 @@ def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
         encode = partial(_encode, tokenizer.to_meta())
         documents = tokens = 0
         with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
-            for batch in _map_ahead(pool, encode, _batched(pieces()), 2 * workers):
+            for batch in _map_ahead(pool, encode, batched(pieces()), 2 * workers):
                 for i, ends, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
                     documents += ends
@@ -298,179 +300,6 @@ def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
             s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")
         },
     }
-
-
-def source_files(root: Path) -> list[Path]:
-    """The file itself, or all of a folder with texts in them, in sorted order."""
-    if root.is_dir():
-        return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
-    return [root]
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What goes wrong with a file of the user's, in one sentence that names it."""
-    try:
-        yield
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
-    except UserError:
-        raise
-    # zlib and gzip: a damaged .gz; ValueError: pyarrow's errors of a damaged .parquet.
-    except (OSError, EOFError, zlib.error, ValueError) as e:
-        raise UserError(
-            f"{path} cannot be read ({e}); mend it or take it out of --source"
-        ) from None
-
-
-def file_documents(config: PrepareConfig) -> Iterator[Iterator[str]]:
-    """Each document of the files in config.source, as an iterator of its parts.
-
-    A .txt file is one document, a line of .jsonl and a row of .parquet another. Folders are
-    searched in sorted order; .txt and .jsonl may be gzipped.
-    """
-    if config.source is None:
-        raise UserError(
-            "text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them"
-        )
-    root = Path(config.source)
-    if not root.exists():
-        raise UserError(
-            f"--source={root} does not exist; give a .txt, .jsonl or .parquet file, or a folder"
-        )
-    if not (files := source_files(root)):
-        raise UserError(
-            f"there is no .txt, .jsonl or .parquet file in {root}; give another --source"
-        )
-    for path in files:
-        if not path.name.endswith(ENDINGS):
-            raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
-        if path.suffix == ".parquet":
-            rows = _parquet_rows(path, config.text_key)
-        elif ".jsonl" in path.name:
-            rows = _json_rows(path)
-        else:
-            yield _parts(path)
-            continue
-        with reading(path):
-            for number, row in rows:
-                yield iter((_text(row, config.text_key, f"{path}:{number}"),))
-
-
-def _parts(path: Path) -> Iterator[str]:
-    with reading(path), _open_text(path) as f:
-        yield from iter(partial(f.read, PIECE), "")
-
-
-def _open_text(path: Path) -> Any:
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with _open_text(path) as f:
-        for number, line in enumerate(f, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise UserError(
-                        f"{path}:{number} is no JSON ({e.msg}); mend or remove the line"
-                    ) from None
-
-
-def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError("reading .parquet needs pyarrow; run: pip install pyarrow") from None
-    with pq.ParquetFile(path) as table:
-        if key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{path} has no column {key!r} but {names}; name it with --text_key")
-        batches = table.iter_batches(batch_size=64, columns=[key])
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-
-
-def _text(row: Any, key: str, where: str) -> str:
-    """The text of a row of JSON or a table."""
-    text = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{where} has no text in {key!r} ({has}); name the field with --text_key")
-    return text
-
-
-def web_documents(dataset: str, config: PrepareConfig) -> Iterator[Iterator[str]]:
-    """Each document of a dataset of the hub, or of local files in the same format."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            f"{dataset} needs the datasets library; run: pip install datasets"
-        ) from None
-    name, configuration = HUB[dataset] if config.hub_name is None else (config.hub_name, None)
-    where = config.source or name
-    rows: Any = None
-    for number in count(1):
-        try:
-            if rows is None:
-                if config.source:
-                    files = [
-                        str(f) for f in source_files(Path(config.source)) if ".txt" not in f.name
-                    ]
-                    kind = "parquet" if files and files[0].endswith(".parquet") else "json"
-                    found = load_dataset(kind, data_files=files, split="train", streaming=True)
-                else:
-                    found = load_dataset(
-                        name, config.hub_config or configuration, split="train", streaming=True
-                    )
-                rows = iter(found)
-            row = next(rows, None)
-        except Exception as e:  # the library has dozens of errors for a hub out of reach
-            words = (str(e).strip() or "no message").splitlines()[0]
-            raise UserError(
-                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, "
-                "or give .parquet or .jsonl files at hand with --source=PATH"
-            ) from e
-        if row is None:
-            return
-        yield iter((_text(row, config.text_key, f"{where}, row {number},"),))
-
-
-# Up to the last space or line break with a word behind it.
-_TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
-
-
-def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of PIECE characters at most, the same however the text comes in parts.
-
-    Cut before a space or line break that a word follows, where the last half of a piece has one:
-    GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
-    """
-    rest, start = "", 0
-    for part in parts:
-        rest, start = rest[start:] + part, 0
-        while len(rest) - start > PIECE:
-            end = start + PIECE
-            word = _TO_LAST_WORD.match(rest, start + PIECE // 2, end + 1)
-            end = word.end() if word else end
-            yield i, False, rest[start:end]
-            start = end
-    yield i, True, rest[start:]
-
-
-def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of about PIECE characters together: one task of a worker."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[2])
-        if size >= PIECE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:

@@ -401,7 +401,7 @@ def test_documents_of_every_kind_of_file(
 def test_the_number_of_workers_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpt2: data.GPT2Tokenizer, kind: str
 ) -> None:
-    monkeypatch.setattr(prep, "PIECE", 1000)  # many pieces and many tasks
+    monkeypatch.setattr(data.documents, "PIECE", 1000)  # many pieces and many tasks
     source = tmp_path / "long.jsonl"
     texts = ["".join(f"{i}.{j} is a number, " for j in range(i * 7)) for i in range(40)]
     source.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -434,9 +434,9 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     )
     pieces = 0
     for size in (100, 333, 1000):
-        monkeypatch.setattr(prep, "PIECE", size)
+        monkeypatch.setattr(data.documents, "PIECE", size)
         parts = (whole[i : i + 77] for i in range(0, len(whole), 77))
-        cut = [text for _, _, text in prep.cut_document(0, parts)]
+        cut = [text for _, _, text in data.documents.cut_document(0, parts)]
         assert "".join(cut) == whole and max(map(len, cut)) <= size
         assert [i for text in cut for i in gpt2.encode(text)] == gpt2.encode(whole)
         pieces += len(cut)
