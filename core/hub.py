@@ -13,7 +13,7 @@ import urllib.request
 
 
 def why_not_hub(timeout: float = 5.0) -> str | None:
-    """Why the hub cannot be reached; None: it answers, in whatever words.
+    """Why the hub cannot be reached; None: it answers, in whatever words, or nobody is to ask it.
 
     HF_ENDPOINT and the usual variables for proxies count, as they do for the hub's own client.
 
@@ -21,7 +21,7 @@ def why_not_hub(timeout: float = 5.0) -> str | None:
         timeout: seconds to wait for the connection.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return "HF_HUB_OFFLINE is set"
+        return None  # the client takes what it has in its cache, and says at once what it lacks
     url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout).close()

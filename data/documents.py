@@ -9,11 +9,11 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from core.settings import UserError
+from core.hub import why_not_hub
+from core.settings import UserError, first_line
 
 ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
 HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
@@ -35,14 +35,14 @@ def source_files(root: Path) -> list[Path]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What goes wrong with a file of the user's, in one sentence that names it."""
+    """Turn what goes wrong with a file of the user's into one sentence that names it."""
     try:
         yield
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
     except UserError:
         raise
-    # zlib and gzip: a damaged .gz; ValueError: pyarrow's errors of a damaged .parquet.
+    # EOFError, zlib.error: a damaged .gz; ValueError: pyarrow's for a damaged .parquet.
     except (OSError, EOFError, zlib.error, ValueError) as e:
         raise UserError(
             f"{path} cannot be read ({e}); mend it or take it out of --source"
@@ -126,45 +126,43 @@ def _text(row: Any, key: str, where: str) -> str:
     return text
 
 
-def web_documents(name: str, configuration: str | None, source: str | None,
-                  text_key: str) -> Iterator[Iterator[str]]:  # fmt: skip
+def web_documents(
+    name: str, configuration: str | None, source: str | None, text_key: str
+) -> Iterator[Iterator[str]]:
     """Each document of a dataset of the hub, or of local files (source) in the same format."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise UserError(f"{name} needs the datasets library; run: pip install datasets") from None
     where = source or name
-    rows: Any = None
-    for number in count(1):
-        try:
-            if rows is None:
-                if source:
-                    files = [str(f) for f in source_files(Path(source)) if ".txt" not in f.name]
-                    kind = "parquet" if files and files[0].endswith(".parquet") else "json"
-                    found = load_dataset(kind, data_files=files, split="train", streaming=True)
-                else:
-                    found = load_dataset(name, configuration, split="train", streaming=True)
-                rows = iter(found)
-            row = next(rows, None)
-        except Exception as e:  # the library has dozens of errors for a hub out of reach
-            words = (str(e).strip() or "no message").splitlines()[0]
-            raise UserError(
-                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, "
-                "or give .parquet or .jsonl files at hand with --source=PATH"
-            ) from e
-        if row is None:
-            return
-        yield iter((_text(row, text_key, f"{where}, row {number},"),))
+    try:
+        if source:
+            files = [str(f) for f in source_files(Path(source)) if ".txt" not in f.name]
+            kind = "parquet" if files and files[0].endswith(".parquet") else "json"
+            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
+        elif offline := why_not_hub():
+            raise ConnectionError(offline)
+        else:
+            rows = load_dataset(name, configuration, split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield iter((_text(row, text_key, f"{where}, row {number},"),))
+    except UserError:
+        raise
+    except Exception as e:  # the library has dozens of errors for a hub out of reach
+        raise UserError(
+            f"{where} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
+            "network, or give .parquet or .jsonl files at hand with --source=PATH"
+        ) from e
 
 
-# Up to the last space or line break with a word behind it.
+# Everything before the last space or line break that a word follows.
 _TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
 
 
 def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of PIECE characters at most, the same however the text comes in parts.
+    """Document i in pieces of at most PIECE characters, the same whatever parts the text comes in.
 
-    Cut before a space or line break that a word follows, where the last half of a piece has one:
+    A piece ends before a space or line break that a word follows, if its second half has one:
     GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
     """
     rest, start = "", 0

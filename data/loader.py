@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from core.settings import UserError
+from data.documents import HUB
 from data.prepare import command
 
 SCAN_ALL = 2**28  # tokens: larger files are looked at in 256 places
@@ -37,6 +38,12 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / "meta.json"
     prepare = f"prepare it with: {command(folder)}"
+    if folder.name in HUB:
+        small = folder.with_name("shakespeare")
+        prepare += (
+            f" (hours, and 54 GB for openwebtext); to try the same settings at once: "
+            f"{command(small)}, then train with --dataset={small.name}"
+        )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -219,6 +219,17 @@ def test_no_dataset(tmp_path: Path) -> None:
     assert "no meta.json" in told and "python -m data shakespeare" in told
 
 
+def test_a_dataset_of_hours_names_a_quick_one_too(tmp_path: Path) -> None:
+    told = refusal(tmp_path / "openwebtext")
+    small = tmp_path / "shakespeare"
+    assert f"python -m data openwebtext --out_dir={tmp_path / 'openwebtext'} (hours" in told
+    assert (
+        f"python -m data shakespeare --out_dir={small}, then train with --dataset=shakespeare"
+        in told
+    )
+    assert "--dataset=shakespeare" not in refusal(tmp_path / "shakespeare_char")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tokenizer": {}}', "\xff"])
 def test_a_meta_that_is_none(folder: Path, content: str) -> None:
     (folder / "meta.json").write_bytes(content.encode("latin-1"))
