@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import threading
 import time
@@ -31,6 +32,29 @@ def stream(batches: data.Batches, steps: int) -> torch.Tensor:
 sizes = st.tuples(st.integers(1, 9), st.integers(0, 200), st.integers(1, 20), st.integers(0, 99))
 
 
+@pytest.mark.parametrize("N, T, windows", [
+    (9, 8, 1),  # one window, and no other place for it
+    (12, 8, 1),  # one that may begin at 0, 1, 2 or 3
+    (17, 8, 1),  # two would fit, but only at 0
+    (17, 4, 3),  # (N - 1) % T is 0: without the room of a window, every epoch would be the same
+    (18, 4, 3),
+    (20, 4, 3),
+    (21, 4, 4),
+    (6, 1, 4),
+])  # fmt: skip
+def test_over_the_epochs_every_place_is_a_start(N: int, T: int, windows: int) -> None:
+    """By hand: how many windows an epoch has. Of the N - T places that a sequence can begin at,
+    each is taken in some epoch, so every token is seen, first and last ones included."""
+    batches = data.Batches(tokens_up_to(N), T, windows, seed=3)  # a step is an epoch
+    epochs = [batches.starts(step) for step in range(400)]
+    assert set(np.concatenate(epochs).tolist()) == set(range(N - T))
+    assert all(len(set(epoch.tolist())) == windows for epoch in epochs)
+    first, last = (collections.Counter(int(f(e)) for e in epochs) for f in (np.min, np.max))
+    offsets = N - T - (windows - 1) * T  # where the first window can begin
+    assert len(first) == len(last) == offsets
+    assert min(first.values()) > 400 / offsets / 2  # none is rare
+
+
 @given(sizes)
 @settings(max_examples=200, deadline=None)
 def test_an_epoch_visits_each_window_once(size: tuple[int, int, int, int]) -> None:
@@ -38,15 +62,14 @@ def test_an_epoch_visits_each_window_once(size: tuple[int, int, int, int]) -> No
     straddle epochs and batches larger than an epoch included."""
     T, more, G, seed = size
     batches = data.Batches(tokens_up_to(T + 1 + more), T, G, seed=seed)
-    n = batches.windows
+    n = max(1, more // T)  # of the windows after the first T tokens, which is the most it shifts
+    assert batches.windows == n
     steps = -(-3 * n // G)
     starts = np.concatenate([batches.starts(step) for step in range(steps)])
     for epoch in range(3):
         drawn = np.sort(starts[epoch * n : (epoch + 1) * n])
         assert np.array_equal(drawn, drawn[0] + T * np.arange(n))
         assert drawn[0] >= 0 and drawn[-1] + T + 1 <= T + 1 + more
-    # At most one window's worth of tokens plus the room for the offset stays unseen.
-    assert n == 1 or (n + 2) * T + 1 > T + 1 + more
 
 
 @given(sizes)
