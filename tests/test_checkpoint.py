@@ -129,6 +129,23 @@ def test_partial_folders_are_ignored_and_swept_away(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
 
 
+def test_an_earlier_run_is_set_aside_whole(tmp_path):
+    assert checkpoint.set_aside(tmp_path) is None and not names(tmp_path)
+    whole = ["loss.png", "metrics.jsonl", "step-00000001", "step-00000002"]
+    for n in (1, 2):
+        for step in (1, 2):
+            save(tmp_path, step, fill=n)
+        for name in whole[:2]:
+            (tmp_path / name).write_text(f"{n}")
+        (tmp_path / "notes.txt").write_text("the user's own")
+        assert checkpoint.set_aside(tmp_path) == tmp_path / f"earlier-{n}"
+        assert names(tmp_path) == [*(f"earlier-{i + 1}" for i in range(n)), "notes.txt"]
+    for n in (1, 2):
+        assert names(tmp_path / f"earlier-{n}") == whole
+        assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
+        assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
+
+
 def test_an_older_one_that_is_damaged_does_not_stop_the_saving(tmp_path, caplog):
     save(tmp_path, 1, val_loss=1.0)
     save(tmp_path, 2, val_loss=2.0)

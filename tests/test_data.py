@@ -500,7 +500,40 @@ def test_more_characters_than_uint16_holds_are_refused(
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
+def test_as_many_characters_as_uint16_holds_are_taken() -> None:
+    characters = list(map(chr, range(2**16)))
+    assert prep._uint16([2**16 - 1], data.CharTokenizer(characters)).tolist() == [65535]
+    with pytest.raises(UserError, match="65536"):
+        prep._uint16([0], data.CharTokenizer([*characters, "\U0001f600"]))
+
+
+def test_the_tail_that_validates_is_rounded_up(tmp_path: Path) -> None:
+    """21 tokens, the end of the document among them: a tenth is 2.1."""
+    source = tmp_path / "short.txt"
+    source.write_text("abcdefghij" * 2)
+    meta = run("text", tmp_path / "out", source=str(source), tokenizer="char")
+    assert meta["tokens"] == {"train": 18, "val": 3}
+
+
+@pytest.mark.parametrize("dataset", ["text", "shakespeare_char"])
+def test_a_byte_order_mark_is_no_character(tmp_path: Path, dataset: str) -> None:
+    source = tmp_path / "windows.txt"
+    source.write_text("a rose is a rose\n" * 9, encoding="utf-8-sig")
+    tokenizer = "char" if dataset == "text" else None
+    meta = run(dataset, tmp_path / "out", source=str(source), tokenizer=tokenizer)
+    assert set(meta["tokenizer"]["vocabulary"]) - {""} == set("a rose is\n")
+
+
 # --- the hub's datasets, on local files ---
+
+
+def test_one_of_two_thousand_web_pages_validates(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    pytest.importorskip("datasets")
+    source = tmp_path / "pages.jsonl"
+    pages = [f"Page {i}" for i in range(4100)]
+    source.write_text("".join(json.dumps({"text": d}) + "\n" for d in pages))
+    meta = run("openwebtext", tmp_path / "out", source=str(source))
+    assert documents_of(tmp_path / "out", meta)["val"] == [pages[1999], pages[3999]]
 
 
 @pytest.mark.parametrize("dataset", ["openwebtext", "fineweb"])

@@ -99,6 +99,14 @@ def test_a_batch_depends_on_seed_and_step_only() -> None:
     assert not torch.equal(data.Batches(tokens, 8, 12, seed=6).get(0)[0], seen[0])
 
 
+def test_no_two_seeds_share_an_epoch() -> None:
+    """Not even the second epoch of one and the first of the next."""
+    runs = [data.Batches(tokens_up_to(2000), 8, 1, seed=seed) for seed in (5, 6)]
+    n = runs[0].windows
+    epochs = [[run.starts(e * n + i)[0] for i in range(n)] for run in runs for e in range(3)]
+    assert len(set(map(tuple, epochs))) == 6
+
+
 def test_epochs_differ_in_order_and_offset() -> None:
     batches = data.Batches(tokens_up_to(2000), 16, 1, seed=0)
     n = batches.windows
@@ -296,6 +304,17 @@ def test_the_last_token_is_looked_at_too(folder: Path) -> None:
         f.seek(-2, 2)
         f.write(np.array([5000], dtype="<u2").tobytes())
     assert "5000" in refusal(folder)
+
+
+@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**17 + 4999])
+def test_a_large_file_is_looked_at_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """In 256 places of 2**16 tokens, which here overlap and cover it all."""
+    monkeypatch.setattr(data.loader, "SCAN_ALL", 1000)
+    tokens = np.zeros(2**17 + 5000, dtype="<u2")
+    tokens[place] = 7
+    assert data.loader._largest(tokens) == 7
 
 
 def test_the_command_of_the_sentence_keeps_the_options(folder: Path) -> None:
