@@ -25,6 +25,8 @@ from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
 from model import GPT, SIZES, GPTConfig
 
+SAME_NAMES = ("n_layer", "n_head", "n_embd", "vocab_size")  # here and in transformers
+
 
 def load_nanogpt(path: str | Path, policy: Any = None, **changes: Any) -> GPT:
     """The model in a nanoGPT ckpt.pt, without its training state.
@@ -63,8 +65,7 @@ def load_hf(source: str, policy: Any = None, **changes: Any) -> GPT:
     if saved.get("model_type") != "gpt2":
         kind = saved.get("model_type")
         raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
-    needed = ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions")
-    if lacking := [key for key in needed if key not in saved]:
+    if lacking := [key for key in (*SAME_NAMES, "n_positions") if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
     unlike = {  # options that our model lacks, and the values with which it computes the same
@@ -78,15 +79,9 @@ def load_hf(source: str, policy: Any = None, **changes: Any) -> GPT:
     for key, same in unlike.items():
         if saved.get(key, same[0]) not in same:
             raise UserError(f"{source} has {key}={saved[key]!r}; the model here has {same[0]!r}")
-    sizes = {
-        "n_layer": saved["n_layer"],
-        "n_head": saved["n_head"],
-        "n_embd": saved["n_embd"],
-        "vocab_size": saved["vocab_size"],
-        "block_size": saved["n_positions"],
-        "bias": True,
-        "gelu": gelus[saved.get("activation_function", "gelu_new")],
-    }
+    sizes = {key: saved[key] for key in SAME_NAMES}
+    sizes |= {"block_size": saved["n_positions"], "bias": True}
+    sizes["gelu"] = gelus[saved.get("activation_function", "gelu_new")]
     weights = {}
     for name, tensor in read_file(folder / "model.safetensors", load_file).items():
         name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -124,18 +119,13 @@ def save_hf(model: GPT, folder: str | Path) -> None:
     config_json = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "vocab_size": config.vocab_size,
+        **{key: getattr(config, key) for key in SAME_NAMES},
         "n_positions": config.block_size,
         "n_ctx": config.block_size,
         "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
         "bos_token_id": None,
         "eos_token_id": None,
     }

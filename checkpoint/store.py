@@ -164,7 +164,7 @@ def save(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write out_dir/step-N, then delete all but the best and the newest `keep`.
+    """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
     Args:
         weights: the model's state_dict.
@@ -198,13 +198,14 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "there is none before it"
-        free = _free_bytes(out_dir)
+        there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
+        free = f"{shutil.disk_usage(there).free / 1e9:.2f} GB free"
         raise UserError(
-            f"could not write checkpoint {final} ({first_line(e)}; {free / 1e9:.2f} GB free): "
-            f"{still}"
+            f"could not write checkpoint {final} ({first_line(e)}; {free}): {still}"
         ) from e
     try:
-        for folder in [old, *_superfluous(out_dir, keep)]:
+        best = best_folder(out_dir)
+        for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:
             _delete(folder)
     except (OSError, UserError) as e:  # the new checkpoint is safe: no reason to end the run
         log.warning("older checkpoints were left in %s (%s)", out_dir, e)
@@ -216,12 +217,6 @@ def _delete(folder: Path) -> None:
     if folder.exists():
         gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _superfluous(out_dir: Path, keep: int) -> list[Path]:
-    """All but the newest `keep` (at least one) and the one with the lowest validation loss."""
-    best = best_folder(out_dir)
-    return [p for p in folders(out_dir)[: -max(1, keep)] if p != best]
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
@@ -248,8 +243,9 @@ def set_aside(out_dir: str | Path) -> Path | None:
 
 def best_folder(out_dir: str | Path) -> Path | None:
     """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = [(load(folder).state.get("val_loss"), folder) for folder in folders(out_dir)]
-    return min(((loss, p) for loss, p in losses if loss is not None), default=(None, None))[1]
+    losses: dict[Path, Any] = {p: load(p).state.get("val_loss") for p in folders(out_dir)}
+    evaluated = [p for p, loss in losses.items() if loss is not None]
+    return min(evaluated, key=lambda p: losses[p], default=None)
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
@@ -338,8 +334,3 @@ def _sync(paths: Iterable[Path]) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def _free_bytes(folder: Path) -> int:
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    return shutil.disk_usage(there).free

@@ -100,6 +100,8 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
+    if options.get("tokenizer") == "gpt2":
+        del options["tokenizer"]  # the default by its name
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
     if dataset.startswith("shakespeare") and "source" not in options:
         made_from["source"] = PLAYS_SHA256  # a later version may take another text out of them
@@ -113,18 +115,17 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
             meta = {**made_from, "dtype": "uint16", **work(dataset, config, out_dir, report)}
         _publish(out_dir, meta)
     except OSError as e:  # what cannot be read is a UserError by now
-        raise UserError(
-            f"{out_dir} cannot be written ({e.strerror or e}); give another --out_dir"
-        ) from e
-    tokens = meta["tokens"]
+        reason = e.strerror or e
+        raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
+    train, val = meta["tokens"]["train"], meta["tokens"]["val"]
     print(
-        f"{out_dir}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate, "
+        f"{out_dir}: {train:,} tokens to train on, {val:,} to validate, "
         f"vocabulary {meta['vocab_size']:,} ({meta['tokenizer']['name']})"
     )
-    if dataset == "text" and config.tokenizer is None and sum(tokens.values()) < SMALL:
+    if dataset == "text" and config.tokenizer is None and train + val < SMALL:
         print(
-            f"hint: {sum(tokens.values()):,} tokens are few for a vocabulary of 50,257; characters "
-            f"suit a small text: {command(out_dir, meta)} --tokenizer=char --force"
+            f"hint: {train + val:,} tokens are few for a vocabulary of 50,257; characters suit a "
+            f"small text: {command(out_dir, meta)} --tokenizer=char --force"
         )
     print(f"next: {train_command(dataset, out_dir)}")
     return out_dir
@@ -167,9 +168,8 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
     makes = set().union(*DATASETS.values())
     made_by = [f for f in fields(config) if f.name in makes]
     options = {f.name: v for f in made_by if (v := getattr(config, f.name)) != f.default}
-    for name, default in (("source", "plays"), ("tokenizer", "gpt2")):
-        if options.get(name) == default:
-            del options[name]  # the default by its name
+    if options.get("source") == "plays":
+        del options["source"]  # the default by its name
     if os.path.exists(options.get("source", "")):
         options["source"] = os.path.abspath(options["source"])
     return options
@@ -435,15 +435,11 @@ def progress(title: str) -> Iterator[Report]:
         if stage != shown or time.monotonic() > at + (0.2 if moving else 10):
             shown, at = stage, time.monotonic()
             line = f"{title}: {stage} {done}"
-            print(
-                f"\r{line}\x1b[K" if moving else line,
-                end="" if moving else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            sys.stderr.write(f"\r{line}\x1b[K" if moving else f"{line}\n")
+            sys.stderr.flush()
 
     try:
         yield report
     finally:
         if moving:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            sys.stderr.write("\r\x1b[K")

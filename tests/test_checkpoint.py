@@ -116,6 +116,9 @@ def test_it_keeps_the_best_and_the_last(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-100000000"
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000007"
     assert checkpoint.best_folder(tmp_path / "nowhere") is None
+    for step, loss in enumerate((0.5, 0.0, 0.25)):  # 0 is a loss like any other
+        save(tmp_path / "zero", step, val_loss=loss)
+    assert checkpoint.best_folder(tmp_path / "zero") == tmp_path / "zero" / "step-00000001"
 
 
 def test_partial_folders_are_ignored_and_swept_away(tmp_path):
@@ -185,6 +188,7 @@ print(torn, checkpoint.load(checkpoint.latest(out)).step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_sigkill_at_any_moment_leaves_a_good_one(tmp_path):
     here = Path(__file__).resolve().parent
