@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from checkpoint.store import Checkpoint, init_model, latest, load, tokenizer_meta
+from checkpoint.convert import init_model
+from checkpoint.store import Checkpoint, latest, load, tokenizer_meta
 from core.distributed import DistInfo
-from core.settings import Loaded, UserError, from_dict
+from core.settings import Loaded, UserError
 from model import GPT
 
 C = TypeVar("C")  # train.py's TrainConfig
@@ -31,7 +32,7 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     """
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
-    before: Any = from_dict(type(given), saved.settings["train"], f"{saved.folder}/settings.json")
+    before: Any = saved.train_settings(type(given))
     changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
         changes.setdefault("lr_decay_iters", before.max_iters)
@@ -62,8 +63,7 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
     if "attention_window" in loaded.origins:  # else the one that the weights were trained with
         changes["attention_window"] = config.attention_window
-    model = init_model(source, **changes)
-    model.policy = config.policy
+    model = init_model(source, config.policy, **changes)
     tokenizer = tokenizer_meta(source)
     if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
         raise UserError(
