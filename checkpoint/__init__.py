@@ -1,7 +1,7 @@
 """Save, load and resume; weights from other formats and to them."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, random_state, restore, resumed
+from checkpoint.resume import build_model, random_state, restore, resumed, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -28,6 +28,7 @@ __all__ = [
     "resumed",
     "save",
     "save_hf",
+    "save_run",
     "set_aside",
     "tokenizer_meta",
 ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from checkpoint.convert import init_model
-from checkpoint.store import Checkpoint, latest, load, tokenizer_meta
+from checkpoint.store import Checkpoint, latest, load, save, tokenizer_meta
 from core.distributed import DistInfo
 from core.settings import Loaded, UserError
 from model import GPT
@@ -95,6 +95,43 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def save_run(run: Any, val_loss: float | None) -> None:
+    """Write a checkpoint after the step that was just made.
+
+    Args:
+        run: train.py's Run.
+        val_loss: where the step was evaluated.
+    """
+    distributed = run.distributed
+    rng = distributed.gather(random_state(distributed.device))  # of every process
+    if val_loss is not None:
+        run.best_loss = min(run.best_loss, val_loss)
+    if not distributed.main:
+        return
+    optimizer, scaler = run.optimizer.state_dict(), run.scaler.state_dict()
+    save(
+        run.config.out_dir,
+        weights=run.model.state_dict(),
+        optimizer={"optimizer": optimizer, "scaler": scaler, "rng": rng},
+        settings={
+            "train": asdict(run.config),
+            "model": asdict(run.model.config),
+            "tokenizer": run.meta["tokenizer"],
+        },
+        state={
+            "step": run.step,
+            "val_loss": val_loss,
+            "best_val_loss": run.best_loss if math.isfinite(run.best_loss) else None,
+            "sequences_seen": run.step * run.global_batch,  # the data position, derived from step
+            "processes": distributed.world_size,
+            "attention_backend": run.chosen.backend.name,
+            "attention_kernels": list(run.chosen.kernels),
+            "torch": torch.__version__,
+        },
+        keep=run.config.keep_checkpoints,
+    )
 
 
 def restore(
