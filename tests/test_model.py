@@ -159,7 +159,7 @@ def test_logits_and_gradients_of_gpt2lmheadmodel(gelu, transformers, tmp_path) -
     wanted = {n: p.grad for n, p in them.named_parameters()}
     assert wanted.keys() == grads.keys()
     for name, grad in grads.items():
-        want = wanted[name].t() if checkpoint.store._is_conv1d(name) else wanted[name]
+        want = wanted[name].t() if checkpoint.convert._is_conv1d(name) else wanted[name]
         torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5, msg=name)
 
 
