@@ -121,7 +121,6 @@ class GPTConfig:
             dtype,
             window=window,
             dropout=self.dropout if training else 0.0,
-            deterministic=self.attention_deterministic,
             hub_kernels=self.attention_hub_kernels,
             **asked,
         )
@@ -174,10 +173,10 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
-        if cache is not None and spec.cache in ("none", "dynamic"):
-            k, v = cache.append(k, v)  # (B, Tk, Hkv, D): to the kernel, plain keys and values
-            cache = None
-        y = attend(q, k, v, spec, segments=segments, cache=cache)  # (B, T, H, D)
+        reads = None
+        if cache is not None:
+            k, v, reads = cache.append(k, v)  # (B, Tk, Hkv, D), or what a static or paged cache has
+        y = attend(q, k, v, spec, segments=segments, cache=reads)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -352,21 +351,16 @@ class GPT(nn.Module):
         )
         if config.sdpa_flash_impl != "FA2" or device.startswith("cuda"):
             attention.use_flash_impl(config.sdpa_flash_impl)
-        guard = config.allow_mps_sdpa
+        policy = attention.Policy(
+            config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
+        )
         if config.attention_backend == "fastest":
             B, T = shape
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
             full = (B, T, T) if cache == "none" else (B, 1, config.block_size)
-            chosen = attention.fastest(spec, device, full, allow_mps_sdpa=guard)
+            chosen = attention.fastest(spec, device, full, policy)
         else:
-            chosen = attention.select(
-                config.attention_backend,
-                spec,
-                device,
-                config.attention_fallback,
-                allow_mps_sdpa=guard,
-                shape=shape,
-            )
+            chosen = attention.select(config.attention_backend, spec, device, policy, shape=shape)
         known = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
         other = known and (chosen.backend.name, chosen.kernels) not in known
         phase = f" with the {cache} cache" if cache != "none" else " for evaluation"

@@ -36,7 +36,8 @@ Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau,
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,27 +48,6 @@ from attention.spec import Backend, Caps, Spec, visible
 
 BLOCK_M = 64  # B_r: rows of a tile, queries
 BLOCK_N = 64  # B_c: columns of a tile, keys
-
-
-class Tile(NamedTuple):
-    """What forward_tiles() did at one tile, for all sequences and heads together.
-
-    The bytes are what a fused kernel moves to and from a GPU's main memory, at the inputs' size:
-    it reads Q_i with the first tile of row i that is not skipped, and K_j and V_j with each such
-    tile, once for all query heads that share them; it writes O_i and L_i after the last (of a row
-    that is skipped whole, the zeros). S and P stay on chip. Segments are not counted.
-    """
-
-    i: int  # block of queries
-    j: int  # block of keys
-    skipped: bool
-    m: Tensor  # (B, H, B_r) running maximum after this tile; the least finite number: nothing seen
-    l: Tensor  # (B, H, B_r) running sum of exp(s - m)
-    O: Tensor  # (B, H, B_r, D) the output after this tile, not normalised yet
-    S: Tensor | None  # (B, H, B_r, B_c) the scores, -inf where masked; None: skipped
-    rescale: Tensor | None  # (B, H, B_r) what the old l and O were multiplied by; None: skipped
-    read: int  # bytes
-    written: int  # bytes
 
 
 @torch.compiler.disable
@@ -112,14 +92,16 @@ class Tiled(torch.autograd.Function):
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
                   seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  trace: list[Tile] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass: FlashAttention-2, Algorithm 1.
 
     Args:
         q, k, v, segments: as in attend().
         seed: of the dropout masks; a tile's own is this plus its number.
         B_r, B_c: rows and columns of a tile.
-        trace: is given one Tile for each tile, in the order in which they are visited.
+        on_tile: is called after each tile that is not skipped, to show it (viewer/tiles.py), with
+            i, j and, for all heads (B, Hkv, H/Hkv, B_r, ...), S_ij, the factor by which the old
+            l_i and O_i were multiplied, and m_i, l_i, O_i as they now are.
 
     Returns:
         out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
@@ -138,30 +120,21 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
         l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
         # The least finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
         m_i = torch.full_like(l_i, torch.finfo(acc).min)
-        todo = [j for j, J in enumerate(cols) if not wholly_masked(I, J, Tk - Tq, spec.window)]
         for j, J in enumerate(cols):
-            if j in todo:
-                K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
-                S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
-                S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
-                m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
-                P_tilde_ij = torch.exp(S_ij - m_new)
-                rescale = torch.exp(m_i - m_new)
-                l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
-                Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
-                O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
-                m_i = m_new
-            if trace is not None:
-                first, last = (todo[0], todo[-1]) if todo else (None, len(cols) - 1)
-                read = (K[..., J, :].nbytes + V[..., J, :].nbytes) * (j in todo)
-                read += Q[..., I, :].nbytes * (j == first)
-                written = (O[..., I, :].nbytes + L[..., I, :].nbytes) * (j == last)
-                m, l, O_now = (t.flatten(1, 2) for t in (m_i, l_i, O_i))
-                S, factor = None, None
-                if j in todo:
-                    S, factor = S_ij.flatten(1, 2), rescale.flatten(1, 2)[..., 0]
-                trace.append(Tile(i, j, j not in todo, m[..., 0], l[..., 0], O_now, S, factor,
-                                  read, written))  # fmt: skip
+            if wholly_masked(I, J, Tk - Tq, spec.window):
+                continue
+            K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
+            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
+            P_tilde_ij = torch.exp(S_ij - m_new)
+            rescale = torch.exp(m_i - m_new)
+            l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
+            Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
+            O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
+            m_i = m_new
+            if on_tile is not None:
+                on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
         l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
         O[..., I, :] = (O_i / l_i).to(q.dtype)
         L[..., I, :] = m_i + torch.log(l_i)

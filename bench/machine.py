@@ -166,7 +166,6 @@ class Scout:
         here = MachineSpec.here(str(self.device), attention.packages())
         always = {
             "dtype": dtype_name(pick_dtype(config.dtype, self.device)),
-            "deterministic": config.attention_deterministic,
             "hub_kernels": config.attention_hub_kernels,
         }
         refused = {}
@@ -174,8 +173,8 @@ class Scout:
             reasons = []
             for asked in request["specs"]:
                 try:
-                    attention.resolve(name, Spec(**{**always, **asked}), here, fallback=False,
-                                      allow_mps_sdpa=config.allow_mps_sdpa)  # fmt: skip
+                    policy = attention.Policy(False, mps_sdpa=config.allow_mps_sdpa)
+                    attention.resolve(name, Spec(**{**always, **asked}), here, policy)
                 except attention.BackendUnavailable as e:
                     reasons.append(reason(e))
             if len(reasons) == len(request["specs"]):

@@ -5,7 +5,7 @@ and v of each layer are caught on their way into the kernel, and P is computed a
 manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
 
 Whether the picture is of the same computation, the output says: the kernel's is held against
-manual's from the same q, k and v, by the policy of attention/probe.py.
+manual's from the same q, k and v, by the policy of attention/select.py.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def truth(call: Call) -> Tensor:
 def agreement(call: Call) -> Agreement:
     """One layer's output held against the formula.
 
-    As attention/probe.py: twice the error of manual in the same dtype is allowed, plus the rounding
+    As attention/select.py: twice the error of manual in the same dtype is allowed, and the rounding
     of the largest value, plus 32 roundings in the precision that kernels compute in.
     """
     exact = truth(call)
