@@ -73,7 +73,11 @@ class Loaded(Generic[T]):
 
 
 def read(
-    cls: type[T], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    positional: str | None = None,
 ) -> Loaded[T]:
     """Read config files and `--key=value` arguments into one checked instance of cls.
 
@@ -85,9 +89,15 @@ def read(
     """
     fields = {name: name for name in _defaults(cls)} | dict(aliases or {})
     hints = typing.get_type_hints(cls)
-    files, options, wants_help = _split(argv)
+    switches = {name for name, field in fields.items() if hints[field] is bool}
+    files, options, wants_help = _split(argv, switches if positional else set())
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    bare = [word for word in files if positional and not word.endswith(".py")]
+    files = [word for word in files if word not in bare]
+    if len(bare) > 1:
+        raise UserError(f"give one {positional}, got {' '.join(bare)}")
+    options += [(str(positional), word) for word in bare]
     for path in files:
         for line, name, value in parse_config(path):
             origin = f"{path}:{line}"
@@ -152,7 +162,9 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
 # --- the command line ---
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], bool]:
+def _split(
+    argv: Sequence[str], switches: set[str]
+) -> tuple[list[str], list[tuple[str, str | None]], bool]:
     """argv -> config files, (name, text) of each option, whether help was asked for."""
     files: list[str] = []
     options: list[tuple[str, str | None]] = []
@@ -166,7 +178,11 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]
             name, equals, text = word[2:].partition("=")
             if equals:
                 options.append((name, text))
-            elif rest and not rest[0].startswith("--"):
+            elif (
+                rest
+                and not rest[0].startswith("--")
+                and not (name in switches and rest[0].lower() not in _BOOLS)
+            ):
                 options.append((name, rest.pop(0)))
             else:
                 options.append((name, None))
