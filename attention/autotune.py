@@ -17,6 +17,7 @@ Memo     the answer is kept in ~/.cache/nanoattn/fastest ($XDG_CACHE_HOME, $NANO
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -325,3 +326,5 @@ def remember(key: dict[str, Any], name: str, timings: list[Timing]) -> None:
         os.replace(temporary, path)
     except OSError as e:
         log.warning(f"fastest: the answer is not remembered: {path} cannot be written ({e})")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

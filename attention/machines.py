@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable
 
 from attention.gpus import GPUS
-from attention.spec import Machine, dotted
-from attention.system import UNKNOWN_VERSION, version
+from attention.spec import UNKNOWN_VERSION, Machine, dotted, version
 
 APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # words that tell little

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from attention.system import UNKNOWN_VERSION, cpu_name, import_version, version
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+UNKNOWN_VERSION = "unknown version"  # of a package that imports and does not say
 
 
 def visible(
@@ -134,17 +134,25 @@ class Machine:
         """
         import torch
 
+        from attention.system import cpu_name, import_version
+
         kind = torch.device(device).type
         name, capability = cpu_name() or platform.processor() or platform.machine(), None
         if kind == "cuda":
             name = torch.cuda.get_device_name(device)
             capability = torch.cuda.get_device_capability(device)
-        found = {p: v for p in packages if (v := import_version(p)) is not None}
+        found = {p: v or UNKNOWN_VERSION for p in packages if (v := import_version(p)) is not None}
         return cls(
             kind, name, capability, torch.__version__, torch.version.cuda, found,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
         )  # fmt: skip
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    leading = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(n) for n in leading.group().split(".")) if leading else ()
 
 
 def dotted(capability: tuple[int, int] | None) -> str:
@@ -227,10 +235,8 @@ class Caps:
         if spec.dtype not in self.dtypes:
             takes = " and ".join(self.dtypes)
             refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
-        if self.head_dim_max and spec.head_dim > self.head_dim_max:
-            refuse(
-                "head_dim", f"it takes a head_dim up to {self.head_dim_max}, not {spec.head_dim}"
-            )
+        if (most := self.head_dim_max) and spec.head_dim > most:
+            refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
         if spec.head_dim % self.head_dim_multiple:
             text = f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"
             refuse("head_dim", text)

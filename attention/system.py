@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-UNKNOWN_VERSION = "unknown version"  # of a package that imports and does not say
-
 
 def cpu_name() -> str | None:
     """The processor's name as Linux reports it, None on other systems."""
@@ -30,14 +28,9 @@ def cpu_name() -> str | None:
     return found.group(1).strip() if found else None
 
 
-def version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
-    leading = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(n) for n in leading.group().split(".")) if leading else ()
-
-
 def import_version(package: str) -> str | None:
-    """A package's version, the text of its import error, or None if it is not installed."""
+    """A package's version, "" if it imports and does not say; the text of the error that its import
+    gave; None if it is not installed."""
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
@@ -48,10 +41,10 @@ def import_version(package: str) -> str | None:
             return None  # "a.b", and there is no a
         return f"{type(e).__name__}: {e}"
     said = str(getattr(module, "__version__", ""))
-    if any(version(said)):
+    if re.match(r"[\d.]*[1-9]", said):
         return said
     # Nothing said, or the 0.0.0 of a package that looks itself up under a name it no longer has.
-    return _distribution_version(package) or UNKNOWN_VERSION
+    return _distribution_version(package) or ""
 
 
 def _distribution_version(package: str) -> str | None:

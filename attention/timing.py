@@ -37,7 +37,8 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
     if Tq != Tk or spec.cache in ("static", "paged"):
         past = torch.randn(B, Tk, Hkv, D, **kind), torch.randn(B, Tk, Hkv, D, **kind)
     if spec.cache in ("static", "paged"):
-        *past, view_of = filled_cache(*past, spec)
+        k, v, view_of = filled_cache(past[0], past[1], spec)
+        past = k, v
         view = view_of([Tk - Tq] * B, [Tq] * B)
     segments = None
     if spec.segments:  # two documents

@@ -26,7 +26,8 @@ import torch
 
 import attention
 from attention.spec import Machine as MachineSpec
-from attention.spec import Spec, cpu_name
+from attention.spec import Spec
+from attention.system import cpu_name
 from core import flops
 from core.runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
 from core.settings import from_dict

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import cpu_name
+from attention.system import cpu_name
 
 
 class onednn:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.spec import cpu_name
+from attention.system import cpu_name
 from core import cpu_matmul
 from core.settings import UserError
 

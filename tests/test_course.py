@@ -16,7 +16,7 @@ from test_readme import commands
 
 import bench_mfu
 from attention import Spec, visible
-from attention.__main__ import ALIASES, Options, split_name
+from attention.__main__ import ALIASES, Options
 from bench.settle import settle
 from core import settings
 from core.settings import UserError
@@ -117,7 +117,7 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
             start = written(tmp_path, command_line.exercise(int(words[3])).START)
             assert command_line.main([words[3], str(start)]) == 1
     elif words[:3] == ["python", "-m", "attention"]:
-        settings.read(Options, split_name(words[3:])[1], aliases=ALIASES)
+        settings.read(Options, words[3:], aliases=ALIASES, positional="backend")
     elif words[:2] == ["python", "explain.py"]:
         settings.read(ExplainConfig, words[2:])
     elif words[:2] == ["python", "bench_mfu.py"] and words[2:3] == ["compare"]:
@@ -496,7 +496,6 @@ def test_complaints() -> None:
 
 def test_exercise_5_counts_as_the_trace_does() -> None:
     """The loads of the reference answer are the bytes that forward_tiles() counts."""
-    from attention.tiled import Tile, forward_tiles
     from docs.exercises.ex5 import CASES, Memory
 
     answer = import_module("docs.exercises.answers.ex5")
@@ -504,15 +503,14 @@ def test_exercise_5_counts_as_the_trace_does() -> None:
         memory = Memory(Tq, Tk, B_r, B_c)
         answer.forward(memory.load, memory.store, memory.rows, memory.cols, memory.offset)
         q, k, v = (memory.main[name][None, :, None] for name in "QKV")
-        trace: list[Tile] = []
-        out, _ = forward_tiles(q, k, v, Spec(1, 1, 4, "float32"), B_r=B_r, B_c=B_c, trace=trace)
+        tiles, out, _ = trace(q, k, v, Spec(1, 1, 4, "float32"), B_r=B_r, B_c=B_c)
         torch.testing.assert_close(torch.cat([*memory.out.values()]), out[0, :, 0])
         loaded = sum(
             memory.main[name][(memory.rows if name == "Q" else memory.cols)[n]].nbytes * times
             for (i, name, n), times in memory.loads.items()
-            if name != "Q" or any(t.read for t in trace if t.i == i)  # a row may be all masked
+            if name != "Q" or any(t.read for t in tiles if t.i == i)  # a row may be all masked
         )
-        assert loaded == sum(t.read for t in trace)
+        assert loaded == sum(t.read for t in tiles)
 
 
 def test_an_answer_that_loads_something_else_is_told(tmp_path) -> None:

@@ -18,6 +18,7 @@ from attention import (
     Backend,
     BackendUnavailable,
     Machine,
+    Policy,
     Resolution,
     Spec,
     announce,
@@ -28,12 +29,13 @@ from attention import (
 )
 
 SPEC = Spec(4, 2, 32, "float32")
+STRICT = Policy(fallback=False)
 
 
 @pytest.fixture(autouse=True)
 def said_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    sys.modules["attention.probe"]._once.cache_clear()  # attention.probe is the function
+    sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
 
 
 # --- good ones ---
@@ -191,10 +193,10 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
 ):
     tried = probe(made_up(attend), spec, "cpu")
     assert tried.why and re.search(words, tried.why[0]), tried.why
-    monkeypatch.setitem(sys.modules["attention.resolve"]._BY_ANY_NAME, "made_up", made_up(attend))
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "made_up", made_up(attend))
 
     with pytest.raises(BackendUnavailable) as e:
-        select("made_up", spec, "cpu", fallback=False)
+        select("made_up", spec, "cpu", STRICT)
     assert tried.why[0] in str(e.value)
 
     chosen = select("made_up", spec, "cpu")
@@ -211,7 +213,7 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
 
 
 def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:
-    names = sys.modules["attention.resolve"]._BY_ANY_NAME
+    names = sys.modules["attention.select"]._BY_ANY_NAME
     for name in ("sdpa", "manual"):
         monkeypatch.setitem(names, name, dataclasses.replace(BACKENDS[name], attend=raises))
     with pytest.raises(BackendUnavailable) as e:
