@@ -145,14 +145,14 @@ def mask(Tq: int = 4, Tk: int = 4, window: int | None = None,
     """Page 2: who sees whom, by visible(). --Tq, --Tk, --window, --segments="(0, 0, 1, 1)"."""
     import torch
 
-    from attention import manual
+    from attention import views
 
     if min(Tq, Tk) < 1 or (window is not None and window < 1):
         raise UserError("Tq, Tk and window must be at least 1")
     if segments is not None and len(segments) != Tk:
         raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
     seg = None if segments is None else torch.tensor([segments])
-    seen = manual.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0, 0]
+    seen = views.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0]
     wide = len(str(Tk - 1)) + 2
     lines = [" " * 6 + "".join(f"k{j}".rjust(wide) for j in range(Tk))]
     if segments is not None:

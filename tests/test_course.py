@@ -497,6 +497,7 @@ def test_complaints() -> None:
 def test_exercise_5_counts_as_the_trace_does() -> None:
     """The loads of the reference answer are the bytes that forward_tiles() counts."""
     from docs.exercises.ex5 import CASES, Memory
+    from viewer.tiles import trace
 
     answer = import_module("docs.exercises.answers.ex5")
     for Tq, Tk, B_r, B_c in CASES:
