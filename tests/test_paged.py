@@ -512,6 +512,7 @@ def test_without_triton() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
     """The interpreter takes what the compiler may not."""
     code = """if True:

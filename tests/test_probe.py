@@ -187,6 +187,55 @@ BROKEN = [
 ]  # fmt: skip
 
 
+# Wrong by a few percent, in the dtypes whose roundings are a percent.
+
+
+def three_percent_too_large(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v * 1.03, spec, **kw)
+
+
+def scale_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q * 1.06, k, v, spec, **kw)
+
+
+def one_key_too_few(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """Of T keys the first is lost: 1.6 % of the last row's."""
+    zeroed = torch.cat((v[:, :1] * 0, v[:, 1:]), dim=1)
+    return manual.attend(q, k, zeroed, spec, **kw)
+
+
+def wrong_far_from_the_largest(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """Right in the first rows, whose outputs are largest, and 4 % too large in all the others."""
+    factor = torch.where(torch.arange(q.shape[1]) < q.shape[1] // 4, 1.0, 1.04)
+    out = manual.attend(q, k, v, spec, **kw)
+    return (out * factor[None, :, None, None]).to(q.dtype)
+
+
+class _FourPercent(_Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.04
+
+
+def gradient_of_v_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, _FourPercent.apply(v), spec, **kw)
+
+
+def gradient_of_q_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(_FourPercent.apply(q), k, v, spec, **kw)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("attend", [
+    three_percent_too_large, scale_off, one_key_too_few, wrong_far_from_the_largest,
+    gradient_of_v_off, gradient_of_q_off])  # fmt: skip
+def test_half_precision_does_not_excuse_a_few_percent(attend, dtype) -> None:
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    assert probe(made_up(manual.attend), spec, "cpu").why == ()
+    tried = probe(made_up(attend), spec, "cpu")
+    assert tried.why and "its numbers are wrong" in tried.why[0], tried
+
+
 @pytest.mark.parametrize("attend, spec, words", BROKEN, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_broken_backend_is_refused_with_a_telling_reason(
     attend, spec, words, monkeypatch, caplog

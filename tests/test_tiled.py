@@ -202,7 +202,7 @@ def test_a_window_of_w_tiles_visits_w_plus_one_a_row(w) -> None:
     (1, 31, 3)])  # fmt: skip
 def test_skipped_is_what_has_no_visible_pair(Tq, Tk, window) -> None:
     """Nothing more and nothing less, in both passes: 2 products a tile forward, 5 backward."""
-    for B_r, B_c in product((1, 2, 5, 8, 40), repeat=2):
+    for B_r, B_c in product((1, 5, 8, 40), repeat=2):
         inputs, seg, spec = causal(Tq, Tk, window)
         tiles = trace_of(inputs, seg, spec, B_r, B_c)
         assert len(tiles) == -(-Tq // B_r) * -(-Tk // B_c)
