@@ -226,7 +226,8 @@ def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> N
     """Padding is a segment of its own: each row is held against the truth of its real part."""
     machine = _need(device, name)
     pads, T = (0, 5, 20), 24
-    for dtype, Tq, window in itertools.product(_dtypes(name, device), (T, 3, 1), (None, 6)):
+    lengths = (3,) if (name, device) == ("flex", "cpu") else (T, 3, 1)  # it compiles for each
+    for dtype, Tq, window in itertools.product(_dtypes(name, device), lengths, (None, 6)):
         spec = Spec(4, 2, 32, dtype, window=window, segments=True, grad=False)
         if BACKENDS[name].why_not(spec, machine):
             _assert_refused(name, spec, machine)
@@ -387,7 +388,8 @@ def _canary(name: str, phase: str, device: str, dtypes: tuple[str, ...]) -> None
         q, k, v = _qkv(4, Hkv, Tk, dtype, device)
         first = Tk - Tq  # the position of the first query
         before = _call(name, q[:, first:], k, v, spec)
-        for changed in {first + 1, (first + Tk) // 2, Tk - 1} & set(range(first + 1, Tk)):
+        places = {(first + Tk) // 2} if slow else {first + 1, (first + Tk) // 2, Tk - 1}
+        for changed in places & set(range(first + 1, Tk)):
             for which in range(3):
                 qkv = [t.clone() for t in (q, k, v)]
                 qkv[which][:, changed] *= HUGE
@@ -403,12 +405,12 @@ def _canary(name: str, phase: str, device: str, dtypes: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("Tq", [20, 7, 1])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_canary_huge_negative_scores(name, Tq, device) -> None:
+def test_canary_huge_negative_scores(name, device) -> None:
     """All scores are -59,397: a mask of, say, -1e4 would be the largest of them, and leak."""
     machine, Tk = _need(device, name), 20
-    for dtype, window in itertools.product(_dtypes(name, device), (None, 5)):
+    lengths = (7,) if (name, device) == ("flex", "cpu") else (20, 7, 1)
+    for dtype, window, Tq in itertools.product(_dtypes(name, device), (None, 5), lengths):
         spec = Spec(2, 1, 32, dtype, window=window, grad=Tq == Tk)
         if BACKENDS[name].why_not(spec, machine):
             _assert_refused(name, spec, machine)
