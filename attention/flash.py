@@ -118,16 +118,9 @@ def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
     if found.keys is not None:
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
-    out = flash.flash_attn_varlen_func(
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q=found.cu_q,
-        cu_seqlens_k=found.cu_k,
-        max_seqlen_q=found.max_q,
-        max_seqlen_k=found.max_k,
-        **asked,
-    )
+    ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
+    longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
+    out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **asked)
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
@@ -233,16 +226,8 @@ def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
 
 # csrc/flash_attn/flash_api.cpp of 2.6 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256.
-_FA2 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(8, 0),
-    head_dim_max=256,
-    dropout=False,
-    caches=CACHES,
-    page_multiple=256,
-    packages=("flash_attn>=2.6",),
-)
+_FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, caches=CACHES,
+            page_multiple=256, packages=("flash_attn>=2.6",))  # fmt: skip
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
 # launches nothing, says nothing, and leaves the gradients as they were allocated.
@@ -255,18 +240,8 @@ FA2_CAPS = _or_hub(
 
 # hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
 # while it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
-_FA3 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(9, 0),
-    max_capability=(9, 0),
-    head_dim_max=256,
-    head_dim_multiple=8,
-    dropout=False,
-    deterministic=False,
-    caches=CACHES,
-    packages=("flash_attn_interface",),
-)
+_FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
+            deterministic=False, caches=CACHES, packages=("flash_attn_interface",))  # fmt: skip
 FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
@@ -275,31 +250,17 @@ FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # multiples of 8; tests/cute/test_flash_attn.py runs backward on Hopper to 128. On Blackwell 256 has
 # a kernel of its own, sm100_hd256_2cta_fmha_backward.py, without window and deterministic backward,
 # which reads pages of 128 only.
-_FA4 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(9, 0),
-    max_capability=(10, 3),
-    head_dim_max=128,
-    head_dim_multiple=8,
-    dropout=False,
-    caches=CACHES,
-    packages=("flash_attn.cute>=4.0",),
-)
+_FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
+            caches=CACHES, packages=("flash_attn.cute>=4.0",))  # fmt: skip
+_FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 FA4_CAPS = (
     _FA4,
-    replace(_FA4, max_capability=(9, 0), head_dim_max=256, grad=False, caches=("none", "dynamic")),
-    replace(
-        _FA4,
-        min_capability=(10, 0),
-        head_dim_max=256,
-        head_dim_multiple=256,
-        window=False,
-        deterministic=False,
-        caches=("none", "dynamic"),
-    ),
-)
+    replace(_FA4_WIDE, max_capability=(9, 0), grad=False),
+    replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False,
+            deterministic=False),
+)  # fmt: skip
 
+_HUB = "--attention_hub_kernels=True with pip install kernels"
 V2 = Backend(
     name="flash_attn_2",
     title="FlashAttention-2, package flash-attn",
@@ -307,8 +268,7 @@ V2 = Backend(
     caps=FA2_CAPS,
     fallback="sdpa",
     aliases=("flash_attention_2",),
-    install="pip install flash-attn --no-build-isolation, or --attention_hub_kernels=True with "
-    "pip install kernels",
+    install=f"pip install flash-attn --no-build-isolation, or {_HUB}",
 )
 V3 = Backend(
     name="flash_attn_3",
@@ -317,8 +277,8 @@ V3 = Backend(
     caps=FA3_CAPS,
     fallback="flash_attn_2",
     aliases=("flash_attention_3",),
-    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, or "
-    "--attention_hub_kernels=True with pip install kernels",
+    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
+    f"or {_HUB}",
 )
 V4 = Backend(
     name="flash_attn_4",

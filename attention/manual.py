@@ -39,7 +39,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         (B, Tq, H, D) in q's dtype.
     """
     (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
-
     # Query heads that share a key/value head become rows of one product: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)

@@ -7,7 +7,8 @@ For every query i of head h, over the keys j that it may see (see :func:`visible
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
 multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A
-segment is one run of neighbouring positions, as packed documents and padding are.
+segment is one run of neighbouring positions, as packed documents and padding are: `segments` are
+the segment ids, or document ids, of the field.
 
 This file imports no torch: any machine's decision can be computed, and tested, on any other.
 """
@@ -141,7 +142,8 @@ class Machine:
         if kind == "cuda":
             name = torch.cuda.get_device_name(device)
             capability = torch.cuda.get_device_capability(device)
-        found = {p: v or UNKNOWN_VERSION for p in packages if (v := import_version(p)) is not None}
+        versions = {p: import_version(p) for p in packages}
+        found = {p: v or UNKNOWN_VERSION for p, v in versions.items() if v is not None}
         return cls(
             kind, name, capability, torch.__version__, torch.version.cuda, found,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
@@ -161,10 +163,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """One reason why a backend cannot do what is asked: a sentence, and what it is about.
-
-    It is a plain string wherever a user or a file sees it; code asks for its kind.
-    """
+    """One reason why a backend cannot do what is asked: a sentence for people, a kind for code."""
 
     kind: str  # a field of Spec or of Machine: "device", "packages", "capability", "dtype", ...
 
@@ -219,48 +218,45 @@ class Caps:
             if found is None:
                 refuse("packages", f"package '{package}' is not installed")
             elif not version(found) and found != UNKNOWN_VERSION:
-                text = f"package '{package}' is installed but does not import ({found})"
-                refuse("packages", text)
+                broken = f"is installed but does not import ({found})"
+                refuse("packages", f"package '{package}' {broken}")
             elif least and version(found) and version(found) < version(least):
                 refuse("packages", f"package '{package}' must be >= {least}, this is {found}")
         if self.hub_kernels and not spec.hub_kernels:
             refuse("hub_kernels", "it may not download a kernel (--attention_hub_kernels=True)")
-        if self.min_capability:
-            low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
-            if has < low or (high and has > high):
-                to = f"{dotted(low)} to {dotted(high)}" if high != low else dotted(low)
-                need = to if high else f">= {dotted(low)}"
-                text = f"{need}, {machine.name} has {dotted(machine.capability)}"
-                refuse("capability", f"it needs compute capability {text}")
+        low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
+        if low and (has < low or (high and has > high)):
+            need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
+            need = f"compute capability {need if high else f'>= {dotted(low)}'}"
+            refuse(
+                "capability", f"it needs {need}, {machine.name} has {dotted(machine.capability)}"
+            )
         if spec.dtype not in self.dtypes:
             takes = " and ".join(self.dtypes)
             refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
         if (most := self.head_dim_max) and spec.head_dim > most:
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
-        if spec.head_dim % self.head_dim_multiple:
-            text = f"head_dim must be a multiple of {self.head_dim_multiple}, not {spec.head_dim}"
-            refuse("head_dim", text)
+        if spec.head_dim % (step := self.head_dim_multiple):
+            refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
         if spec.window is not None and not self.window:
             refuse("window", "it has no sliding window")
         if spec.segments and not self.segments:
             refuse("segments", "it has no segments (packed or padded sequences)")
         if spec.dropout and not self.dropout:
             refuse("dropout", f"it has no dropout, and {spec.dropout:g} is asked (--dropout=0)")
-        elif spec.dropout and self.dropout_step and spec.dropout % self.dropout_step:
-            text = f"dropout must be a multiple of {self.dropout_step:g}, not {spec.dropout:g}"
-            refuse("dropout", text)
+        elif (p := self.dropout_step) and spec.dropout % p:
+            refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
         if spec.grad and not self.grad:
             refuse("grad", "it has no backward pass")
         elif spec.grad and machine.deterministic and not self.deterministic:
-            text = "its backward pass adds up in no fixed order (--deterministic=False)"
-            refuse("deterministic", text)
+            mend = "--deterministic=False"
+            refuse("deterministic", f"its backward pass adds up in no fixed order ({mend})")
         if spec.cache not in self.caches and spec.cache == "none":
             refuse("cache", f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)")
         elif spec.cache not in self.caches:
             refuse("cache", f"it has no '{spec.cache}' cache")
-        elif spec.page_size and spec.page_size % self.page_multiple:
-            text = f"page_size must be a multiple of {self.page_multiple}, not {spec.page_size}"
-            refuse("page_size", text)
+        elif (size := spec.page_size) and size % (step := self.page_multiple):
+            refuse("page_size", f"page_size must be a multiple of {step}, not {size}")
         return why
 
 
@@ -300,10 +296,8 @@ class Backend:
             return len(why), any(w.kind == "capability" for w in why)
 
         why = min((c.why_not(spec, machine) for c in rows), key=distance)
-        if not self.install:
-            return why
-        return [Refusal(f"{w} ({self.install})", w.kind) if w.kind == "packages" else w
-                for w in why]  # fmt: skip
+        return [Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages"
+                else w for w in why]  # fmt: skip
 
 
 class BackendUnavailable(ValueError):

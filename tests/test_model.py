@@ -23,7 +23,7 @@ import attention
 import checkpoint
 import model as model_module
 from attention import BACKENDS, BackendUnavailable, Machine, packages
-from attention.probe import _once
+from attention.select import _once
 from core import cpu_matmul
 from core.settings import UserError
 from inference.engine import sample_next

@@ -522,7 +522,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
         from attention.paged_kernels import block_sizes, combine_kernel, decode_kernel
 
         def compile(kernel, dtype, capability, **constants):
-            kinds = dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
+            kinds = dict.fromkeys(constants, "constexpr") | {"softmax_scale": "fp32"}
             kinds |= dict.fromkeys(("Q", "K", "V", "Out"), "*" + dtype)
             kinds |= dict.fromkeys(("Table", "Start", "Count"), "*i32")
             kinds |= dict.fromkeys(("Partial", "M", "L"), "*fp32")
