@@ -8,18 +8,22 @@ commas) says that this machine must run them.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import (
     BACKENDS,
@@ -30,6 +34,7 @@ from attention import (
     packages,
     probe,
     resolve,
+    views,
     visible,
 )
 from attention.spec import DTYPES
@@ -683,3 +688,60 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
         dk = truth.dk + 0.1
         got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)
         oracle.check(got, plain, truth, torch.bfloat16)
+
+
+# --- the layout ---
+
+ROOT = Path(__file__).parent.parent
+FILES = {"manual", "tiled", "sdpa", "flex", "triton_flash", "flash", "paged"}  # of the backends
+
+
+def _imports(path: Path) -> set[str]:
+    """The modules that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_attention_imports_nothing_of_the_project_but_itself() -> None:
+    """Only its command line reads core's settings; and no backend knows another."""
+    rooms = {p.name for p in ROOT.iterdir() if p.is_dir()} | {p.stem for p in ROOT.glob("*.py")}
+    for path in (ROOT / "attention").glob("*.py"):
+        above = {name.partition(".")[0] for name in _imports(path)} & rooms - {"attention"}
+        assert above <= ({"core"} if path.name == "__main__.py" else set()), (path.name, above)
+        others = FILES & {n.split(".")[1] for n in _imports(path) if n.startswith("attention.")}
+        if path.stem in FILES:
+            assert others <= {path.stem}, (path.name, others)
+
+
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "paged"])
+@pytest.mark.parametrize("Tq, Tk", [(20, 20), (9, 20), (20, 9)])
+def test_at_the_kernel_one_file_stands_beside_the_backends_own(name, Tq, Tk) -> None:
+    """Of the files of attention/ on the stack, at each operator that computes attention."""
+    stacks = []
+
+    class Stacks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                               kwargs: Any = None) -> Any:  # fmt: skip
+            if any(word in str(func) for word in ("softmax", "attention", "bmm", "exp.")):
+                frames = {Path(f.filename) for f in traceback.extract_stack()}
+                stacks.append({f.name for f in frames if f.parent.name == "attention"})
+            return func(*args, **(kwargs or {}))
+
+    spec = Spec(2, 2, 16, "float32", window=5, grad=False)
+    q, k, v = torch.randn(1, Tq, 2, 16), *torch.randn(2, 1, Tk, 2, 16)
+    cache: dict[str, Any] = {}
+    if name == "paged":
+        spec = replace(spec, cache="paged", page_size=4)
+        k, v, view = views.filled_cache(k, v, spec)
+        cache = {"cache": view([max(Tk - Tq, 0)], [min(Tq, Tk)])}
+    with Stacks(), torch.no_grad():
+        BACKENDS[name].attend(q, k, v, spec, **cache)
+    own = f"{name.partition('_')[0]}.py"
+    assert stacks and all(files <= {own, "views.py"} for files in stacks), stacks
+    assert any(own in files for files in stacks)
