@@ -17,20 +17,17 @@ D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_
         Q_1 [  x   /   .   .  ]     x  wholly visible: no mask
         Q_2 [  x   x   /   .  ]     .  wholly masked: skipped, forward and backward
 
-Memory  O(T): q, k, v, out and L stay for the backward pass; S and P exist for one B_r x B_c tile at
-        a time. A GPU kernel keeps that tile on chip: its gain is the traffic to main memory that it
-        saves. Here each step is an operator of its own, and only the memory is saved.
-FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (five products: S is computed
-        again), less the tiles that are skipped: nearly half of them if causal.
+Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a tile at a time. A GPU
+        kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
+FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
+        tiles that are skipped: nearly half of them if causal.
 Layout  (B, Hkv, H/Hkv, T, D) inside, as views; a tile of k or v is repeated for its query heads.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
-        Under torch.compile each call is a graph break, on purpose: PyTorch 2.13 can trace it
-        without dropout, but unrolled, a new copy of the loop body for every tile of every layer.
+        Under torch.compile each call is a graph break: traced, the loops would be unrolled.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
-        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are: over
-        query blocks outside in the forward, over key blocks in the backward.
+        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
 """
 
 from __future__ import annotations
@@ -53,14 +50,9 @@ BLOCK_N = 64  # B_c: columns of a tile, keys
 @torch.compiler.disable
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention tile by tile.
+    """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
+    segments is (B, Tk) int32; the queries are the last Tq positions.
     """
     assert cache is None, "tiled has no cache"
     # From the CPU's generator wherever q is, so that reading it does not wait for the device.
@@ -96,12 +88,10 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
     """The forward pass: FlashAttention-2, Algorithm 1.
 
     Args:
-        q, k, v, segments: as in attend().
         seed: of the dropout masks; a tile's own is this plus its number.
         B_r, B_c: rows and columns of a tile.
-        on_tile: is called after each tile that is not skipped, to show it (viewer/tiles.py), with
-            i, j and, for all heads (B, Hkv, H/Hkv, B_r, ...), S_ij, the factor by which the old
-            l_i and O_i were multiplied, and m_i, l_i, O_i as they now are.
+        on_tile: is given i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is not skipped,
+            to show them (viewer/tiles.py).
 
     Returns:
         out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
@@ -221,11 +211,5 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
     return kept.to(P_ij.dtype) / (1 - p)
 
 
-BACKEND = Backend(
-    name="tiled",
-    title="FlashAttention's algorithm in plain PyTorch, O(S) memory",
-    attend=attend,
-    caps=(Caps(),),
-    fallback="manual",
-    fullgraph=False,
-)
+_TITLE = "FlashAttention's algorithm in plain PyTorch, O(S) memory"
+BACKEND = Backend("tiled", _TITLE, attend, (Caps(),), fallback="manual", fullgraph=False)

@@ -307,3 +307,32 @@ def test_the_profiler_is_quiet(capfd) -> None:
     print("heard", file=sys.stderr)
     out, err = capfd.readouterr()
     assert out == "" and err == "heard\n"
+
+
+# --- a static cache ---
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_static_cache_is_read_right(name, window) -> None:
+    for dtype in ("float32", "bfloat16", "float64"):
+        spec = Spec(4, 2, 32, dtype, window=window, grad=False, cache="static")
+        assert probe(BACKENDS[name], spec, "cpu").why == ()
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("fault", ["one place late", "one place early", "no view", "no window"])
+def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(name, fault) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **kw: Any) -> Tensor:
+        if fault == "no window":
+            spec = dataclasses.replace(spec, window=None)
+        elif fault == "no view":
+            cache = None
+        else:
+            off = 1 if fault == "one place late" else -1
+            cache = dataclasses.replace(cache, start=cache.start + off)
+        return BACKENDS[name].attend(q, k, v, spec, cache=cache)
+
+    spec = Spec(4, 4, 32, "float32", window=9, grad=False, cache="static")
+    tried = probe(made_up(attend), spec, "cpu")
+    assert any("its numbers are wrong" in w for w in tried.why), tried
