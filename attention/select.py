@@ -256,26 +256,33 @@ def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth
            dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
     """Which tensors are wrong; empty: none.
 
-    The policy of tests/oracle.py, in short: against manual in float64, the error may be twice
-    (gradients: three times) that of manual in the same dtype, plus the rounding of the value, plus
-    32 roundings in the precision that kernels compute in, which is float32 for half precision:
-    manual may be exact by luck where an honest kernel rounds, and is the truth itself in float64.
-    This holds for the largest error. It holds for the root mean square too: the largest values, of
-    the rows that see few keys, would hide what goes wrong by a few percent in all the other rows.
+    The largest error counts, and the root mean square too: the largest values, of the rows that see
+    few keys, would hide what goes wrong by a few percent in all the other rows.
     """
-    eps = torch.finfo(dtype).eps
-    eps_compute = min(eps, torch.finfo(torch.float32).eps)
-    computed = 32 * eps_compute * max(map(_largest, truth))
+    largest = max(map(_largest, truth))
     why = []
     for name, o, p, t in zip(names, out, plain, truth, strict=True):
         m = 3 if name.startswith("d") else 2
         for size, where in ((_largest, ""), (_root_mean_square, " in the mean")):
-            off, allowed = size(o - t), m * size(p - t) + eps * size(t) + computed
+            off, allowed = size(o - t), allowed_error(size(p - t), size(t), largest, dtype, m)
             if not off <= allowed:  # written so that NaN fails
                 text = f"{name} is off by {off:.2g}{where}, {allowed:.2g} is allowed"
                 why.append(f"its numbers are wrong ({text})")
                 break
     return tuple(why)
+
+
+def allowed_error(
+    plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
+) -> float:
+    """How far a kernel may be from the truth: the policy of tests/oracle.py, in short.
+
+    m times the error of manual in the same dtype, and one rounding of the values of this size, and
+    32 roundings of the largest value in the precision that kernels compute in, which is float32 for
+    half precision: manual may be exact by luck where an honest kernel rounds.
+    """
+    eps = torch.finfo(dtype).eps
+    return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
 
 def _largest(x: Tensor) -> float:
