@@ -135,13 +135,10 @@ def test_numbers_over_many_tiles(segments, graphs) -> None:
     assert graphs() <= 3
 
 
-def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(
-    only_traced, monkeypatch
-) -> None:
+def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_traced) -> None:
     """torch.compile gives up after 8 versions; here after 3."""
     limit = 3
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
-    with torch.no_grad():
+    with torch._dynamo.config.patch(recompile_limit=limit), torch.no_grad():
         for D in range(8, 9 + limit):
             spec = Spec(2, 2, D, "float32", grad=False)
             flex.attend(*inputs(5, 5, spec), spec)
