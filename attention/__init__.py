@@ -1,15 +1,15 @@
 """Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
 
 from attention.autotune import fastest
-from attention.probe import announce, probe, select
-from attention.resolve import BACKENDS, RULES, get, packages, resolve
-from attention.sdpa import use_flash_impl
+from attention.flash_impl import use_flash_impl
+from attention.select import BACKENDS, RULES, announce, get, packages, probe, resolve, select
 from attention.spec import (
     Backend,
     BackendUnavailable,
     Caps,
     Machine,
     Policy,
+    Refusal,
     Resolution,
     Spec,
     visible,
@@ -23,6 +23,7 @@ __all__ = [
     "Caps",
     "Machine",
     "Policy",
+    "Refusal",
     "Resolution",
     "Spec",
     "announce",

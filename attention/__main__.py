@@ -3,7 +3,7 @@
     python -m attention                                   every backend on this machine
     python -m attention sdpa_flash --dtype=float32        explain one decision
     python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    what would run there?
-    python -m attention --as=h100 --packages=none         every backend there
+    python -m attention --as=h100                         every backend there
     python -m attention --help                            all options
 
 The times are of one attention call at the shape that is given, not of a model; bench_mfu.py
@@ -14,32 +14,26 @@ machine that is only described nothing is run: what the backends declare decides
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch as pytorch  # Options has a field named torch
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from attention import autotune
 from attention.machines import describe
-from attention.probe import Probe, probe, select
-from attention.resolve import BACKENDS, RULES, get, packages, resolve
-from attention.spec import (
-    Backend,
-    BackendUnavailable,
-    Machine,
-    Resolution,
-    Spec,
-    dotted,
-    version,
-)
+from attention.select import BACKENDS, RULES, Probe, get, packages, probe, resolve, select
+from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec, dotted
+from attention.system import first_line
+from attention.timing import Shape, draw, seconds, work
 from core.runtime import pick_device, show_log
 from core.settings import UserError, exit_on_user_error, read
 
@@ -47,7 +41,6 @@ ALIASES = {
     "as": "machine",  # which can be no field: it is a word of Python's
     # What the reasons name, as train.py and sample.py call it.
     "attention_window": "window",
-    "attention_deterministic": "deterministic",
     "attention_hub_kernels": "hub_kernels",
 }
 
@@ -67,9 +60,6 @@ class Options:
     # --- another machine: nothing is run, it is only described ---
     machine: str | None = None  # its name: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
     capability: str | None = None  # its CUDA compute capability, 8.9, if the name is not known
-    torch: str | None = None  # its PyTorch version, 2.13 (None: as here)
-    cuda: str | None = None  # its CUDA version, 12.8
-    packages: str = "all"  # what is installed there: all, none, or flash_attn=2.8.3,triton=3.6
 
     # --- shape; the defaults are GPT-2 124M's ---
     batch_size: int | None = None  # sequences (None: 16 on cuda, else 1)
@@ -85,7 +75,7 @@ class Options:
     inference: bool = False  # no backward pass
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "none"  # inference with this cache
     page_size: int | None = None  # tokens a page of the paged cache (None: 256)
-    deterministic: bool = False  # the backward gives the same bits each time
+    deterministic: bool = False  # under torch.use_deterministic_algorithms(True)
     compiled: bool = False  # inside torch.compile
     hub_kernels: bool = False  # a prebuilt kernel may be downloaded, and run
     json: bool = False  # print one JSON object and nothing else
@@ -97,14 +87,7 @@ class Options:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.page_size is not None and self.kv_cache != "paged":
             raise ValueError("page_size belongs to the paged cache (--kv_cache=paged)")
-        if not self.described:
-            for name in ("torch", "cuda", "packages"):
-                if getattr(self, name) not in (None, "all"):
-                    raise ValueError(
-                        f"--{name} describes another machine; say which, with --as=... or "
-                        "--capability=..."
-                    )
-        elif self.device != "auto":
+        if self.described and self.device != "auto":
             raise ValueError("--device is of this machine; leave it out with --as or --capability")
         self.spec("float32")  # checks the rest
 
@@ -121,10 +104,15 @@ class Options:
                     dropout=self.dropout, segments=self.segments,
                     grad=not self.inference and self.kv_cache == "none", cache=self.kv_cache,
                     page_size=page_size, compiled=self.compiled,
-                    deterministic=self.deterministic, hub_kernels=self.hub_kernels)  # fmt: skip
+                    hub_kernels=self.hub_kernels)  # fmt: skip
 
     @property
-    def shape(self) -> autotune.Shape:
+    def policy(self) -> Policy:
+        """What may be done to find a backend."""
+        return Policy(hub_kernels=self.hub_kernels, mps_sdpa=self.allow_mps_sdpa)
+
+    @property
+    def shape(self) -> Shape:
         """Sequences, queries and keys; a cache is measured while decoding, one token."""
         queries = self.seq_len if self.kv_cache == "none" else 1
         return self.batch_size or 1, queries, self.seq_len
@@ -158,10 +146,10 @@ def best_dtype(machine: Machine) -> str:
 def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options: Options) -> Row:
     """Resolve, probe and time one backend; forward only where it has no backward."""
     row = Row(backend.name, backend.title, ())
-    why = autotune.refusals(backend, spec, machine, options.allow_mps_sdpa)
+    why = autotune.refusals(backend, spec, machine, options.policy)
     if why and spec.grad:
         forward_only = replace(spec, grad=False)
-        if not autotune.refusals(backend, forward_only, machine, options.allow_mps_sdpa):
+        if not autotune.refusals(backend, forward_only, machine, options.policy):
             row, spec, why = replace(row, no_backward=why), forward_only, ()
     if why:
         return replace(row, why=why)
@@ -176,8 +164,7 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
     try:
         forward, both = times(backend, spec, device, options)
     except RuntimeError as e:  # out of memory, as a rule; PyTorch's own words say it
-        why = (f"at this shape: {str(e).splitlines()[0]}",)
-        return Row(backend.name, backend.title, why)
+        return Row(backend.name, backend.title, (f"at this shape: {first_line(e)}",))
     return replace(row, forward_ms=forward, forward_backward_ms=both)
 
 
@@ -193,33 +180,32 @@ def times(
     backend: Backend, spec: Spec, device: str, options: Options
 ) -> tuple[float, float | None]:
     """Median milliseconds of a forward pass without gradients, and of forward and backward."""
-    inputs = autotune.draw(spec, pytorch.device(device), options.shape)
-    forward = median_ms(autotune.work(backend, replace(spec, grad=False), inputs), device)
+    inputs = draw(spec, torch.device(device), options.shape)
+    forward = median_ms(work(backend, replace(spec, grad=False), inputs), device)
     if not spec.grad:
         return forward, None
-    return forward, median_ms(autotune.work(backend, spec, inputs), device)
+    return forward, median_ms(work(backend, spec, inputs), device)
 
 
 def median_ms(call: Callable[[], None], device: str) -> float:
     """The median of 3 to 100 calls, about half a second of them, after two that are not counted."""
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < 0.5 and len(taken) < 102):
-        taken.append(autotune.seconds(call, pytorch.device(device)))
+        taken.append(seconds(call, torch.device(device)))
     return statistics.median(taken[2:]) * 1e3
 
 
 def explain(name: str, spec: Spec, machine: Machine, device: str | None, options: Options) -> None:
     """Print what a run that asks for `name` would say, and do; device None: on that machine."""
-    guard = options.allow_mps_sdpa
     try:
         if device is None:
-            chosen = resolve(name, spec, machine, allow_mps_sdpa=guard)
+            chosen = resolve(name, spec, machine, options.policy)
         elif name == "fastest":
             if not options.json:
                 show_log()
-            chosen = autotune.fastest(spec, device, options.shape, allow_mps_sdpa=guard)
+            chosen = autotune.fastest(spec, device, options.shape, options.policy)
         else:
-            chosen = select(name, spec, device, allow_mps_sdpa=guard)
+            chosen = select(name, spec, device, options.policy)
     except ValueError as e:  # an unknown name, or nothing that may run
         raise UserError(str(e)) from None
     if options.json:
@@ -265,27 +251,27 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
     if spec.cache != "none":
         shape += f", {spec.cache} cache" + (f" of {spec.page_size}" if spec.page_size else "")
     shape += ", one query" if queries < options.seq_len else ""
-    shape += ", deterministic" if spec.deterministic else ""
+    shape += ", deterministic" if machine.deterministic else ""
     shape += ", compiled" if spec.compiled else ""
     console.print(Text(shape))
     if options.described:
         rows = (c for b in BACKENDS.values() for c in b.caps)
         asked = [c for c in rows if machine.device in c.devices and not c.interpreted]
         wanted = {p.partition(">=")[0] for c in asked for p in c.packages}
-        has = [f"{p} {v}" if version(v) else p for p, v in machine.packages.items() if p in wanted]
-        there = f", with {', '.join(has) or 'no packages'} installed (--packages)" if wanted else ""
+        has = [p for p in machine.packages if p in wanted]
+        there = f", with {', '.join(has)} installed" if has else ""
         console.print(Text(f"Nothing was run: this is what the backends declare{there}."))
 
 
 def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
     """Print, for a machine that is only described, what would run there and what not."""
     rows = [
-        Row(b.name, b.title, autotune.refusals(b, spec, machine, options.allow_mps_sdpa))
+        Row(b.name, b.title, autotune.refusals(b, spec, machine, options.policy))
         for b in BACKENDS.values()
     ]
     auto: Resolution | None = None
     try:
-        auto = resolve("auto", spec, machine, allow_mps_sdpa=options.allow_mps_sdpa)
+        auto = resolve("auto", spec, machine, options.policy)
         takes = f"auto takes {auto.backend.name} there."
     except BackendUnavailable as e:
         takes = f"auto: {e}"
@@ -364,24 +350,37 @@ def main(argv: Sequence[str]) -> None:
         if options.described and name == "fastest":
             raise ValueError("what is fastest has to be measured there; ask for auto, or a name")
         if options.described:
-            torch = options.torch or pytorch.__version__.partition("+")[0]
-            machine = describe(options.machine, options.capability, torch, options.cuda,
-                               options.packages, packages())  # fmt: skip
+            version = torch.__version__.partition("+")[0]
+            there = describe(options.machine, options.capability, version, packages())
+            machine, device = replace(there, deterministic=options.deterministic), None
     except ValueError as e:
         raise UserError(str(e)) from None
-    device = None
-    if not options.described:
-        device = str(pick_device(options.device))
-        machine = Machine.here(device, packages())
-    spec = options.spec(options.dtype or best_dtype(machine))
-    batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
-    options = replace(options, batch_size=batch_size)
-    if name is not None:
-        explain(name, spec, machine, device, options)
-    elif device is None:
-        survey_there(spec, machine, options)
-    else:
-        survey(spec, machine, device, options)
+    with deterministic(options.deterministic):
+        if not options.described:
+            device = str(pick_device(options.device))
+            machine = Machine.here(device, packages())
+        spec = options.spec(options.dtype or best_dtype(machine))
+        batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
+        options = replace(options, batch_size=batch_size)
+        if name is not None:
+            explain(name, spec, machine, device, options)
+        elif device is None:
+            survey_there(spec, machine, options)
+        else:
+            survey(spec, machine, device, options)
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """PyTorch's switch for deterministic algorithms, as it should be inside."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
+    torch.use_deterministic_algorithms(on or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def survey(spec: Spec, machine: Machine, device: str, options: Options) -> None:

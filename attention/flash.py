@@ -15,8 +15,7 @@ Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A w
         sequence to the `varlen` functions: no mask, and no work on what another segment hides.
         The runs are found once for a tensor of segments, not once a layer, and that waits for the
         device: how many runs there are decides a shape.
-Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function;
-        inference/cache.py writes them.
+Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
         shapes are data: there each call is a graph break. Segments would take one graph only with
@@ -43,7 +42,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec
-from inference.cache import PagedView, StaticView
+from attention.views import PagedView, StaticView, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 
@@ -78,6 +77,7 @@ FA3 = Package(
 FA4 = Package("flash_attn.cute", unbounded=None)
 
 
+@zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, package: Package) -> Tensor:  # fmt: skip
     """Attention by one of the flash-attn packages.
@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all float16 or all bfloat16.
         segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: where to store k and v, and what q then reads; Tk is Tq.
+        cache: how to read k and v, where these are a static cache's buffers or a paged one's pages.
 
     Returns:
         (B, Tq, H, D) in q's dtype.
@@ -93,21 +93,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
-    Tq, Tk = q.shape[1], k.shape[1]
-    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
-        out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, package=package)
-        return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
-
     flash = _load(package, spec.hub_kernels)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     window = (package.unbounded, package.unbounded)
-    if spec.window is not None and (spec.window < Tk or cache is not None):
+    if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         window = (spec.window - 1, 0)
     asked: dict[str, Any] = {"causal": True, "window_size": window}
     if cache is not None:
         assert segments is None, "these caches have no segments"
         return _from_cache(flash, q, k, v, cache, package, asked)
-    asked["deterministic"] = spec.deterministic
+    asked["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:
         asked["dropout_p"] = spec.dropout
     if segments is not None:
@@ -123,34 +118,24 @@ def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
     if found.keys is not None:
         k_THD, v_THD = k_THD[found.keys], v_THD[found.keys]
-    out = flash.flash_attn_varlen_func(
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q=found.cu_q,
-        cu_seqlens_k=found.cu_k,
-        max_seqlen_q=found.max_q,
-        max_seqlen_k=found.max_k,
-        **asked,
-    )
+    ends = {"cu_seqlens_q": found.cu_q, "cu_seqlens_k": found.cu_k}
+    longest = {"max_seqlen_q": found.max_q, "max_seqlen_k": found.max_k}
+    out = flash.flash_attn_varlen_func(q_THD, k_THD, v_THD, **ends, **longest, **asked)
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
 def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    """Store k and v in the cache; q sees all that its sequence has stored."""
+    """q sees all that its sequence has stored, this call's tokens included."""
     # Query i stands at start + i, and queries are aligned with the end: so the end is start + Tq,
     # even where a row has fewer real tokens. That may lie past the last place of the row, and a
     # kernel reads on: there it finds the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
-        cache.append(k, v)
-        k, v = cache.k_pages, cache.v_pages
-        table = F.pad(cache.page_table, (0, (Tq - 1) // cache.page_size + 1))
+        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
         asked["page_table" if package.kvcache is None else package.kvcache] = table
     else:
-        k, v = cache.append(k, v)  # (B, places, Hkv, D)
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
         seen = seen.clamp(max=k.shape[1])  # a row that has ended counts on
@@ -241,16 +226,8 @@ def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
 
 # csrc/flash_attn/flash_api.cpp of 2.6 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256.
-_FA2 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(8, 0),
-    head_dim_max=256,
-    dropout=False,
-    caches=CACHES,
-    page_multiple=256,
-    packages=("flash_attn>=2.6",),
-)
+_FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, caches=CACHES,
+            page_multiple=256, packages=("flash_attn>=2.6",))  # fmt: skip
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
 # launches nothing, says nothing, and leaves the gradients as they were allocated.
@@ -263,18 +240,8 @@ FA2_CAPS = _or_hub(
 
 # hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
 # while it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
-_FA3 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(9, 0),
-    max_capability=(9, 0),
-    head_dim_max=256,
-    head_dim_multiple=8,
-    dropout=False,
-    deterministic=False,
-    caches=CACHES,
-    packages=("flash_attn_interface",),
-)
+_FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
+            deterministic=False, caches=CACHES, packages=("flash_attn_interface",))  # fmt: skip
 FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
@@ -283,31 +250,17 @@ FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # multiples of 8; tests/cute/test_flash_attn.py runs backward on Hopper to 128. On Blackwell 256 has
 # a kernel of its own, sm100_hd256_2cta_fmha_backward.py, without window and deterministic backward,
 # which reads pages of 128 only.
-_FA4 = Caps(
-    ("cuda",),
-    HALF,
-    min_capability=(9, 0),
-    max_capability=(10, 3),
-    head_dim_max=128,
-    head_dim_multiple=8,
-    dropout=False,
-    caches=CACHES,
-    packages=("flash_attn.cute>=4.0",),
-)
+_FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
+            caches=CACHES, packages=("flash_attn.cute>=4.0",))  # fmt: skip
+_FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 FA4_CAPS = (
     _FA4,
-    replace(_FA4, max_capability=(9, 0), head_dim_max=256, grad=False, caches=("none", "dynamic")),
-    replace(
-        _FA4,
-        min_capability=(10, 0),
-        head_dim_max=256,
-        head_dim_multiple=256,
-        window=False,
-        deterministic=False,
-        caches=("none", "dynamic"),
-    ),
-)
+    replace(_FA4_WIDE, max_capability=(9, 0), grad=False),
+    replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False,
+            deterministic=False),
+)  # fmt: skip
 
+_HUB = "--attention_hub_kernels=True with pip install kernels"
 V2 = Backend(
     name="flash_attn_2",
     title="FlashAttention-2, package flash-attn",
@@ -315,8 +268,7 @@ V2 = Backend(
     caps=FA2_CAPS,
     fallback="sdpa",
     aliases=("flash_attention_2",),
-    install="pip install flash-attn --no-build-isolation, or --attention_hub_kernels=True with "
-    "pip install kernels",
+    install=f"pip install flash-attn --no-build-isolation, or {_HUB}",
 )
 V3 = Backend(
     name="flash_attn_3",
@@ -325,8 +277,8 @@ V3 = Backend(
     caps=FA3_CAPS,
     fallback="flash_attn_2",
     aliases=("flash_attention_3",),
-    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, or "
-    "--attention_hub_kernels=True with pip install kernels",
+    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
+    f"or {_HUB}",
 )
 V4 = Backend(
     name="flash_attn_4",

@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,11 +39,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec, visible
+from attention.system import own_code
+from attention.views import zeros_before_the_first_key
 
 TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
 THREE = ("float16", "bfloat16", "float32")
 
 
+@zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention by torch.nn.attention.flex_attention, compiled.
@@ -58,10 +60,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     """
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
-    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros
-        out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments)
-        return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
-
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
@@ -91,7 +89,7 @@ def compiled(spec: Spec, kind: tuple[bool, ...],
     or tile, which it takes for constants, and the size that segments are padded to.
     """
     name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
-    own = FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)
+    own = own_code(flex, name)
     # Training keeps to one length, which is best compiled in: a kernel for a multiple of 128 tests
     # no bounds. Only a second length makes it a symbol. Evaluation and sampling have many.
     return torch.compile(own, fullgraph=True, dynamic=None if spec.grad else True)

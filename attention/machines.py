@@ -1,9 +1,6 @@
 """Machines by name, for "what would run there?": python -m attention --as="NVIDIA TITAN RTX".
 
-A name is known by its distinctive part: "titan rtx", "4090", "h100", "apple m3", "cpu". Compute
-capabilities are those of NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus). The
-A800, H800 and H20, which they leave out, are an A100 and two kinds of H100 made for export; Jetson
-Thor is there by its modules, T5000 and T4000.
+A name is known by its distinctive part: "titan rtx", "4090", "h100", "apple m3", "cpu".
 """
 
 from __future__ import annotations
@@ -11,39 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from attention.gpus import GPUS
 from attention.spec import UNKNOWN_VERSION, Machine, dotted, version
 
-CUDA = {
-    (6, 0): "Tesla P100",
-    (6, 1): "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX 1080, "
-            "NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060",
-    (7, 0): "Tesla V100, NVIDIA TITAN V",
-    (7, 5): "Tesla T4, NVIDIA TITAN RTX, Quadro RTX 8000, Quadro RTX 6000, "
-            "NVIDIA GeForce RTX 2080 Ti, NVIDIA GeForce RTX 2080, NVIDIA GeForce RTX 2070, "
-            "NVIDIA GeForce RTX 2060, NVIDIA GeForce GTX 1660, NVIDIA GeForce GTX 1650",
-    (8, 0): "NVIDIA A100, NVIDIA A800, NVIDIA A30",
-    (8, 6): "NVIDIA A40, NVIDIA A16, NVIDIA A10, NVIDIA A2, NVIDIA RTX A6000, NVIDIA RTX A5000, "
-            "NVIDIA RTX A4000, NVIDIA RTX A2000, NVIDIA GeForce RTX 3090 Ti, "
-            "NVIDIA GeForce RTX 3090, NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3070, "
-            "NVIDIA GeForce RTX 3060, NVIDIA GeForce RTX 3050",
-    (8, 7): "NVIDIA Jetson Orin",
-    (8, 9): "NVIDIA L40S, NVIDIA L40, NVIDIA L4, NVIDIA RTX 6000 Ada Generation, "
-            "NVIDIA GeForce RTX 4090, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX 4070, "
-            "NVIDIA GeForce RTX 4060",
-    (9, 0): "NVIDIA H100, NVIDIA H200, NVIDIA H800, NVIDIA H20, NVIDIA GH200",
-    (10, 0): "NVIDIA B200, NVIDIA GB200",
-    (10, 3): "NVIDIA B300, NVIDIA GB300",
-    (11, 0): "NVIDIA Jetson Thor",
-    (12, 0): "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5090, NVIDIA GeForce RTX 5080, "
-             "NVIDIA GeForce RTX 5070, NVIDIA GeForce RTX 5060",
-    (12, 1): "NVIDIA GB10",
-}  # fmt: skip
 APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # words that tell little
 
 Known = tuple[str, str, tuple[int, int] | None]  # device, name, compute capability
 KNOWN: list[Known] = [
-    *(("cuda", name, at) for at, names in CUDA.items() for name in names.split(", ")),
+    *(("cuda", gpu.name, gpu.capability) for gpu in GPUS if gpu.capability),
     *(("mps", name, None) for name in APPLE.split(", ")),
     ("mps", "Apple mps", None),
     ("cpu", "cpu", None),
@@ -81,18 +54,17 @@ def find(text: str) -> Known:
     return kind, text if asked > _words(name) else name, capability
 
 
-def describe(text: str | None, capability: str | None, torch: str, cuda: str | None,
-             packages: str, known_packages: Iterable[str]) -> Machine:  # fmt: skip
-    """A Machine that need not be there.
+def describe(text: str | None, capability: str | None, torch: str,
+             packages: Iterable[str]) -> Machine:  # fmt: skip
+    """A Machine that need not be there, with these packages installed.
 
     Args:
         text: its name, or a part of it; any name with a capability.
         capability: "8.9"; None: the name's.
-        torch, cuda: versions.
-        packages: "all", "none", or "flash_attn=2.8.3,triton": what is installed.
+        torch: PyTorch's version there.
 
     Raises:
-        ValueError: a name, a capability or a package that is not known.
+        ValueError: a name or a capability that is not known.
     """
     if capability is None:
         kind, name, at = find(text or "")
@@ -109,17 +81,7 @@ def describe(text: str | None, capability: str | None, torch: str, cuda: str | N
             if found[0] != "cuda":
                 raise ValueError(f"{found[1]} has no compute capability, got {capability}")
             name = found[1]
-    installed = dict.fromkeys(known_packages, UNKNOWN_VERSION)
-    if packages != "all":
-        pairs = [p.partition("=") for p in packages.split(",") if p and packages != "none"]
-        for package, _, _ in pairs:
-            if package not in installed:
-                raise ValueError(
-                    f"no backend asks for the package {package!r}; they ask for "
-                    f"{', '.join(installed) or 'none'}"
-                )
-        installed = {p: v.lstrip("=") or UNKNOWN_VERSION for p, _, v in pairs}
-    return Machine(kind, name, at, torch, cuda, installed)
+    return Machine(kind, name, at, torch, packages=dict.fromkeys(packages, UNKNOWN_VERSION))
 
 
 def _words(text: str) -> set[str]:

@@ -17,32 +17,28 @@ Refuses nothing but a paged cache: any device, dtype, head_dim, window, segments
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec, visible
+from attention.spec import Backend, Caps, Spec
+from attention.views import StaticView, mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: Any = None) -> Tensor:  # fmt: skip
+           segments: Tensor | None = None, cache: StaticView | None = None) -> Tensor:  # fmt: skip
     """Attention by the formula.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: a StaticView, which then holds the keys and values; or None.
+        cache: says which keys are seen, where k and v are the buffers of a static cache.
 
     Returns:
         (B, Tq, H, D) in q's dtype.
     """
-    _, Tq, H, D = q.shape
-    if cache is not None:
-        k, v = cache.append(k, v)
-    Tk, Hkv = k.shape[1], k.shape[2]
-
+    (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     # Query heads that share a key/value head become rows of one product: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
@@ -50,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
     scores = (q_BGRTD / math.sqrt(D)) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if cache is None:
-        seen = mask(Tq, Tk, spec.window, segments, q.device)  # (1 or B, 1, 1, Tq, Tk)
+        seen = mask(Tq, Tk, spec.window, segments, q.device)[:, None]  # (1 or B, 1, 1, Tq, Tk)
     else:
         seen = cache.seen(Tq, spec.window)[:, None]
     # The least finite number rather than -inf: a row that sees nothing stays free of NaN, forward
@@ -62,18 +58,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     probs = F.dropout(probs, spec.dropout, training=spec.dropout > 0)
     out = probs @ v_BG1TD  # (B, Hkv, H/Hkv, Tq, D)
     return out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
-
-
-def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
-         device: torch.device) -> Tensor:  # fmt: skip
-    """Which keys each query sees, as bool (1, 1, 1, Tq, Tk), or (B, 1, 1, Tq, Tk) with segments."""
-    i = torch.arange(Tq, device=device)[:, None]
-    j = torch.arange(Tk, device=device)[None, :]
-    if segments is None:
-        return visible(i, j, Tk - Tq, window)[None, None, None]
-    # The last Tq positions; where Tq > Tk the first queries have none, and see nothing anyway.
-    seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, :, None], segments[:, None, :]
-    return visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
 
 
 BACKEND = Backend(

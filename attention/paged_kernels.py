@@ -37,7 +37,7 @@ LEAST_RUN = 256  # keys; with fewer a run is not worth its program
 
 
 @triton.jit
-def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, scale, window, max_pages,
+def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, window, max_pages,
                   page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):  # fmt: skip
@@ -72,7 +72,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, scale, window, ma
         tile, mask = slot[:, None] + d, there[:, None] & (d < HEAD_DIM)
         K_j = tl.load(K + tile, mask=mask, other=0.0)  # (BLOCK_N, BLOCK_D)
         V_j = tl.load(V + tile, mask=mask, other=0.0)
-        S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee") * (scale * LOG2_E)
+        S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee") * (softmax_scale * LOG2_E)
         S_ij = tl.where(there[None, :], S_ij, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(S_ij, axis=1, keep_dims=True))
         P_ij = tl.exp2(S_ij - m_new)
@@ -128,7 +128,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
 
     Args:
         q: (B, 1, H, D), heads of D neighbouring numbers.
-        k_pages, v_pages, page_table, start, count: as in cache.PagedView; this call's key and
+        k_pages, v_pages, page_table, start, count: as in views.PagedView; this call's key and
             value are stored already.
         window: keys that a query sees; 0 is all.
         splits: runs that keys are split into; 0 chooses.

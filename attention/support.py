@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from attention.resolve import BACKENDS
+from attention.select import BACKENDS
 from attention.spec import DTYPES, Backend, Caps, dotted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,8 +98,6 @@ def abilities(caps: Caps) -> tuple[str, ...]:
     backward = yes(caps.grad)
     if caps.grad and not caps.deterministic:
         backward = "yes, not deterministic"
-    elif caps.grad and caps.deterministic_switch:
-        backward = "yes, deterministic by PyTorch's switch"
     caches = ", ".join(c for c in caps.caches if c != "none") or "no"
     if caps.page_multiple > 1:
         caches = caches.replace("paged", f"paged (pages of {caps.page_multiple} n tokens)")
@@ -118,13 +116,14 @@ def abilities(caps: Caps) -> tuple[str, ...]:
 
 
 def write() -> None:
-    """Put both tables into their pages, in place of the ones that are there."""
+    """Put both tables into their pages, in place of the ones that are there; the README may have
+    none."""
     for page, made in ((ROOT / "README.md", overview()), (ROOT / "docs" / "SUPPORT.md", table())):
         head = re.escape(" | ".join(made.split(" | ")[:2]))
-        before, _, after = re.split(
-            rf"^({head}.*(?:\n\|.*)*)", page.read_text(encoding="utf-8"), maxsplit=1, flags=re.M
-        )
-        page.write_text(before + made + after, encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        parts = re.split(rf"^({head}.*(?:\n\|.*)*)", text, maxsplit=1, flags=re.M)
+        if len(parts) == 3:
+            page.write_text(parts[0] + made + parts[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

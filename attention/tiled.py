@@ -17,26 +17,24 @@ D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_
         Q_1 [  x   /   .   .  ]     x  wholly visible: no mask
         Q_2 [  x   x   /   .  ]     .  wholly masked: skipped, forward and backward
 
-Memory  O(T): q, k, v, out and L stay for the backward pass; S and P exist for one B_r x B_c tile at
-        a time. A GPU kernel keeps that tile on chip: its gain is the traffic to main memory that it
-        saves. Here each step is an operator of its own, and only the memory is saved.
-FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (five products: S is computed
-        again), less the tiles that are skipped: nearly half of them if causal.
+Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a tile at a time. A GPU
+        kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
+FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
+        tiles that are skipped: nearly half of them if causal.
 Layout  (B, Hkv, H/Hkv, T, D) inside, as views; a tile of k or v is repeated for its query heads.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
-        Under torch.compile each call is a graph break, on purpose: PyTorch 2.13 can trace it
-        without dropout, but unrolled, a new copy of the loop body for every tile of every layer.
+        Under torch.compile each call is a graph break: traced, the loops would be unrolled.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
-        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are: over
-        query blocks outside in the forward, over key blocks in the backward.
+        Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,38 +47,12 @@ BLOCK_M = 64  # B_r: rows of a tile, queries
 BLOCK_N = 64  # B_c: columns of a tile, keys
 
 
-class Tile(NamedTuple):
-    """What forward_tiles() did at one tile, for all sequences and heads together.
-
-    The bytes are what a fused kernel moves to and from a GPU's main memory, at the inputs' size:
-    it reads Q_i with the first tile of row i that is not skipped, and K_j and V_j with each such
-    tile, once for all query heads that share them; it writes O_i and L_i after the last (of a row
-    that is skipped whole, the zeros). S and P stay on chip. Segments are not counted.
-    """
-
-    i: int  # block of queries
-    j: int  # block of keys
-    skipped: bool
-    m: Tensor  # (B, H, B_r) running maximum after this tile; the least finite number: nothing seen
-    l: Tensor  # (B, H, B_r) running sum of exp(s - m)
-    O: Tensor  # (B, H, B_r, D) the output after this tile, not normalised yet
-    S: Tensor | None  # (B, H, B_r, B_c) the scores, -inf where masked; None: skipped
-    rescale: Tensor | None  # (B, H, B_r) what the old l and O were multiplied by; None: skipped
-    read: int  # bytes
-    written: int  # bytes
-
-
 @torch.compiler.disable
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention tile by tile.
+    """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
+    segments is (B, Tk) int32; the queries are the last Tq positions.
     """
     assert cache is None, "tiled has no cache"
     # From the CPU's generator wherever q is, so that reading it does not wait for the device.
@@ -112,14 +84,14 @@ class Tiled(torch.autograd.Function):
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
                   seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  trace: list[Tile] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass: FlashAttention-2, Algorithm 1.
 
     Args:
-        q, k, v, segments: as in attend().
         seed: of the dropout masks; a tile's own is this plus its number.
         B_r, B_c: rows and columns of a tile.
-        trace: is given one Tile for each tile, in the order in which they are visited.
+        on_tile: is given i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is not skipped,
+            to show them (viewer/tiles.py).
 
     Returns:
         out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
@@ -138,30 +110,21 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
         l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
         # The least finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
         m_i = torch.full_like(l_i, torch.finfo(acc).min)
-        todo = [j for j, J in enumerate(cols) if not wholly_masked(I, J, Tk - Tq, spec.window)]
         for j, J in enumerate(cols):
-            if j in todo:
-                K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
-                S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
-                S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
-                m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
-                P_tilde_ij = torch.exp(S_ij - m_new)
-                rescale = torch.exp(m_i - m_new)
-                l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
-                Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
-                O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
-                m_i = m_new
-            if trace is not None:
-                first, last = (todo[0], todo[-1]) if todo else (None, len(cols) - 1)
-                read = (K[..., J, :].nbytes + V[..., J, :].nbytes) * (j in todo)
-                read += Q[..., I, :].nbytes * (j == first)
-                written = (O[..., I, :].nbytes + L[..., I, :].nbytes) * (j == last)
-                m, l, O_now = (t.flatten(1, 2) for t in (m_i, l_i, O_i))
-                S, factor = None, None
-                if j in todo:
-                    S, factor = S_ij.flatten(1, 2), rescale.flatten(1, 2)[..., 0]
-                trace.append(Tile(i, j, j not in todo, m[..., 0], l[..., 0], O_now, S, factor,
-                                  read, written))  # fmt: skip
+            if wholly_masked(I, J, Tk - Tq, spec.window):
+                continue
+            K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
+            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
+            P_tilde_ij = torch.exp(S_ij - m_new)
+            rescale = torch.exp(m_i - m_new)
+            l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
+            Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
+            O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
+            m_i = m_new
+            if on_tile is not None:
+                on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
         l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
         O[..., I, :] = (O_i / l_i).to(q.dtype)
         L[..., I, :] = m_i + torch.log(l_i)
@@ -248,11 +211,5 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
     return kept.to(P_ij.dtype) / (1 - p)
 
 
-BACKEND = Backend(
-    name="tiled",
-    title="FlashAttention's algorithm in plain PyTorch, O(S) memory",
-    attend=attend,
-    caps=(Caps(),),
-    fallback="manual",
-    fullgraph=False,
-)
+_TITLE = "FlashAttention's algorithm in plain PyTorch, O(S) memory"
+BACKEND = Backend("tiled", _TITLE, attend, (Caps(),), fallback="manual", fullgraph=False)

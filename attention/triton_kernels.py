@@ -48,6 +48,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.gpus import SHARED
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -388,11 +390,6 @@ def dkdv_kernel(
 Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes of a number
-
-# Bytes of shared memory that a program may have (CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability").
-SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10,
-          (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}  # fmt: skip
 
 # capability: {(bytes of a number, head_dim up to): tiles of forward, dq, dkdv}. A capability that
 # is not here takes the nearest below. Chosen by what the compiler says, not yet by the clock: with

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
-from attention.spec import cpu_name  # noqa: E402
+from attention.system import cpu_name  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT

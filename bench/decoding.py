@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import attention
-from attention.probe import KERNELS
+from attention.select import KERNELS
 from bench import machine, rivals
 from bench.training import build
 from core.runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import manual
-from attention.probe import select
+from attention import Policy, manual, select
 from attention.spec import Spec
 from bench import machine
 from core.flops import mean_keys
@@ -68,7 +67,6 @@ class Kernels:
     def spec(self, point: dict[str, Any]) -> Spec:
         dtype = str(pick_dtype(self.config.dtype, self.device)).removeprefix("torch.")
         return Spec(point["H"], point["Hkv"], point["D"], dtype, window=point["window"],
-                    deterministic=self.config.attention_deterministic,
                     hub_kernels=self.config.attention_hub_kernels)  # fmt: skip
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +105,9 @@ class Kernels:
                 call: Any) -> dict[str, Any]:  # fmt: skip
         """Resolve strictly; then the error, and the memory beyond the inputs' own."""
         if spec not in self.kernels:
-            chosen = select(self.name, spec, self.device, fallback=False,
-                            allow_mps_sdpa=self.config.allow_mps_sdpa)  # fmt: skip
+            chosen = select(
+                self.name, spec, self.device, Policy(False, mps_sdpa=self.config.allow_mps_sdpa)
+            )
             self.kernels[spec] = list(chosen.kernels)
         got = call([])
         answer: dict[str, Any] = {"kernels": self.kernels[spec]}

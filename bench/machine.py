@@ -26,7 +26,8 @@ import torch
 
 import attention
 from attention.spec import Machine as MachineSpec
-from attention.spec import Spec, cpu_name
+from attention.spec import Spec
+from attention.system import cpu_name
 from core import flops
 from core.runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
 from core.settings import from_dict
@@ -166,7 +167,6 @@ class Scout:
         here = MachineSpec.here(str(self.device), attention.packages())
         always = {
             "dtype": dtype_name(pick_dtype(config.dtype, self.device)),
-            "deterministic": config.attention_deterministic,
             "hub_kernels": config.attention_hub_kernels,
         }
         refused = {}
@@ -174,8 +174,8 @@ class Scout:
             reasons = []
             for asked in request["specs"]:
                 try:
-                    attention.resolve(name, Spec(**{**always, **asked}), here, fallback=False,
-                                      allow_mps_sdpa=config.allow_mps_sdpa)  # fmt: skip
+                    policy = attention.Policy(False, mps_sdpa=config.allow_mps_sdpa)
+                    attention.resolve(name, Spec(**{**always, **asked}), here, policy)
                 except attention.BackendUnavailable as e:
                     reasons.append(reason(e))
             if len(reasons) == len(request["specs"]):

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import data
 import train
 from attention import Resolution
-from attention.probe import KERNELS
+from attention.select import KERNELS
 from bench import machine, rivals
 from bench.profiling import ATTENTION, Scopes, read
 from core.runtime import (

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import cpu_name
+from attention.system import cpu_name
 from core.loss import Head, linear_cross_entropy
 
 

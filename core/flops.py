@@ -22,7 +22,6 @@ is held against torch's FlopCounterMode in tests/test_flops.py.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +30,8 @@ from typing import Protocol
 import torch
 
 from attention import visible
+from attention.gpus import datasheet_bandwidth as datasheet_bandwidth
+from attention.gpus import datasheet_tflops
 from core import cpu_matmul
 from core.runtime import synchronize
 
@@ -72,92 +73,15 @@ class Peak:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
 
 
-# Dense rates in TFLOP/s (never the sparse figure), half precision with float32 accumulation.
-# How torch.cuda.get_device_name ends, {dtype: rate}, datasheet. A variant with a longer name
-# ("Laptop GPU", "D", a MIG slice, a vGPU) has other rates: no pattern matches it.
-_H100 = {"half": 989.4, "tf32": 494.7, "float32": 66.9}
-_H100_NVL = {"half": 835.5, "tf32": 417.5, "float32": 60}
-_A100 = {"half": 312, "tf32": 156, "float32": 19.5}
-PEAKS: list[tuple[str, dict[str, float], str]] = [
-    ("B200", {"half": 2250, "tf32": 1125, "float32": 75}, "NVIDIA HGX B200 datasheet"),
-    ("H200 NVL", _H100_NVL, "NVIDIA H200 datasheet"),
-    ("H200", _H100, "NVIDIA H200 datasheet"),
-    (r"GH200 \d+GB?( HBM3e)?", _H100, "NVIDIA GH200 datasheet"),
-    ("H100 NVL", _H100_NVL, "NVIDIA H100 datasheet"),
-    ("H[18]00 PCIe", {"half": 756, "tf32": 378, "float32": 51.2}, "NVIDIA H100 datasheet"),
-    ("H100 80GB HBM3|H800", _H100, "NVIDIA H100 whitepaper"),
-    ("A[18]00(-SXM4?|-PCIE)?[- ][48]0GB( PCIe| Active)?", _A100, "NVIDIA A100 datasheet"),
-    ("A40", {"half": 149.7, "tf32": 74.8, "float32": 37.4}, "NVIDIA A40 datasheet"),
-    ("A30", {"half": 165, "tf32": 82, "float32": 10.3}, "NVIDIA A30 datasheet"),
-    ("A10", {"half": 125, "tf32": 62.5, "float32": 31.2}, "NVIDIA A10 datasheet"),
-    ("L40S", {"half": 362, "tf32": 183, "float32": 91.6}, "NVIDIA L40S datasheet"),
-    ("L40", {"half": 181, "tf32": 90.5, "float32": 90.5}, "NVIDIA L40 datasheet"),
-    ("L4", {"half": 121, "tf32": 60, "float32": 30.3}, "NVIDIA L4 datasheet"),
-    ("RTX 5090", {"half": 209.5, "tf32": 104.8, "float32": 104.8}, "NVIDIA RTX Blackwell paper"),
-    ("RTX 4090", {"half": 165.2, "tf32": 82.6, "float32": 82.6}, "NVIDIA Ada whitepaper"),
-    ("RTX 3090 Ti", {"half": 80, "tf32": 40, "float32": 40}, "NVIDIA GA102 whitepaper"),
-    ("RTX 3090", {"half": 71, "tf32": 35.6, "float32": 35.6}, "NVIDIA GA102 whitepaper"),
-    ("RTX A6000", {"half": 154.8, "tf32": 77.4, "float32": 38.7}, "NVIDIA RTX A6000 datasheet"),
-    ("TITAN RTX", {"float16": 130.5, "float32": 16.3}, "NVIDIA Turing whitepaper"),
-    ("T4", {"float16": 65, "float32": 8.1}, "NVIDIA T4 datasheet"),
-    ("V100-PCIE-(16|32)GB", {"float16": 112, "float32": 14}, "NVIDIA V100 datasheet"),
-    ("V100-SXM2-(16|32)GB", {"float16": 125, "float32": 15.7}, "NVIDIA V100 datasheet"),
-    ("MI300X( OAM| VF)?", {"half": 1307.4, "tf32": 653.7, "float32": 163.4}, "AMD datasheet"),
-]
-
-
-# Bytes a second between the device's memory and its chip, in GB/s: how the name ends, rate,
-# datasheet. As in PEAKS, a longer name is another device.
-BANDWIDTHS: list[tuple[str, float, str]] = [
-    ("B200", 8000, "NVIDIA DGX B200 datasheet"),
-    ("H200( NVL)?", 4800, "NVIDIA H200 datasheet"),
-    (r"GH200 \d+GB? HBM3e", 4900, "NVIDIA GH200 datasheet"),
-    (r"GH200 \d+GB?", 4000, "NVIDIA GH200 datasheet"),
-    ("H100 NVL", 3900, "NVIDIA H100 datasheet"),
-    ("H[18]00 PCIe", 2000, "NVIDIA H100 datasheet"),
-    ("H100 80GB HBM3|H800", 3350, "NVIDIA H100 datasheet"),
-    ("A[18]00-SXM4?-80GB", 2039, "NVIDIA A100 datasheet"),
-    ("A[18]00 80GB PCIe", 1935, "NVIDIA A100 datasheet"),
-    ("A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?", 1555, "NVIDIA A100 datasheet"),
-    ("A40", 696, "NVIDIA A40 datasheet"),
-    ("A30", 933, "NVIDIA A30 datasheet"),
-    ("A10", 600, "NVIDIA A10 datasheet"),
-    ("L40S?", 864, "NVIDIA L40S datasheet"),
-    ("L4", 300, "NVIDIA L4 datasheet"),
-    ("RTX 5090", 1792, "NVIDIA RTX Blackwell paper"),
-    ("RTX 4090|RTX 3090 Ti", 1008, "NVIDIA Ada and GA102 whitepapers"),
-    ("RTX 3090", 936, "NVIDIA GA102 whitepaper"),
-    ("RTX A6000", 768, "NVIDIA RTX A6000 datasheet"),
-    ("TITAN RTX", 672, "NVIDIA Turing whitepaper"),
-    ("T4", 320, "NVIDIA T4 datasheet"),
-    ("V100-(PCIE|SXM2)-(16|32)GB", 900, "NVIDIA V100 datasheet"),
-    ("MI300X( OAM| VF)?", 5300, "AMD datasheet"),
-]
-
-
-def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
-    """Bytes a second of the device of that name and where that stands, None where it is unknown."""
-    for pattern, rate, source in BANDWIDTHS:
-        if re.search(rf"\b({pattern})$", name):
-            return rate * 1e9, f"datasheet: {source}"
-    return None
-
-
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """The peak of the device of that name, None where the table does not know it.
+    """The peak of the device of that name, None where attention/gpus.py does not know it.
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
         tf32: whether float32 products run in TF32.
     """
-    wanted: tuple[str, ...] = ("tf32",) if dtype == "float32" and tf32 else (dtype,)
-    if dtype in ("float16", "bfloat16"):
-        wanted = (dtype, "half")
-    for pattern, rates, source in PEAKS:
-        if re.search(rf"\b({pattern})$", name):
-            rate = next((rates[w] for w in wanted if w in rates), None)
-            return None if rate is None else Peak(rate, f"datasheet: {source}")
-    return None
+    known = datasheet_tflops(name, dtype, tf32)
+    return known and Peak(*known)
 
 
 def measured_peak(device: str | torch.device, dtype: torch.dtype) -> Peak:

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import use_flash_impl
-from attention.spec import cpu_name
+from attention.system import cpu_name
 from core import cpu_matmul
 from core.settings import UserError
 

@@ -16,6 +16,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -144,14 +145,14 @@ def mask(Tq: int = 4, Tk: int = 4, window: int | None = None,
     """Page 2: who sees whom, by visible(). --Tq, --Tk, --window, --segments="(0, 0, 1, 1)"."""
     import torch
 
-    from attention import manual
+    from attention import views
 
     if min(Tq, Tk) < 1 or (window is not None and window < 1):
         raise UserError("Tq, Tk and window must be at least 1")
     if segments is not None and len(segments) != Tk:
         raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
     seg = None if segments is None else torch.tensor([segments])
-    seen = manual.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0, 0]
+    seen = views.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0]
     wide = len(str(Tk - 1)) + 2
     lines = [" " * 6 + "".join(f"k{j}".rjust(wide) for j in range(Tk))]
     if segments is not None:
@@ -198,7 +199,8 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     """Page 4: one row of scores, a block at a time, by forward_tiles()."""
     import torch
 
-    from attention import Spec, tiled
+    from attention import Spec
+    from viewer.tiles import trace
 
     if not scores or block < 1:
         raise UserError("online needs a score and a block of at least 1")
@@ -206,13 +208,12 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     # With D = 1 and q = 1 the scores are the keys. The values count 1, 2, ...: any will do.
     k = torch.tensor([*map(float, scores)], dtype=torch.float64)
     v = torch.arange(1, T + 1, dtype=torch.float64)
-    trace: list[tiled.Tile] = []
-    out, L = tiled.forward_tiles(
+    told, out, L = trace(
         torch.ones(1, 1, 1, 1, dtype=torch.float64), k[None, :, None, None], v[None, :, None, None],
-        Spec(1, 1, 1, "float64"), B_r=1, B_c=block, trace=trace,
+        Spec(1, 1, 1, "float64"), B_r=1, B_c=block,
     )  # fmt: skip
     rows, l_old = [], 0.0
-    for tile in trace:
+    for tile in told:
         assert tile.S is not None and tile.rescale is not None  # the last query sees every key
         m, l, factor = (float(x) for x in (tile.m, tile.l, tile.rescale))
         rows.append((f"`{plain(tile.S.flatten().tolist())}`", f"{m:g}", f"{factor:.4f}",
@@ -296,12 +297,10 @@ def traced(spec: Any, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Any]:
     """
     import torch
 
-    from attention import tiled
+    from viewer.tiles import trace
 
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
-    trace: list[tiled.Tile] = []
-    tiled.forward_tiles(q, k, k, spec, B_r=B_r, B_c=B_c, trace=trace)
-    return trace
+    return trace(q, k, k, spec, B_r=B_r, B_c=B_c)[0]
 
 
 # pages 6 to 9
@@ -480,15 +479,15 @@ MACHINES = ("V100", "TITAN RTX", "A100", "RTX 4090", "H100", "B200", "RTX 5090",
 @figure
 def choices() -> str:
     """What `auto` takes on some machines for training GPT-2, with every package and with none."""
+    from attention import BACKENDS, packages, resolve
     from attention.__main__ import Options, best_dtype
     from attention.machines import describe
-    from attention.resolve import BACKENDS, packages, resolve
     from attention.spec import dotted
 
     rows = []
     for text in MACHINES:
-        everything = describe(text, None, "2.13.0", None, "all", packages())
-        nothing = describe(text, None, "2.13.0", None, "none", packages())
+        everything = describe(text, None, "2.13.0", packages())
+        nothing = replace(everything, packages={})
         spec = Options().spec(best_dtype(everything))
         auto = [f"`{resolve('auto', spec, m).backend.name}`" for m in (everything, nothing)]
         can = [
@@ -510,7 +509,8 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
     import torch
 
     from attention import Spec
-    from attention.tiled import BLOCK_N, Tile, forward_tiles
+    from attention.tiled import BLOCK_M, BLOCK_N
+    from viewer.tiles import trace
 
     if T <= BLOCK_N or D < 1 or threshold < 0:
         raise UserError(
@@ -520,10 +520,9 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
     for spread in (1, 2, 4, 8):
         draw = torch.Generator().manual_seed(spread)
         q, k, v = (torch.randn(1, T, 1, D, generator=draw) for _ in range(3))
-        trace: list[Tile] = []
-        forward_tiles(spread * q, k, v, Spec(1, 1, D, "float32"), trace=trace)
+        told, _, _ = trace(spread * q, k, v, Spec(1, 1, D, "float32"), B_r=BLOCK_M, B_c=BLOCK_N)
         visits = eager = lazy = 0
-        for tile in trace:
+        for tile in told:
             if tile.skipped:
                 continue
             top = tile.m / math.log(2)  # the maximum so far, in units of log 2

@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.spec import visible
+from attention import views
 from inference.pages import PagePool
 
 
@@ -54,7 +54,7 @@ class PagedView:
     def page_size(self) -> int:
         return self.k_pages.shape[1]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, views.PagedView]:
         """Write this call's k and v, (B, Tq, Hkv, D), to their places. Never waits for the device.
 
         The pages must have been taken from the pool before (PagedCache.reserve).
@@ -69,6 +69,8 @@ class PagedView:
         for pages, new in ((self.k_pages, k), (self.v_pages, v)):
             # view(), since flatten() might copy, and the copy would be written to.
             pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
+        reads = views.PagedView(self.page_table, self.start, self.count)
+        return self.k_pages, self.v_pages, reads
 
 
 class PagedCache:
@@ -469,7 +471,7 @@ class StaticView:
     length: int  # places that are read
     first: bool = False
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, views.StaticView | None]:
         """Store this call's k and v, (B, Tq, Hkv, D). Never waits for the device.
 
         Returns:
@@ -483,13 +485,6 @@ class StaticView:
         self.k[row, at] = k
         self.v[row, at] = v
         if self.first:
-            return k, v
-        return self.k[:, : self.length], self.v[:, : self.length]
-
-    def seen(self, Tq: int, window: int | None) -> Tensor:
-        """Which places each query of this call sees, bool (B, 1, Tq, length)."""
-        i = torch.arange(Tq, device=self.start.device)
-        # Padding may stand beyond the places that are read: it sees as the last of them does.
-        at = (self.start[:, None] + i).clamp(max=self.length - 1)
-        j = torch.arange(self.length, device=self.start.device)
-        return visible(at[:, None, :, None], j, 0, window)
+            return k, v, None
+        reads = views.StaticView(self.start, self.count, self.length)
+        return self.k[:, : self.length], self.v[:, : self.length], reads

@@ -62,11 +62,11 @@ def switches_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def probe_once() -> Any:
-    return cache(importlib.import_module("attention.probe").probe)
+    return cache(importlib.import_module("attention.select").probe)
 
 
 @pytest.fixture
 def remembered_probes(monkeypatch: pytest.MonkeyPatch, probe_once: Any) -> None:
     """A backend is probed once for each Spec, not anew for every model that a test builds."""
-    # By its name in sys.modules: attention.probe is the function.
-    monkeypatch.setattr(sys.modules["attention.probe"], "probe", probe_once)
+    # By its name in sys.modules: attention.select is the function.
+    monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention import BACKENDS, Caps, Machine, Spec, machines, support
 from attention import __main__ as cli
-from attention.probe import Probe
+from attention.select import Probe
 from core.runtime import pick_dtype
 from core.settings import UserError
 
@@ -100,11 +100,6 @@ def test_one_decision_explained(capsys) -> None:
     (["--device=gpu"], "there is no device 'gpu' here; there is cpu"),
     (["--device=cuda:99"], "there is no device 'cuda:99' here; there is cpu"),
     (["--as=h100", "--device=cpu"], "--device is of this machine; leave it out with --as"),
-    (["--packages=none"], "--packages describes another machine; say which, with --as=... or"),
-    (["--torch=2.4"], "--torch describes another machine"),
-    (["--cuda=12.8"], "--cuda describes another machine"),
-    (["--as=h100", "--packages=flash_atn"], "no backend asks for the package 'flash_atn'; they "),
-    (["--as=h100", "--packages=flash_atn=2.8"], "no backend asks for the package 'flash_atn'; "),
     (["--as=gtx"], "'gtx' could be NVIDIA GeForce GTX 1080 Ti (6.1), "),
     (["--as=Voodoo 2"], "unknown machine 'Voodoo 2'; known: P100, "),
     (["--as="], "unknown machine ''; known: "),
@@ -167,7 +162,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Let manual and a changed copy of it be all backends there are."""
     other = replace(BACKENDS["manual"], name="made_up", **changes)
     monkeypatch.setattr(cli, "BACKENDS", {"manual": BACKENDS["manual"], "made_up": other})
-    monkeypatch.setitem(sys.modules["attention.resolve"]._BY_ANY_NAME, "made_up", other)
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "made_up", other)
 
 
 def test_without_a_backward_it_is_timed_forward_only(monkeypatch, capsys) -> None:
@@ -206,7 +201,8 @@ def test_a_paged_cache_is_measured_while_decoding(monkeypatch, capsys) -> None:
     paged = BACKENDS["paged"]
 
     def noted(q: Tensor, *args: Any, cache: Any, **kw: Any) -> Tensor:
-        seen.append((q.shape[:2], cache.page_size, cache.start.tolist(), cache.count.tolist()))
+        k_pages = args[0]
+        seen.append((q.shape[:2], k_pages.shape[1], cache.start.tolist(), cache.count.tolist()))
         return paged.attend(q, *args, cache=cache, **kw)
 
     monkeypatch.setattr(cli, "BACKENDS", {"paged": replace(paged, attend=noted)})
@@ -315,29 +311,20 @@ def test_one_decision_on_another_machine(capsys, monkeypatch) -> None:
         "INFO: Attention backend: sdpa (PyTorch scaled_dot_product_attention)",
     ]
     assert "flash_attn_2 (" in described("flash_attn_2", "--as=4090", capsys=capsys)
-    assert "package 'flash_attn' is not installed" in described(
-        "flash_attn_2", "--as=4090", "--packages=none", capsys=capsys
-    )
-    assert "must be >= 2.6, this is 2.1" in described(
-        "flash_attn_2", "--as=4090", "--packages=flash_attn=2.1", capsys=capsys
-    )
-    assert "flash_attn_2 (" in described(
-        "flash_attn_2", "--as=4090", "--packages=triton,flash_attn=2.8.3", capsys=capsys
-    )
 
 
 def test_every_backend_on_another_machine(capsys) -> None:
-    out = described("--as=h100", "--packages=none", "--window=64", capsys=capsys)
+    out = described("--as=h100", "--window=64", capsys=capsys)
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "bfloat16, causal, window 64" in lines[1]
-    assert "declare, with no packages installed (--packages)." in " ".join(out.split())
+    assert "declare, with triton, flash_attn, " in " ".join(out.split())
     rows = {line.split()[0]: line for line in lines[4:] if line.strip() and line[0] != " "}
     assert {*BACKENDS, "runs", "does"} <= set(rows)
     assert "PyTorch scaled_dot_product_attention" in rows["sdpa"]
     assert "it has no sliding window" in rows["sdpa_flash"]
-    assert "package 'flash_attn' is not installed" in rows["flash_attn_2"]
-    assert lines[-1] == "auto takes sdpa there."
+    assert "FlashAttention-2, package flash-attn" in rows["flash_attn_2"]
+    assert lines[-1] == "auto takes flash_attn_4 there."
     for machine, takes in (("mps", "manual"), ("cpu", "sdpa"), ("titan rtx", "sdpa")):
         assert described(f"--as={machine}", capsys=capsys).splitlines()[-1] == (
             f"auto takes {takes} there."
@@ -346,12 +333,12 @@ def test_every_backend_on_another_machine(capsys) -> None:
 
 
 def test_another_machine_as_json(capsys) -> None:
-    found = json.loads(described("--as=b200", "--cuda=12.9", "--torch=2.9", "--json",
-                                 "--inference", "--kv_cache=paged", capsys=capsys))  # fmt: skip
+    found = json.loads(described("--as=b200", "--json", "--inference", "--kv_cache=paged",
+                                 "--deterministic", capsys=capsys))  # fmt: skip
     assert found["run"] is False
-    assert {k: found["machine"][k] for k in ("device", "name", "capability", "torch", "cuda")} == {
-        "device": "cuda", "name": "NVIDIA B200", "capability": [10, 0], "torch": "2.9",
-        "cuda": "12.9"}  # fmt: skip
+    assert {k: found["machine"][k] for k in ("device", "name", "capability", "deterministic")} == {
+        "device": "cuda", "name": "NVIDIA B200", "capability": [10, 0],
+        "deterministic": True}  # fmt: skip
     spec = Spec(12, 12, 64, "bfloat16", grad=False, cache="paged", page_size=256)
     assert Spec(**found["spec"]) == spec
     why = {row["name"]: row["why"] for row in found["backends"]}
@@ -365,7 +352,7 @@ def test_another_machine_as_json(capsys) -> None:
 def test_a_gpu_that_is_not_listed_is_described_by_its_capability(capsys) -> None:
     out = described("auto", "--as=Rubin X", "--capability=13.0", capsys=capsys)
     assert out.startswith("Rubin X (cuda), compute capability 13.0, torch ")
-    out = described("flash_attn_3", "--capability=8.6", "--packages=all", capsys=capsys)
+    out = described("flash_attn_3", "--capability=8.6", capsys=capsys)
     assert out.startswith("a GPU (cuda), compute capability 8.6, torch ")
     assert "it needs compute capability 9.0, a GPU has 8.6" in out
     out = described("auto", "--as=h100", "--capability=8.0", capsys=capsys)
@@ -393,8 +380,7 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), hub_kernels=True),
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), window=False, grad=False,
              caches=("none",)),
-        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8,
-             deterministic_switch=True),
+        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8),
         Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
     )  # fmt: skip
     made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
@@ -415,7 +401,7 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
     assert (cells[1]["window"], cells[1]["backward"], cells[1]["caches"]) == ("no", "no", "no")
     assert cells[2]["head_dim"] == "any, multiple of 8"
     assert cells[2]["dropout"] == "multiples of 0.0625"
-    assert cells[2]["backward"] == "yes, deterministic by PyTorch's switch"
+    assert cells[2]["backward"] == "yes"
     assert (cells[3]["caches"], cells[3]["segments"], cells[3]["dropout"]) == (
         "only paged", "no", "no")  # fmt: skip
     title, _, line = support.overview().splitlines()

@@ -21,11 +21,12 @@ from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
 
 import bench_mfu
+from attention.gpus import datasheet_bandwidth
 from bench import profiling, report, roofline, rows, training
 from bench.profiling import RANGE, Owner, Scopes, read
 from bench.roofline import work
 from core import flops
-from core.flops import Peak, datasheet_bandwidth
+from core.flops import Peak
 from core.settings import UserError
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -561,9 +562,3 @@ def test_peaks_and_bandwidths_are_of_the_same_devices():
     devices = [*KNOWN, *TURING_AND_BEFORE]
     assert all(datasheet_bandwidth(name) for name in devices)
     assert not any(datasheet_bandwidth(name) for name in UNKNOWN)
-    for pattern, rate, source in flops.BANDWIDTHS:  # none is shadowed by another
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flops, "BANDWIDTHS", [(pattern, rate, source)])
-            hit = [name for name in devices if datasheet_bandwidth(name)]
-        assert hit and all(datasheet_bandwidth(n) == (rate * 1e9, f"datasheet: {source}")
-                           for n in hit), pattern  # fmt: skip

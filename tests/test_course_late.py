@@ -19,16 +19,15 @@ import torch
 import torch.nn.functional as F
 from test_course import ANSWERS, COURSE, TEXT, cells, written
 
-from attention import BACKENDS, Machine, Spec, resolve, visible
+from attention import BACKENDS, Machine, Spec, packages, resolve, visible
 from attention.__main__ import main as attention_main
 from attention.machines import describe
-from attention.resolve import packages
+from attention.views import PagedView
 from core import flops
 from core.settings import UserError
 from docs import figures
 from docs.exercises import ex6, ex7, ex8, ex9
 from docs.exercises.check import Wrong, examine
-from inference.cache import PagedView
 from model import GPTConfig
 
 ROOT = COURSE.parents[1]
@@ -251,7 +250,7 @@ def test_the_generations_are_what_why_not_says() -> None:
 
 
 def refusals(name: str, capability: str, spec: Spec) -> list[str]:
-    machine = describe("a GPU", capability, "2.13.0", None, "all", packages())
+    machine = describe("a GPU", capability, "2.13.0", packages())
     return BACKENDS[name].why_not(spec, machine)
 
 
@@ -306,7 +305,7 @@ def test_is_causal_of_pytorch_is_aligned_top_left() -> None:
 def test_the_machines_of_page_8_answer(capsys) -> None:
     for words, said in (
         (["flash_attn_3", "--as=NVIDIA A100"], "it needs compute capability 9.0, NVIDIA A100 has"),
-        (["auto", "--as=RTX 4090", "--packages=none"], "INFO: Attention backend: sdpa"),
+        (["auto", "--as=RTX 4090"], "INFO: Attention backend: flash_attn_2"),
         (["sdpa_cudnn", "--as=h100", "--dropout=0.1"], "dropout must be a multiple of 0.0625"),
     ):
         line = f"python -m attention {' '.join(words)}"
@@ -417,10 +416,10 @@ def test_the_pages_of_exercise_9_are_those_of_paged() -> None:
     k_pages, v_pages = torch.randn(2, 6, 4, 1, 8, generator=draw)
     q, k, v = torch.randn(3, 1, 1, 1, 8, generator=draw)
     table, length = torch.tensor([[3, 1, 5]], dtype=torch.int32), 10
-    view = PagedView(k_pages, v_pages, table, torch.tensor([length - 1]).int(),
-                     torch.tensor([1]).int())  # fmt: skip
+    k_pages[table[0, 2], 1], v_pages[table[0, 2], 1] = k[0, 0], v[0, 0]  # the tenth token
+    view = PagedView(table, torch.tensor([length - 1]).int(), torch.tensor([1]).int())
     spec = Spec(1, 1, 8, "float32", grad=False, cache="paged", page_size=4)
-    out = BACKENDS["paged"].attend(q, k, v, spec, cache=view)
+    out = BACKENDS["paged"].attend(q, k_pages, v_pages, spec, cache=view)
     got = ex9.over_pages(q.flatten(), k_pages[:, :, 0], v_pages[:, :, 0], table[0], length)
     torch.testing.assert_close(got, out.flatten())
 

@@ -25,8 +25,8 @@ import explain
 import viewer.caches
 import viewer.tiles
 from attention import Resolution, Spec, manual, visible
-from attention.tiled import Tile, forward_tiles
-from core import flops
+from attention.gpus import datasheet_bandwidth, datasheet_tflops
+from attention.tiled import forward_tiles
 from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, forward, prompt_of, token_of
@@ -46,6 +46,8 @@ from viewer.cost import (
 from viewer.document import Document, pack, unpack
 from viewer.maps import Call, agreement, maps, seen, watched, weights
 from viewer.text import amount, duration, render, scaled
+from viewer.tiles import Tile
+from viewer.tiles import trace as tile_trace
 
 PROMPT = "to be or not to be that is it"
 TOKENIZER = CharTokenizer([chr(c) for c in range(ord(" "), ord("~") + 1)])
@@ -279,9 +281,7 @@ def trace_of(spec: Spec, T: int, B_r: int, B_c: int) -> list[Tile]:
         torch.randn(1, T, h, spec.head_dim, generator=generator).to(getattr(torch, spec.dtype))
         for h in (spec.n_head, spec.n_kv_head)
     )
-    trace: list[Tile] = []
-    forward_tiles(q, k, k, spec, B_r=B_r, B_c=B_c, trace=trace)
-    return trace
+    return tile_trace(q, k, k, spec, B_r=B_r, B_c=B_c)[0]
 
 
 TILES = [(1, 1), (4, 4), (5, 3), (3, 8), (16, 7), (64, 64)]
@@ -450,8 +450,7 @@ def test_the_roofline():
 
 def test_every_gpu_has_both_rates():
     for name in GPUS:
-        assert flops.datasheet_bandwidth(name)
-        assert flops.datasheet_peak(name, "float16")
+        assert datasheet_bandwidth(name) and datasheet_tflops(name, "float16")
         assert costs(Spec(1, 1, 64, "float32"), name, 100_000)["gpu"] == name
     assert costs(Spec(1, 1, 64, "float32"), "T4", 100_000)["dtype"] == "float16"
 

@@ -15,6 +15,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,10 +28,22 @@ import torch.nn.functional as F
 from test_attention import CASES, REQUIRED, Case, _draw, _need, _plain
 from torch import Tensor
 
-from attention import BACKENDS, BackendUnavailable, Machine, Spec, flash, get, probe, resolve, sdpa
-from inference.cache import PagedView, StaticView
+from attention import (
+    BACKENDS,
+    BackendUnavailable,
+    Machine,
+    Policy,
+    Spec,
+    flash,
+    flash_impl,
+    get,
+    probe,
+    resolve,
+)
+from attention.views import PagedView, StaticView
 
 HALF = (torch.float16, torch.bfloat16)
+STRICT = Policy(fallback=False)
 
 # --- what the packages document ---
 
@@ -332,14 +345,25 @@ def test_a_window_as_wide_as_the_keys_is_none(installed) -> None:
 # --- options ---
 
 
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """PyTorch's switch, for what is inside."""
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("segments", [False, True])
 def test_deterministic_reaches_the_package(name, segments, installed) -> None:
     q = torch.randn(2, 9, 2, 32).half()
     seg = torch.arange(9).div(4).int().expand(2, 9) if segments else None
     for asked in (True, False):
-        spec = Spec(2, 2, 32, "float16", deterministic=asked, segments=segments)
-        BACKENDS[name].attend(q, q, q, spec, segments=seg)
+        spec = Spec(2, 2, 32, "float16", segments=segments)
+        with deterministic(asked):
+            BACKENDS[name].attend(q, q, q, spec, segments=seg)
         assert installed[name].calls[-1]["deterministic"] is asked
 
 
@@ -459,22 +483,25 @@ def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: 
               for loud in (9.0, 99.0)]  # fmt: skip
     for b, n in enumerate(start):
         for t, new in zip(stored, (k, v), strict=True):
-            at = torch.arange(min(n, places))
+            at = torch.arange(min(n + count[b], places))  # this call's tokens are stored, too
             row = table[b, at // page_size].long() if page_size else torch.tensor(b)
             t[row, at % page_size if page_size else at] = new[b, : len(at)]
-    view: PagedView | StaticView = StaticView(*stored, *counters, places)
+    view: PagedView | StaticView = StaticView(*counters, places)
+    k_stored, v_stored = stored
     if page_size is not None:
-        view = PagedView(*stored, table.to(device), *counters)
-    fresh = [torch.stack([t[b, n : n + Tq] for b, n in enumerate(start)]) for t in (q, k, v)]
+        view = PagedView(table.to(device), *counters)
+    else:
+        k_stored, v_stored = (t[:, :places] for t in stored)
+    fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
     spec = Spec(H, Hkv, D, "float16", window=window, grad=False, page_size=page_size,
                 cache="static" if page_size is None else "paged")  # fmt: skip
     with torch.no_grad():
-        out = BACKENDS[name].attend(*fresh, spec, cache=view)
-    assert out.shape == fresh[0].shape and out.isfinite().all()
+        out = BACKENDS[name].attend(fresh, k_stored, v_stored, spec, cache=view)
+    assert out.shape == fresh.shape and out.isfinite().all()
     for b, (n, m) in enumerate(zip(start, count, strict=True)):
         if m == 0 or n + m > places:
             continue  # nothing real, or a row that has ended
-        args = [fresh[0][b : b + 1, :m], k[b : b + 1, : n + m], v[b : b + 1, : n + m]]
+        args = [fresh[b : b + 1, :m], k[b : b + 1, : n + m], v[b : b + 1, : n + m]]
         args.append(torch.ones_like(args[0]))
         oracle.check(oracle.Result(out[b : b + 1, :m]), oracle.plain(*args, window=window),
                      oracle.attention(*args, window=window), torch.float16)  # fmt: skip
@@ -494,7 +521,7 @@ CACHED = {
 @pytest.mark.parametrize("asked", CACHED)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("paged", [True, False])
-def test_caches_are_written_and_read(name, asked, window, paged, installed) -> None:
+def test_caches_are_read(name, asked, window, paged, installed) -> None:
     start, count, Tq, places = CACHED[asked]
     page_size = 16 if paged else None
     if paged and name == "flash_attn_2":  # pages of 256: as far from the ends of the pages
@@ -662,7 +689,7 @@ def test_which_generation_runs_where(there, run) -> None:
         for name in GENERATIONS:
             assert (why(name, spec, there) == []) == (name[-1] in run), (name, spec)
         best = f"flash_attn_{run[-1]}" if run else "sdpa"
-        assert resolve("auto", spec, there, fallback=False).backend.name == best
+        assert resolve("auto", spec, there, STRICT).backend.name == best
         chosen = resolve("flash_attention_4", spec, there)
         assert chosen.backend.name == best
         assert list(chosen.rejected) == [
@@ -751,12 +778,12 @@ def test_dropout_with_wide_heads_needs_the_shared_memory_of_a_data_center_card(t
 
 
 def test_deterministic() -> None:
-    asked = replace(BF16, deterministic=True)
-    assert all(why(name, asked, H100) == [] for name in GENERATIONS)
-    wide = replace(asked, head_dim=256)
-    assert why("flash_attn_2", wide, H100) == []
-    assert why("flash_attn_3", wide, H100) != [] and why("flash_attn_4", wide, B200) != []
-    assert why("flash_attn_3", replace(wide, head_dim=192), H100) == []
+    h100, b200 = (replace(there, deterministic=True) for there in (H100, B200))
+    assert all(why(name, BF16, h100) == [] for name in GENERATIONS)
+    wide = replace(BF16, head_dim=256)
+    assert why("flash_attn_2", wide, h100) == []
+    assert why("flash_attn_3", wide, h100) != [] and why("flash_attn_4", wide, b200) != []
+    assert why("flash_attn_3", replace(wide, head_dim=192), h100) == []
 
 
 def test_caches() -> None:
@@ -775,7 +802,7 @@ def test_a_package_with_an_undefined_symbol_is_refused_with_that_text() -> None:
     [reason] = why("flash_attn_2", BF16, there)
     assert reason.startswith(f"package 'flash_attn' is installed but does not import ({text}) (pip")
     with pytest.raises(BackendUnavailable, match="undefined symbol: _ZN3c104cuda9SetDeviceEa"):
-        resolve("flash_attn_2", BF16, there, fallback=False)
+        resolve("flash_attn_2", BF16, there, STRICT)
     assert resolve("auto", BF16, replace(there, capability=(9, 0))).backend.name == "sdpa"
 
 
@@ -863,7 +890,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     yield
-    if sdpa.flash_impl() != "FA2":
+    if flash_impl.flash_impl() != "FA2":
         torch.nn.attention.restore_flash_attention_impl()
 
 
@@ -883,33 +910,34 @@ def test_the_switch(hopper, monkeypatch) -> None:
     for impl in ("FA3", "FA4"):
         monkeypatch.setitem(known, impl, Handle)
     monkeypatch.setattr(Handle, "removed", 0)
-    assert sdpa.flash_impl() == "FA2"
+    assert flash_impl.flash_impl() == "FA2"
     for n, impl in enumerate(("FA3", "FA3", "FA4", "FA2", "FA2", "FA4", "FA3", "FA2")):
-        sdpa.use_flash_impl(impl)
-        assert sdpa.flash_impl() == impl
+        flash_impl.use_flash_impl(impl)
+        assert flash_impl.flash_impl() == impl
         assert Handle.removed == (0, 0, 1, 2, 2, 2, 3, 4)[n]
 
 
 def test_the_report_names_the_generation(hopper, monkeypatch) -> None:
-    monkeypatch.setattr(sdpa, "flash_impl", lambda: "FA3")
-    kernel = sys.modules["attention.probe"]._kernel  # attention.probe is the function
+    select_module = sys.modules["attention.select"]  # attention.select is the function
+    monkeypatch.setattr(select_module, "flash_impl", lambda: "FA3")
+    kernel = select_module._kernel
     assert kernel("aten::_scaled_dot_product_flash_attention") == "flash (FA3)"
     assert kernel("aten::_scaled_dot_product_flash_attention_for_cpu") == "flash (CPU)"
     assert kernel("aten::_scaled_dot_product_efficient_attention") == "efficient"
-    monkeypatch.setattr(sdpa, "flash_impl", lambda: "FA2")
+    monkeypatch.setattr(select_module, "flash_impl", lambda: "FA2")
     assert kernel("aten::_scaled_dot_product_flash_attention") == "flash"
 
 
 def refused(impl: str) -> str:
     with pytest.raises(ValueError) as e:
-        sdpa.use_flash_impl(impl)
-    assert sdpa.flash_impl() == "FA2" and "\n" not in str(e.value)
+        flash_impl.use_flash_impl(impl)
+    assert flash_impl.flash_impl() == "FA2" and "\n" not in str(e.value)
     return str(e.value)
 
 
 def test_the_switch_says_why_not(hopper, monkeypatch) -> None:
     assert refused("FA5") == "the flash kernel must be one of FA2, FA3, FA4, got 'FA5'"
-    sdpa.use_flash_impl("FA2")  # is always there
+    flash_impl.use_flash_impl("FA2")  # is always there
     here = "PyTorch's flash kernel cannot be {} here: "
     if hasattr(torch.nn.attention, "_registry"):
         monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -961,7 +989,7 @@ def test_real_caches(name, asked, window, paged) -> None:
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("segments", [False, True])
 def test_real_deterministic_gradients_are_the_same_bits(name, segments) -> None:
-    spec = Spec(8, 4, 64, "bfloat16", deterministic=True, segments=segments)
+    spec = Spec(8, 4, 64, "bfloat16", segments=segments)
     need(name, spec)
     draw = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(4, 1024, h, 64, generator=draw).to("cuda", torch.bfloat16)
@@ -970,7 +998,8 @@ def test_real_deterministic_gradients_are_the_same_bits(name, segments) -> None:
     results = []
     for _ in range(5):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = BACKENDS[name].attend(*leaves, spec, segments=seg if segments else None)
+        with deterministic(True):
+            out = BACKENDS[name].attend(*leaves, spec, segments=seg if segments else None)
         results.append([out, *torch.autograd.grad(out, leaves, dout)])
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

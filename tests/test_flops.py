@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import visible
+from attention import gpus, visible
 from core import cpu_matmul, flops
 from core.flops import (
     Peak,
@@ -210,17 +210,11 @@ def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name) -> Non
 
 def test_no_row_of_the_table_is_shadowed_or_without_a_test() -> None:
     devices = [*NAMES, *TURING_AND_BEFORE]
-    for pattern, rates, source in flops.PEAKS:
-        mine = [(pattern, rates, source)]
-        hit = [name for name in devices if _look_up(name, mine)]
-        assert hit, f"{pattern} matches no device of this file"
-        assert all(_look_up(name, mine) == _look_up(name, flops.PEAKS) for name in hit)
-
-
-def _look_up(name: str, table: list) -> Peak | None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(flops, "PEAKS", table)
-        return datasheet_peak(name, "float16")
+    for gpu in gpus.RATED:
+        hit = [name for name in devices if gpu.is_device(name)]
+        assert hit, f"{gpu.name} matches no device of this file"
+        assert all(gpus.find_rated(name) is gpu for name in hit)
+        assert gpu.is_device(gpu.name) and gpu.source
 
 
 @pytest.fixture

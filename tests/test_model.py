@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention
 import checkpoint
 from attention import BACKENDS, BackendUnavailable, Machine, Policy, packages
-from attention.probe import _once
+from attention.select import _once
 from core import cpu_matmul
 from core import loss as loss_module
 from core.loss import IGNORE, linear_cross_entropy

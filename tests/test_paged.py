@@ -21,12 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, BackendUnavailable, Machine, Spec, packages, probe, select
-from attention.paged import attend, gather
+from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, packages, probe, select
+from attention import paged as kernels
+from attention.paged import gather
 from attention.spec import DTYPES
-from inference.cache import PagedCache, PagedView
+from attention.views import PagedView
+from inference.cache import PagedCache
 from inference.pages import OutOfPages
 
+STRICT = Policy(fallback=False)
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -34,16 +37,22 @@ SPEC = Spec(4, 2, 32, "float32", grad=False, cache="paged", page_size=4)
 Attend = Callable[..., Tensor]
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-              cache: PagedView, splits: int = 0) -> Tensor:  # fmt: skip
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any) -> Tensor:
+    """What a model does in a layer: store k and v, and read the pages."""
+    k_pages, v_pages, reads = cache.append(k, v)
+    return kernels.attend(q, k_pages, v_pages, spec, cache=reads)
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any,
+              splits: int = 0) -> Tensor:  # fmt: skip
     """attend(), with the kernels for one query a row wherever it runs."""
     if q.shape[1] > 1:
         return attend(q, k, v, spec, cache=cache)
     from attention.paged_kernels import decode
 
-    cache.append(k, v)
-    view = (cache.k_pages, cache.v_pages, cache.page_table, cache.start, cache.count)
-    return decode(q, *view, spec.window or 0, splits)
+    k_pages, v_pages, view = cache.append(k, v)
+    table = (view.page_table, view.start, view.count)
+    return decode(q, k_pages, v_pages, *table, spec.window or 0, splits)
 
 
 def by_formula(*args: Any, **kw: Any) -> Tensor:
@@ -438,30 +447,29 @@ def test_the_probe_fills_a_paged_cache(spec) -> None:
     assert "aten::index_select" in tried.events
     assert tried.error is not None
     assert tried.error < 4 * torch.finfo(getattr(torch, spec.dtype)).eps
-    assert select("paged", spec, "cpu", fallback=False).backend.name == "paged"
+    assert select("paged", spec, "cpu", STRICT).backend.name == "paged"
 
 
-def no_append(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-    return gather(q, spec, kw["cache"])
+def values_for_keys(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return gather(q, v, v, spec, kw["cache"])
 
 
 def changed_view(**change: Callable[[PagedView], Tensor]) -> Attend:
-    """Stored right, and read through a view that is wrong in one thing."""
+    """Reads through a view that is wrong in one thing."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
         cache = kw["cache"]
-        cache.append(k, v)
-        return gather(q, spec, replace(cache, **{n: f(cache) for n, f in change.items()}))
+        return gather(q, k, v, spec, replace(cache, **{n: f(cache) for n, f in change.items()}))
 
     return run
 
 
 def no_window(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-    return attend(q, k, v, replace(spec, window=None), **kw)
+    return kernels.attend(q, k, v, replace(spec, window=None), **kw)
 
 
 @pytest.mark.parametrize("broken, spec", [
-    (no_append, SPEC),
+    (values_for_keys, SPEC),
     (changed_view(start=lambda c: c.start + 1), SPEC),
     (changed_view(start=lambda c: c.start - 1), SPEC),
     (changed_view(start=lambda c: c.start[:1].expand(2)), SPEC),
@@ -486,7 +494,7 @@ def test_what_it_refuses() -> None:
         chosen = select(name, replace(plain, grad=True), "cpu")
         assert chosen.backend.name == "sdpa" and "backward" in chosen.rejected["paged"][0]
     with pytest.raises(BackendUnavailable, match="it has no backward pass"):
-        select("paged", replace(plain, grad=True), "cpu", fallback=False)
+        select("paged", replace(plain, grad=True), "cpu", STRICT)
     for name in ("manual", "tiled", "sdpa"):
         assert "it has no 'paged' cache" in BACKENDS[name].why_not(SPEC, here)
 
@@ -504,6 +512,7 @@ def test_without_triton() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
     """The interpreter takes what the compiler may not."""
     code = """if True:
@@ -513,7 +522,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
         from attention.paged_kernels import block_sizes, combine_kernel, decode_kernel
 
         def compile(kernel, dtype, capability, **constants):
-            kinds = dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
+            kinds = dict.fromkeys(constants, "constexpr") | {"softmax_scale": "fp32"}
             kinds |= dict.fromkeys(("Q", "K", "V", "Out"), "*" + dtype)
             kinds |= dict.fromkeys(("Table", "Start", "Count"), "*i32")
             kinds |= dict.fromkeys(("Partial", "M", "L"), "*fp32")

@@ -18,6 +18,7 @@ from attention import (
     Backend,
     BackendUnavailable,
     Machine,
+    Policy,
     Resolution,
     Spec,
     announce,
@@ -28,12 +29,13 @@ from attention import (
 )
 
 SPEC = Spec(4, 2, 32, "float32")
+STRICT = Policy(fallback=False)
 
 
 @pytest.fixture(autouse=True)
 def said_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    sys.modules["attention.probe"]._once.cache_clear()  # attention.probe is the function
+    sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
 
 
 # --- good ones ---
@@ -185,16 +187,65 @@ BROKEN = [
 ]  # fmt: skip
 
 
+# Wrong by a few percent, in the dtypes whose roundings are a percent.
+
+
+def three_percent_too_large(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, v * 1.03, spec, **kw)
+
+
+def scale_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q * 1.06, k, v, spec, **kw)
+
+
+def one_key_too_few(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """Of T keys the first is lost: 1.6 % of the last row's."""
+    zeroed = torch.cat((v[:, :1] * 0, v[:, 1:]), dim=1)
+    return manual.attend(q, k, zeroed, spec, **kw)
+
+
+def wrong_far_from_the_largest(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """Right in the first rows, whose outputs are largest, and 4 % too large in all the others."""
+    factor = torch.where(torch.arange(q.shape[1]) < q.shape[1] // 4, 1.0, 1.04)
+    out = manual.attend(q, k, v, spec, **kw)
+    return (out * factor[None, :, None, None]).to(q.dtype)
+
+
+class _FourPercent(_Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.04
+
+
+def gradient_of_v_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(q, k, _FourPercent.apply(v), spec, **kw)
+
+
+def gradient_of_q_off(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    return manual.attend(_FourPercent.apply(q), k, v, spec, **kw)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("attend", [
+    three_percent_too_large, scale_off, one_key_too_few, wrong_far_from_the_largest,
+    gradient_of_v_off, gradient_of_q_off])  # fmt: skip
+def test_half_precision_does_not_excuse_a_few_percent(attend, dtype) -> None:
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    assert probe(made_up(manual.attend), spec, "cpu").why == ()
+    tried = probe(made_up(attend), spec, "cpu")
+    assert tried.why and "its numbers are wrong" in tried.why[0], tried
+
+
 @pytest.mark.parametrize("attend, spec, words", BROKEN, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_broken_backend_is_refused_with_a_telling_reason(
     attend, spec, words, monkeypatch, caplog
 ):
     tried = probe(made_up(attend), spec, "cpu")
     assert tried.why and re.search(words, tried.why[0]), tried.why
-    monkeypatch.setitem(sys.modules["attention.resolve"]._BY_ANY_NAME, "made_up", made_up(attend))
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "made_up", made_up(attend))
 
     with pytest.raises(BackendUnavailable) as e:
-        select("made_up", spec, "cpu", fallback=False)
+        select("made_up", spec, "cpu", STRICT)
     assert tried.why[0] in str(e.value)
 
     chosen = select("made_up", spec, "cpu")
@@ -211,7 +262,7 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
 
 
 def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:
-    names = sys.modules["attention.resolve"]._BY_ANY_NAME
+    names = sys.modules["attention.select"]._BY_ANY_NAME
     for name in ("sdpa", "manual"):
         monkeypatch.setitem(names, name, dataclasses.replace(BACKENDS[name], attend=raises))
     with pytest.raises(BackendUnavailable) as e:
@@ -256,3 +307,32 @@ def test_the_profiler_is_quiet(capfd) -> None:
     print("heard", file=sys.stderr)
     out, err = capfd.readouterr()
     assert out == "" and err == "heard\n"
+
+
+# --- a static cache ---
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_static_cache_is_read_right(name, window) -> None:
+    for dtype in ("float32", "bfloat16", "float64"):
+        spec = Spec(4, 2, 32, dtype, window=window, grad=False, cache="static")
+        assert probe(BACKENDS[name], spec, "cpu").why == ()
+
+
+@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("fault", ["one place late", "one place early", "no view", "no window"])
+def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(name, fault) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **kw: Any) -> Tensor:
+        if fault == "no window":
+            spec = dataclasses.replace(spec, window=None)
+        elif fault == "no view":
+            cache = None
+        else:
+            off = 1 if fault == "one place late" else -1
+            cache = dataclasses.replace(cache, start=cache.start + off)
+        return BACKENDS[name].attend(q, k, v, spec, cache=cache)
+
+    spec = Spec(4, 4, 32, "float32", window=9, grad=False, cache="static")
+    tried = probe(made_up(attend), spec, "cpu")
+    assert any("its numbers are wrong" in w for w in tried.why), tried

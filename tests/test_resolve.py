@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import subprocess
 import sys
 import textwrap
@@ -17,12 +19,15 @@ from attention import (
     BackendUnavailable,
     Caps,
     Machine,
+    Policy,
     Spec,
     get,
     packages,
     resolve,
 )
-from attention.resolve import MPS_GUARD
+from attention.select import MPS_GUARD
+
+STRICT = Policy(fallback=False)
 
 TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
 RTX4090 = Machine("cuda", "NVIDIA GeForce RTX 4090", (8, 9), "2.13.0", "12.8")
@@ -37,8 +42,8 @@ FP16 = replace(BF16, dtype="float16")
 FP32 = replace(BF16, dtype="float32")
 
 
-def runs(name: str, spec: Spec, machine: Machine, **kw: Any) -> str:
-    return resolve(name, spec, machine, **kw).backend.name
+def runs(name: str, spec: Spec, machine: Machine, policy: Policy = Policy()) -> str:
+    return resolve(name, spec, machine, policy).backend.name
 
 
 def why(name: str, spec: Spec, machine: Machine) -> list[str]:
@@ -74,7 +79,7 @@ def test_later_gpus_run_every_sdpa_kernel_in_half_precision(machine) -> None:
         "manual",
     ):
         for spec in (BF16, FP16, replace(BF16, n_kv_head=3)):
-            assert runs(name, spec, machine, fallback=False) == ("sdpa" if name == "auto" else name)
+            assert runs(name, spec, machine, STRICT) == ("sdpa" if name == "auto" else name)
 
 
 @pytest.mark.parametrize("name", ["auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
@@ -86,15 +91,15 @@ def test_the_guard_on_apples_metal(name) -> None:
     warning = chosen.warnings()[-1]
     assert "NaN" in warning and "--allow_mps_sdpa=True" in warning
     assert warning.endswith("Falling back to 'manual'.")
-    lifted = resolve(name, FP32, APPLE, allow_mps_sdpa=True)
+    lifted = resolve(name, FP32, APPLE, Policy(mps_sdpa=True))
     assert lifted.backend.name == ("sdpa_math" if name == "sdpa_math" else "sdpa")
 
 
 def test_a_strict_auto_on_apples_metal_is_no_error() -> None:
     """auto names no kernel, so it may go on; a named one may not."""
-    assert runs("auto", FP32, APPLE, fallback=False) == "manual"
+    assert runs("auto", FP32, APPLE, STRICT) == "manual"
     with pytest.raises(BackendUnavailable, match="Apple's Metal"):
-        resolve("sdpa", FP32, APPLE, fallback=False)
+        resolve("sdpa", FP32, APPLE, STRICT)
 
 
 def test_cpu() -> None:
@@ -141,11 +146,11 @@ def test_which_flash_attention_runs_where(machine, run, auto) -> None:
         reasons = why(name, spec, full(machine))
         if name in run:
             assert reasons == []
-            assert runs(name, spec, full(machine), fallback=False) == name
+            assert runs(name, spec, full(machine), STRICT) == name
         else:
             assert len(reasons) == 1 and "compute capability" in reasons[0], reasons
             assert reasons[0].endswith("{} has {}.{}".format(machine.name, *machine.capability))
-    assert runs("auto", spec, full(machine), fallback=False) == auto
+    assert runs("auto", spec, full(machine), STRICT) == auto
     assert resolve("auto", spec, full(machine)).rejected == {}
     assert runs("auto", spec, machine) == "sdpa"  # nothing installed
 
@@ -153,10 +158,10 @@ def test_which_flash_attention_runs_where(machine, run, auto) -> None:
 def test_titan_rtx_takes_half_precision_as_fp16() -> None:
     there = full(TITAN)
     assert runs("flash_attn_2", FP16, there) == "sdpa"
-    assert runs("triton", FP16, there, fallback=False) == "triton"
+    assert runs("triton", FP16, there, STRICT) == "triton"
     assert "not bfloat16" in " ".join(why("triton", BF16, there))
-    assert runs("flex", FP16, there, fallback=False) == "flex"
-    assert runs("sdpa", FP16, there, fallback=False) == "sdpa"
+    assert runs("flex", FP16, there, STRICT) == "flex"
+    assert runs("sdpa", FP16, there, STRICT) == "sdpa"
 
 
 def test_what_the_later_generations_do_not_have() -> None:
@@ -178,7 +183,7 @@ def test_what_the_later_generations_do_not_have() -> None:
 def test_on_apples_metal_every_cuda_kernel_ends_at_manual(name) -> None:
     assert runs(name, FP32, full(APPLE)) == "manual"
     assert MPS_GUARD in resolve(name, FP32, full(APPLE)).rejected["sdpa"]
-    assert runs(name, FP32, full(APPLE), allow_mps_sdpa=True) == "sdpa"
+    assert runs(name, FP32, full(APPLE), Policy(mps_sdpa=True)) == "sdpa"
 
 
 def test_versions_of_torch() -> None:
@@ -198,33 +203,23 @@ def test_a_package_that_does_not_import_is_refused_in_its_own_words() -> None:
 def test_paged_needs_its_cache_and_a_cache_needs_one_that_reads_it() -> None:
     asked = replace(BF16, cache="paged", page_size=16, grad=False)
     for machine in (CPU, APPLE, TITAN, H100):
-        assert runs("paged", asked, full(machine), fallback=False) == "paged"
+        assert runs("paged", asked, full(machine), STRICT) == "paged"
     assert runs("paged", BF16, full(H100)) == "sdpa"  # training
     assert runs("paged_attention", FP32, full(CPU)) == "sdpa"
 
 
 def test_deterministic_is_honoured_or_refused() -> None:
-    asked = replace(BF16, deterministic=True)
-    assert "no fixed order" in why("sdpa", asked, full(H100))[0]
-    assert runs("sdpa", asked, full(H100)) == "manual"
-    for name in ("triton", "flash_attn_2", "flash_attn_3", "manual", "sdpa_math"):
-        assert runs(name, asked, full(H100), fallback=False) == name
-
-
-def test_sdpa_is_deterministic_by_the_switch_of_pytorch() -> None:
-    asked = replace(BF16, deterministic=True)
+    """By PyTorch's switch, torch.use_deterministic_algorithms(True), which a Machine knows."""
     told = replace(full(H100), deterministic=True)
-    for name in ("sdpa", "sdpa_flash", "sdpa_efficient"):
-        (reason,) = why(name, asked, full(H100))
-        assert "unless torch.use_deterministic_algorithms(True) is called first" in reason
-        assert runs(name, asked, told, fallback=False) == name
-        # A forward pass adds up in one order, and so does the CPU.
-        assert why(name, replace(asked, grad=False), full(H100)) == []
-    assert runs("sdpa", asked, full(CPU), fallback=False) == "sdpa"
-    for machine in (full(H100), told):
-        assert why("sdpa_cudnn", asked, machine) == [
-            "its backward pass adds up in no fixed order (--attention_deterministic)"
-        ]
+    for name in ("triton", "flash_attn_2", "flash_attn_3", "manual", "sdpa", "sdpa_flash",
+                 "sdpa_efficient", "sdpa_math"):  # fmt: skip
+        assert runs(name, BF16, told, STRICT) == name
+    assert why("sdpa_cudnn", BF16, told) == [
+        "its backward pass adds up in no fixed order (--deterministic=False)"
+    ]
+    assert runs("sdpa_cudnn", BF16, told) == "sdpa"
+    assert why("sdpa_cudnn", BF16, full(H100)) == []
+    assert why("sdpa_cudnn", replace(BF16, grad=False), told) == []  # a forward pass has one order
 
 
 # --- one limit each ---
@@ -285,7 +280,7 @@ def test_a_cache_that_nobody_has_is_an_error_that_lists_all(name) -> None:
 def test_all_reasons_are_listed_at_once() -> None:
     asked = Spec(4, 4, 320, "float32", window=9, segments=True, cache="paged", page_size=16)
     with pytest.raises(BackendUnavailable) as e:
-        resolve("sdpa_flash", asked, TITAN, fallback=False)
+        resolve("sdpa_flash", asked, TITAN, STRICT)
     assert str(e.value) == (
         "attention backend 'sdpa_flash' cannot run here. sdpa_flash: it needs compute capability "
         ">= 8.0, NVIDIA TITAN RTX has 7.5; it takes float16 and bfloat16, not float32 "
@@ -347,11 +342,7 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
     "caches": (
         {"caches": ("none", "static")}, {"caches": ("dynamic",)}, replace(ANY, cache="static"),
         "no 'static' cache"),
-    "deterministic": (
-        {}, {"deterministic": False}, replace(ANY, deterministic=True), "no fixed order"),
-    "deterministic_switch": (
-        {}, {"deterministic_switch": True}, replace(ANY, deterministic=True),
-        "no fixed order unless torch.use_deterministic_algorithms(True) is called first"),
+    "deterministic": ({}, {"deterministic": False}, ANY, "no fixed order"),  # on that machine
     "page_multiple": (
         {"caches": ("paged",), "page_multiple": 16}, {"caches": ("paged",), "page_multiple": 256},
         replace(ANY, cache="paged", page_size=128), "a multiple of 256, not 128"),
@@ -368,7 +359,7 @@ def test_every_field_of_caps_is_in_the_table() -> None:
 @pytest.mark.parametrize("field", SETUPS)
 def test_each_field_of_caps_decides(field) -> None:
     can, cannot, spec, words = SETUPS[field]
-    machine = replace(H100, packages={"there": "1.0"})
+    machine = replace(H100, packages={"there": "1.0"}, deterministic=True)
     assert made_up(Caps(**can)).why_not(spec, machine) == []
     reasons = made_up(Caps(**cannot)).why_not(spec, machine)
     assert len(reasons) == 1 and words in reasons[0]
@@ -377,9 +368,25 @@ def test_each_field_of_caps_decides(field) -> None:
 @pytest.mark.parametrize("caps, spec", [
     ({"window": False}, ANY), ({"dropout": False}, ANY), ({"dropout_step": 0.3}, ANY),
     ({"segments": False}, ANY), ({"grad": False}, replace(ANY, grad=False)),
-    ({"deterministic": False}, replace(ANY, deterministic=True, grad=False))])  # fmt: skip
+    ({"deterministic": False}, ANY)])  # fmt: skip
 def test_what_is_not_asked_is_not_refused(caps, spec) -> None:
     assert made_up(Caps(**caps)).why_not(spec, H100) == []
+
+
+def test_a_refusal_is_its_text_and_has_a_kind() -> None:
+    (refusal,) = made_up(Caps(("cuda",), min_capability=(10, 0))).why_not(ANY, H100)
+    assert refusal == f"{refusal}" == "it needs compute capability >= 10.0, " + (
+        "NVIDIA H100 80GB HBM3 has 9.0")  # fmt: skip
+    assert refusal.kind == "capability" and copy.deepcopy(refusal).kind == "capability"
+    assert json.dumps([refusal]) == json.dumps([str(refusal)])
+
+
+def test_of_two_rows_as_near_the_one_speaks_that_can_be_mended() -> None:
+    """Another dtype rather than another GPU, in whichever order they stand."""
+    rows = Caps(min_capability=(10, 0)), Caps(dtypes=("bfloat16",))
+    for order in (rows, rows[::-1]):
+        (refusal,) = made_up(*order).why_not(ANY, H100)
+        assert refusal.kind == "dtype"
 
 
 def made_up(*caps: Caps, **changes: Any) -> Backend:
@@ -418,7 +425,7 @@ def flash() -> Backend:
 
 @pytest.fixture
 def with_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = sys.modules["attention.resolve"]._BY_ANY_NAME  # attention.resolve is the function
+    names = sys.modules["attention.select"]._BY_ANY_NAME  # attention.select is the function
     for name in ("flash_attn_2", "flash_attention_2"):
         monkeypatch.setitem(names, name, flash())
 
@@ -438,7 +445,7 @@ def test_package_that_does_not_import(with_flash) -> None:
         f"package 'flash_attn' is installed but does not import ({BROKEN}) ({INSTALL})"
     ]
     with pytest.raises(BackendUnavailable, match="undefined symbol"):
-        resolve("flash_attn_2", BF16, machine, fallback=False)
+        resolve("flash_attn_2", BF16, machine, STRICT)
 
 
 @pytest.mark.parametrize("version", ["2.8.3", "2.8.3.post1", "unknown version"])

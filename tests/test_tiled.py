@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from attention import Spec, tiled, visible
 from attention.spec import DTYPES
-from attention.tiled import Tile, Tiled, forward_tiles
+from attention.tiled import Tiled
+from viewer.tiles import Tile, trace
 
 # Tq, Tk, H, Hkv, window, whether there are segments
 SHAPES = {
@@ -50,9 +51,7 @@ def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int,
 
 def trace_of(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int,
              B_c: int) -> list[Tile]:  # fmt: skip
-    trace: list[Tile] = []
-    forward_tiles(*inputs[:3], spec, seg, B_r=B_r, B_c=B_c, trace=trace)
-    return trace
+    return trace(*inputs[:3], spec, seg, B_r=B_r, B_c=B_c)[0]
 
 
 def causal(Tq: int, Tk: int, window: int | None = None) -> Any:
@@ -185,16 +184,16 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_causal_skips_all_above_the_diagonal(n) -> None:
-    trace = trace_of(*causal(n * 8, n * 8), 8, 8)
-    assert len(trace) == n * n and sum(t.skipped for t in trace) == n * (n - 1) // 2
-    assert all(t.skipped == (t.j > t.i) for t in trace)
+    tiles = trace_of(*causal(n * 8, n * 8), 8, 8)
+    assert len(tiles) == n * n and sum(t.skipped for t in tiles) == n * (n - 1) // 2
+    assert all(t.skipped == (t.j > t.i) for t in tiles)
 
 
 @pytest.mark.parametrize("w", [1, 2, 4])
 def test_a_window_of_w_tiles_visits_w_plus_one_a_row(w) -> None:
     """A window of w * 8 keys: the first row of a block reaches into the w-th block before it."""
-    trace = trace_of(*causal(48, 48, window=w * 8), 8, 8)
-    visited = [sum(not t.skipped for t in trace if t.i == i) for i in range(6)]
+    tiles = trace_of(*causal(48, 48, window=w * 8), 8, 8)
+    visited = [sum(not t.skipped for t in tiles if t.i == i) for i in range(6)]
     assert visited == [min(i, w) + 1 for i in range(6)]
 
 
@@ -203,16 +202,16 @@ def test_a_window_of_w_tiles_visits_w_plus_one_a_row(w) -> None:
     (1, 31, 3)])  # fmt: skip
 def test_skipped_is_what_has_no_visible_pair(Tq, Tk, window) -> None:
     """Nothing more and nothing less, in both passes: 2 products a tile forward, 5 backward."""
-    for B_r, B_c in product((1, 2, 5, 8, 40), repeat=2):
+    for B_r, B_c in product((1, 5, 8, 40), repeat=2):
         inputs, seg, spec = causal(Tq, Tk, window)
-        trace = trace_of(inputs, seg, spec, B_r, B_c)
-        assert len(trace) == -(-Tq // B_r) * -(-Tk // B_c)
-        for t in trace:
+        tiles = trace_of(inputs, seg, spec, B_r, B_c)
+        assert len(tiles) == -(-Tq // B_r) * -(-Tk // B_c)
+        for t in tiles:
             rows = range(t.i * B_r, min((t.i + 1) * B_r, Tq))
             cols = range(t.j * B_c, min((t.j + 1) * B_c, Tk))
             seen = any(visible(i, j, Tk - Tq, window) for i in rows for j in cols)
             assert t.skipped == (not seen)
-        visited = sum(not t.skipped for t in trace)
+        visited = sum(not t.skipped for t in tiles)
         with Recorder() as seen_by:
             both_passes(inputs, seg, spec, B_r, B_c)
         assert seen_by.products == (2 + 5) * visited
@@ -238,16 +237,16 @@ def test_bytes_of_a_case_by_hand() -> None:
     float32 2 * 2 * 4 = 16.
     """
     q, k = torch.randn(1, 4, 2, 8).half(), torch.randn(1, 4, 1, 8).half()
-    trace = trace_of([q, k, k], None, Spec(2, 1, 8, "float16"), 2, 2)
-    assert [(t.i, t.j, t.skipped, t.read, t.written) for t in trace] == [
+    tiles = trace_of([q, k, k], None, Spec(2, 1, 8, "float16"), 2, 2)
+    assert [(t.i, t.j, t.skipped, t.read, t.written) for t in tiles] == [
         (0, 0, False, 64 + 32 + 32, 64 + 16),
         (0, 1, True, 0, 0),
         (1, 0, False, 64 + 32 + 32, 0),
         (1, 1, False, 32 + 32, 64 + 16),
     ]
     # Four queries, the last two keys' own: the first block of queries sees nothing, reads nothing.
-    trace = trace_of([q, k[:, :2], k[:, :2]], None, Spec(2, 1, 8, "float16"), 2, 2)
-    assert [(t.skipped, t.read, t.written) for t in trace] == [(True, 0, 80), (False, 128, 80)]
+    tiles = trace_of([q, k[:, :2], k[:, :2]], None, Spec(2, 1, 8, "float16"), 2, 2)
+    assert [(t.skipped, t.read, t.written) for t in tiles] == [(True, 0, 80), (False, 128, 80)]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -255,22 +254,21 @@ def test_bytes_of_a_causal_pass_in_closed_form(dtype) -> None:
     """n blocks: Q read and O and L written once, K and V n (n + 1) / 2 times 1/n of them."""
     B, n, block, H, Hkv, D = 3, 5, 8, 4, 2, 16
     q, k = (torch.randn(B, n * block, h, D).to(getattr(torch, dtype)) for h in (H, Hkv))
-    trace = trace_of([q, k, k], None, Spec(H, Hkv, D, dtype), block, block)
+    tiles = trace_of([q, k, k], None, Spec(H, Hkv, D, dtype), block, block)
     size = q.element_size()
     kv_block = 2 * B * block * Hkv * D * size
-    assert sum(t.read for t in trace) == q.numel() * size + n * (n + 1) // 2 * kv_block
-    assert sum(t.written for t in trace) == q.numel() * size + B * n * block * H * 4
+    assert sum(t.read for t in tiles) == q.numel() * size + n * (n + 1) // 2 * kv_block
+    assert sum(t.written for t in tiles) == q.numel() * size + B * n * block * H * 4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_m_and_l_end_at_the_row_maximum_and_the_row_sum(shape) -> None:
     (q, k, v, dout), seg, spec = draw(shape)
     Tq, Tk = q.shape[1], k.shape[1]
-    trace: list[Tile] = []
-    out, L = forward_tiles(q, k, v, spec, seg, B_r=8, B_c=5, trace=trace)
+    tiles, out, L = trace(q, k, v, spec, seg, B_r=8, B_c=5)
     assert torch.equal(out, both_passes([q, k, v, dout], seg, spec, 8, 5)[0])
     m, l = (
-        torch.cat([getattr(t, name) for t in trace if t.j == (Tk - 1) // 5], dim=2) for name in "ml"
+        torch.cat([getattr(t, name) for t in tiles if t.j == (Tk - 1) // 5], dim=2) for name in "ml"
     )  # (B, H, Tq)
     i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
     seen = visible(i, j, Tk - Tq, spec.window).expand(2, Tq, Tk)
@@ -286,7 +284,7 @@ def test_m_and_l_end_at_the_row_maximum_and_the_row_sum(shape) -> None:
     torch.testing.assert_close(l[sees], sums[sees])
     torch.testing.assert_close(L.reshape(m.shape)[sees], torch.logsumexp(scores, dim=-1)[sees])
     assert not l[~sees].any() and not out.transpose(1, 2)[~sees].any()
-    for before, after in pairwise(trace):
+    for before, after in pairwise(tiles):
         if after.i == before.i:
             assert (after.m >= before.m).all()
             if after.skipped:

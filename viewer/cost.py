@@ -31,18 +31,14 @@ from dataclasses import replace
 import torch
 
 from attention import Spec
-from core import flops
+from attention.gpus import RATED, datasheet_bandwidth, datasheet_tflops
 from viewer.document import Cost, Costs, ManualStep, Traffic, TrafficRow, TrafficShape
 
 LONG = 4096  # tokens of the long sequence that traffic is shown for
 LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
-# Whose roofline can be asked for: names as PyTorch has them, without the maker; rates in flops.py.
-GPUS = (
-    "B200", "H200", "H100 80GB HBM3", "H100 PCIe", "H100 NVL", "A100-SXM4-80GB", "A100 80GB PCIe",
-    "A100-SXM4-40GB", "A40", "A30", "A10", "L40S", "L40", "L4", "RTX 5090", "RTX 4090",
-    "RTX 3090 Ti", "RTX 3090", "RTX A6000", "TITAN RTX", "T4", "V100-SXM2-16GB", "MI300X",
-)  # fmt: skip
+# Whose roofline can be asked for: names as PyTorch has them, without the maker.
+GPUS = [gpu.short for gpu in RATED]
 
 
 def find_gpu(text: str) -> str:
@@ -158,8 +154,8 @@ def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
         ValueError: a GPU that is not known, or not even the smallest tile fits.
     """
     name = find_gpu(gpu)
-    half = "bfloat16" if flops.datasheet_peak(name, "bfloat16") else "float16"
-    peak, memory = flops.datasheet_peak(name, half), flops.datasheet_bandwidth(name)
+    half = "bfloat16" if datasheet_tflops(name, "bfloat16") else "float16"
+    peak, memory = datasheet_tflops(name, half), datasheet_bandwidth(name)
     assert peak is not None and memory is not None, f"{name} is not in both tables"
     spec = replace(spec, dtype=half)
     fit = [b for b in tile_sizes(spec, LENGTHS[-1]) if fast_memory(spec, *b) <= on_chip]
@@ -167,7 +163,8 @@ def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
         least = fast_memory(spec, 1, 1)
         raise ValueError(f"fast_memory must hold a tile, {least} bytes at least, got {on_chip}")
     B_r, B_c = fit[-1]
-    rate, (width, width_source) = peak.tflops * 1e12, memory
+    (tflops, peak_source), (width, width_source) = peak, memory
+    rate = tflops * 1e12
 
     def cost(pairs: int, moved: int) -> Cost:
         n = 4 * spec.head_dim * spec.n_head * pairs
@@ -180,7 +177,7 @@ def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
         "gpu": name,
         "dtype": half,
         "peak": rate,
-        "peak_source": peak.source,
+        "peak_source": peak_source,
         "bandwidth": width,
         "bandwidth_source": width_source,
         "ridge": rate / width,

@@ -76,7 +76,7 @@ class Agreement(TypedDict):
     """
 
     error: float  # largest |backend - truth| of all tokens and heads
-    allowed: float  # by the policy of attention/probe.py; the largest error that agrees
+    allowed: float  # by the policy of attention/select.py; the largest error that agrees
     agrees: bool
     manual_error: float  # largest |manual - truth|, manual in the model's dtype
     from_manual: float  # largest |backend - manual|, both in the model's dtype

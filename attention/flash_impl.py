@@ -1,0 +1,58 @@
+"""Which flash kernel PyTorch's own scaled_dot_product_attention has on CUDA: --sdpa_flash_impl.
+
+From torch 2.12 on the kernel behind its flash can be swapped, for the whole process, for that of
+the package FlashAttention-3 or -4. They have no dropout; the report then names them: "flash (FA3)".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attention.spec import BackendUnavailable
+
+# Capabilities (major) that each is made for: _fa3.py and _fa4.py of torch/nn/attention in 2.13.
+FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}
+
+
+def flash_impl() -> str:
+    """Whose kernel PyTorch's flash is on CUDA now: its own "FA2", or "FA3" or "FA4"."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (current and current()) or "FA2"
+
+
+def use_flash_impl(impl: str) -> None:
+    """Make PyTorch's flash kernel on CUDA, for the whole process, the one of that generation.
+
+    Args:
+        impl: "FA2" is PyTorch's own; "FA3" and "FA4" are those of packages that must be installed.
+
+    Raises:
+        BackendUnavailable: no such name, torch before 2.12, no CUDA device or one that the kernel
+            is not made for: nothing has changed. Or the package does not load: PyTorch's own is
+            back.
+    """
+    if impl not in FLASH_IMPLS:
+        raise BackendUnavailable(
+            f"the flash kernel must be one of {', '.join(FLASH_IMPLS)}, got {impl!r}"
+        )
+    if impl == flash_impl():
+        return
+    if impl == "FA2":
+        torch.nn.attention.restore_flash_attention_impl()
+        return
+    why = f"PyTorch's flash kernel cannot be {impl} here: "
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        raise BackendUnavailable(f"{why}that needs torch >= 2.12, this is {torch.__version__}")
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(f"{why}there is no CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    if major not in FLASH_IMPLS[impl]:
+        made_for = " and ".join(f"{m}.x" for m in FLASH_IMPLS[impl])
+        raise BackendUnavailable(
+            f"{why}it is made for compute capability {made_for}, "
+            f"{torch.cuda.get_device_name()} has {major}.{minor}"
+        )
+    try:
+        torch.nn.attention.activate_flash_attention_impl(impl)
+    except Exception as e:  # whatever the import of its package raises
+        raise BackendUnavailable(f"{why}its package does not load ({type(e).__name__}: {e})") from e

@@ -1,0 +1,340 @@
+"""A name -> the backend that will run, with every reason for what will not.
+
+resolve()  is pure: it decides from what the backends declare, for a machine that may be
+           anywhere, so that what an RTX 4090 or an Apple laptop does is tested on any machine.
+probe()    asks the kernel itself. A package that is installed may not import, one that imports
+           may not run, and a kernel that runs may not be the one that a flag named. So it is
+           run once, forward and backward, at the real dtype, head_dim and head counts, its
+           numbers are held against manual's, and the names of the kernels that ran are read
+           from the profiler.
+select()   is both, until a backend has proved itself: what a model calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from attention import flash, flex, manual, paged, sdpa, tiled, triton_flash
+from attention.flash_impl import flash_impl
+from attention.spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
+from attention.system import first_line, profiled
+from attention.views import filled_cache
+
+log = logging.getLogger("nanoattn")
+
+# Every kernel there is. A new one is a file with a BACKEND, imported above and named here.
+BACKENDS: dict[str, Backend] = {
+    b.name: b
+    for b in (
+        manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN,
+        sdpa.MATH, flex.BACKEND, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4, paged.BACKEND,
+    )
+}  # fmt: skip
+RULES = ("auto", "fastest")  # not kernels: they choose one. autotune.py measures for "fastest"
+_BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
+
+MPS_GUARD = Refusal(
+    "on Apple's Metal it has given NaN and leaked future tokens "
+    "(--allow_mps_sdpa=True runs it all the same)",
+    "device",
+)
+
+
+def get(name: str) -> Backend:
+    """The backend of that name or alias.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    if name not in _BY_ANY_NAME:
+        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join([*RULES, *_BY_ANY_NAME])
+        raise ValueError(f"unknown attention backend {name!r}; {hint}known: {known}")
+    return _BY_ANY_NAME[name]
+
+
+def packages() -> tuple[str, ...]:
+    """The import names of all packages that some backend needs."""
+    rows = (c for b in BACKENDS.values() for c in b.caps)
+    return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
+
+
+# --- resolve: what the backends declare ---
+
+
+def _first_of_auto(spec: Spec, machine: Machine) -> str:
+    """The name that "auto" begins with."""
+    if machine.device == "cuda":
+        for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
+            if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
+                return name
+    return "paged" if spec.cache == "paged" else "sdpa"
+
+
+def resolve(
+    name: str, spec: Spec, machine: Machine, policy: Policy = Policy(), *,
+    failed: Mapping[str, tuple[str, ...]] | None = None,
+) -> Resolution:  # fmt: skip
+    """Choose the backend that will run.
+
+    Args:
+        name: a backend's name or alias, or "auto": on CUDA the latest FlashAttention that is
+            installed and can do this, else PyTorch's SDPA, or paged for a paged cache; on Apple's
+            Metal manual. What "auto" passes over because it is not installed, or not made for
+            this, is not reported.
+        policy: with fallback=False a refusal is an error. "auto" names no kernel, so it may always
+            go on to the next.
+        failed: backends that are known not to run here whatever they declare, with the reasons.
+
+    Raises:
+        ValueError: unknown name.
+        BackendUnavailable: refused, and nothing left that may be tried; lists every reason.
+    """
+    failed = failed or {}
+    strict = not policy.fallback and name not in RULES
+    backend = get(_first_of_auto(spec, machine) if name in RULES else name)
+    rejected: dict[str, tuple[str, ...]] = {}
+    while True:
+        why = [*backend.why_not(spec, machine), *failed.get(backend.name, ())]
+        on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
+        if on_metal and not policy.mps_sdpa:
+            why.append(MPS_GUARD)
+        if not why:
+            return Resolution(name, backend, rejected)
+        rejected[backend.name] = tuple(why)
+        after = backend.fallback
+        if after is None and spec.cache == "paged":  # manual always works, but for this
+            after = "paged"
+        if strict or after is None or after in rejected:
+            reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
+            raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
+        backend = get(after)
+
+
+# --- select and announce ---
+
+
+def select(
+    name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
+    shape: tuple[int, int] | None = None,
+) -> Resolution:  # fmt: skip
+    """Resolve `name` on this machine, and go on until a backend proves itself in the probe.
+
+    Args:
+        shape: batch size and tokens of a sequence, where they are known: PyTorch's math kernel is
+            warned about where it would hold more than 1 GB of scores.
+
+    Raises:
+        ValueError, BackendUnavailable: as resolve() does.
+    """
+    machine = Machine.here(str(device), packages())
+    failed: dict[str, tuple[str, ...]] = {}
+    while True:
+        chosen = resolve(name, spec, machine, policy, failed=failed)
+        tried = probe(chosen.backend, spec, device)
+        if not tried.why:
+            note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
+            return replace(chosen, kernels=tried.kernels, note=note)
+        failed[chosen.backend.name] = tried.why
+
+
+def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
+    """A warning where PyTorch's math kernel would hold more than 1 GB of scores; else empty.
+
+    It keeps the scores and their softmax, (B, H, T, T) each, in float32 at the least.
+    """
+    B, T = shape or (0, 0)
+    size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
+    if size <= 1e9:
+        return ""
+    return (
+        f"{backend.name} runs PyTorch's math kernel here, which holds every score: "
+        f"{size / 1e9:.1f} GB in each layer at batch size {B} and {T:,} tokens.\n"
+        "What the fused kernels refuse, python -m attention tells; --attention_backend=tiled needs "
+        "no such memory."
+    )
+
+
+def announce(chosen: Resolution, phase: str = "") -> None:
+    """Say what will run and what was refused: once a process, on rank 0 only."""
+    if int(os.environ.get("RANK", "0")):
+        return
+    for warning in chosen.warnings():
+        _once(logging.WARNING, warning.replace("\n", "\n         "))
+    _once(logging.INFO, chosen.info() + phase)
+
+
+@cache
+def _once(level: int, text: str) -> None:
+    log.log(level, text)
+
+
+# --- probe: a real run ---
+
+# What attention operators are called in the profiler, and what people call them.
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
+    "aten::_scaled_dot_product_flash_attention": "flash",
+    "aten::_scaled_dot_product_efficient_attention": "efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    "aten::_scaled_dot_product_attention_math": "math",
+    "aten::_scaled_dot_product_attention_math_for_mps": "math (MPS)",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "nanoattn::flash_forward": "flash (our Triton)",
+    "nanoattn::paged_decode": "paged decode (Triton)",
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a backend did when it was run."""
+
+    why: tuple[str, ...] = ()  # why it cannot be used; empty: it ran and its numbers are right
+    kernels: tuple[str, ...] = ()  # short names: "flash", "math"
+    events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
+    error: float | None = None  # max |out - float64| over max |float64|
+
+
+def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64) -> Probe:
+    """Run `backend` once, forward and, if `spec.grad`, backward, at batch 2 and length T.
+
+    A cache is filled with all T tokens, and the queries come in chunks, then one by one. The random
+    state is left as it was found.
+    """
+    # A window that T does not reach would not be tried. Through a cache no gradient goes.
+    window, grad = spec.window and min(spec.window, T // 2), spec.grad and spec.cache == "none"
+    spec = replace(spec, window=window, grad=grad)
+    quiet = replace(spec, dropout=0.0)
+    exact_on = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    draw = torch.Generator().manual_seed(0)
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    cached = spec.cache in ("static", "paged")
+    run = _run_cached if cached else _run
+    out, plain, truth = [], [], []
+    events: list[str] = []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        # Inference also goes on from a prefix, with fewer queries than keys.
+        for Tq in (T,) if spec.grad or cached else (T // 3, T):
+            inputs, seg = _inputs(spec, device, Tq, T, draw)
+            try:
+                # The last run is the one that tells its kernels: as many queries as keys, dropout.
+                with nullcontext() if Tq < T or spec.dropout else profiled(events):
+                    out += run(backend.attend, inputs, seg, quiet)
+                if spec.dropout:  # random, so only that it runs, and is finite, can be asked
+                    with nullcontext() if Tq < T else profiled(events):
+                        tried = run(backend.attend, inputs, seg, spec)
+                    if not all(bool(t.isfinite().all()) for t in tried):
+                        raise FloatingPointError("not finite with dropout")
+            except Exception as e:  # any failure of a kernel is its refusal, in its own words
+                words = f"{type(e).__name__}: {first_line(e)}"
+                return Probe(why=(f"it failed when it was tried ({words})",))
+            exact = [t.to(exact_on).double() for t in inputs]
+            exact_seg = None if seg is None else seg.to(exact_on)
+            plain += _run(manual.attend, inputs, seg, quiet)
+            truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
+    names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
+    out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
+    why = _wrong(names, out, plain, truth, inputs[0].dtype)
+    o, t = out[names.index("out")], truth[names.index("out")]
+    kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
+    return Probe(why, kernels, tuple(events), float((o - t).abs().max() / t.abs().max()))
+
+
+def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
+           dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
+    """Which tensors are wrong; empty: none.
+
+    The largest error counts, and the root mean square too: the largest values, of the rows that see
+    few keys, would hide what goes wrong by a few percent in all the other rows.
+    """
+    largest = max(map(_largest, truth))
+    why = []
+    for name, o, p, t in zip(names, out, plain, truth, strict=True):
+        m = 3 if name.startswith("d") else 2
+        for size, where in ((_largest, ""), (_root_mean_square, " in the mean")):
+            off, allowed = size(o - t), allowed_error(size(p - t), size(t), largest, dtype, m)
+            if not off <= allowed:  # written so that NaN fails
+                text = f"{name} is off by {off:.2g}{where}, {allowed:.2g} is allowed"
+                why.append(f"its numbers are wrong ({text})")
+                break
+    return tuple(why)
+
+
+def allowed_error(
+    plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
+) -> float:
+    """How far a kernel may be from the truth: the policy of tests/oracle.py, in short.
+
+    m times the error of manual in the same dtype, and one rounding of the values of this size, and
+    32 roundings of the largest value in the precision that kernels compute in, which is float32 for
+    half precision: manual may be exact by luck where an honest kernel rounds.
+    """
+    eps = torch.finfo(dtype).eps
+    return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def _inputs(spec: Spec, device: Any, Tq: int, T: int,
+            draw: torch.Generator) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """q, k, v and the gradient of the output, cut from one tensor as a model does; segments."""
+    dtype = getattr(torch, spec.dtype)
+    B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
+    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw).to(device, dtype)
+    q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
+    seg = (torch.arange(T) >= T // 3).int().expand(B, T).contiguous() if spec.segments else None
+    dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
+    return [q[:, T - Tq :], k, v, dout], None if seg is None else seg.to(device)
+
+
+def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+         spec: Spec) -> list[Tensor]:  # fmt: skip
+    """The output, and with spec.grad the gradients of q, k and v."""
+    q, k, v = (t.detach().requires_grad_(spec.grad) for t in inputs[:3])
+    out = attend(q, k, v, spec, segments=seg)
+    assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3]) if spec.grad else ()
+    return [out.detach(), *grads]
+
+
+@torch.no_grad()
+def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+                spec: Spec) -> list[Tensor]:  # fmt: skip
+    """The same output by way of a cache: two chunks, then single tokens; rows of two lengths."""
+    q, k, v, _ = inputs
+    T, out = q.shape[1], torch.empty_like(q)
+    k, v, view = filled_cache(k, v, spec)
+    lengths = [0, 0]
+    for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
+        spans = [slice(n, n + m) for n, m in zip(lengths, counts, strict=True)]
+        padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
+        got = attend(padded, k, v, spec, segments=seg, cache=view(lengths, counts))
+        assert got.shape == padded.shape and got.dtype == out.dtype, (got.shape, got.dtype)
+        for b, at in enumerate(spans):
+            out[b, at] = got[b, : counts[b]]
+        lengths = [at.stop for at in spans]
+    return [out]
+
+
+def _kernel(event: str) -> str:
+    """What people call it; PyTorch's flash operator on CUDA may run another generation's kernel."""
+    swapped = KERNELS[event] == "flash" and flash_impl() != "FA2"
+    return f"flash ({flash_impl()})" if swapped else KERNELS[event]

@@ -1,0 +1,176 @@
+"""The system that a process runs on: its processor, packages, memory. Nothing here is attention's.
+
+torch is imported inside the functions, so that attention/spec.py needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+
+def cpu_name() -> str | None:
+    """The processor's name as Linux reports it, None on other systems."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            found = re.search(r"^model name\s*:\s*(.+)$", f.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return found.group(1).strip() if found else None
+
+
+def import_version(package: str) -> str | None:
+    """A package's version, "" if it imports and does not say; the text of the error that its import
+    gave; None if it is not installed."""
+    try:
+        found = importlib.util.find_spec(package)
+        if found is None or (found.origin is None and found.submodule_search_locations is not None):
+            return None  # at most a namespace: flash-attn-4 alone leaves an empty flash_attn
+        module = importlib.import_module(package)
+    except Exception as e:  # a broken binary can raise anything; its own words are the answer
+        if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
+            return None  # "a.b", and there is no a
+        return f"{type(e).__name__}: {e}"
+    said = str(getattr(module, "__version__", ""))
+    if re.match(r"[\d.]*[1-9]", said):
+        return said
+    # Nothing said, or the 0.0.0 of a package that looks itself up under a name it no longer has.
+    return _distribution_version(package) or ""
+
+
+def _distribution_version(package: str) -> str | None:
+    """The version of the distribution that installed the package, None where none says so."""
+    path = package.replace(".", "/")
+    for name in metadata.packages_distributions().get(package.partition(".")[0], ()):
+        files = {str(file) for file in metadata.files(name) or ()}
+        if files & {f"{path}.py", f"{path}/__init__.py"}:
+            return metadata.version(name)
+    return None
+
+
+def first_line(e: BaseException) -> str:
+    """What an exception says, its first line; its type where it says nothing."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0]
+
+
+def cache_folder() -> Path:
+    """Where answers are remembered: $NANOATTN_CACHE, else nanoattn in the user's cache folder."""
+    if own := os.environ.get("NANOATTN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoattn"
+
+
+def own_code(f: Callable[..., Any], name: str) -> Any:
+    """A copy of f with a code object of its own, under that name.
+
+    torch.compile counts recompilations, and gives up after 8, by code object: functions that share
+    one share the limit.
+    """
+    assert isinstance(f, FunctionType)
+    code = f.__code__.replace(co_name=name)
+    return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
+
+
+def synchronize(device: Any) -> None:
+    """Wait until the torch.device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def empty_cache(device: Any) -> None:
+    """Return to the torch.device the memory that PyTorch keeps for later."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that may still be taken; None where that is not known.
+
+    The machine's, or what is left of a container's limit (cgroup version 2).
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # not in a container, or "max": no limit
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        free = min(free, int((group / "memory.max").read_text(encoding="ascii")) - used)
+    return max(free, 0)
+
+
+@contextlib.contextmanager
+def memory_limit(free: int | None) -> Iterator[None]:
+    """Raise an error, inside, for more than `free` bytes beyond what is taken; None: no limit.
+
+    Linux promises more memory than it has, and ends the process that takes it at its word. With a
+    limit on the address space the allocation itself fails, and PyTorch raises.
+    """
+    if free is None:
+        yield
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + free
+    if before != resource.RLIM_INFINITY:
+        limit = min(limit, before)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+@contextlib.contextmanager
+def profiled(names: list[str]) -> Iterator[None]:
+    """Adds to `names` those of the operators and device kernels that ran inside."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with no_stderr():
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.__enter__()
+    try:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    finally:
+        with no_stderr():
+            profiler.__exit__(None, None, None)
+    names += [e.key for e in profiler.key_averages()]
+
+
+@contextlib.contextmanager
+def no_stderr() -> Iterator[None]:
+    """Mute file descriptor 2: PyTorch 2.13's profiler writes 'USDT: ... profiler_start' there."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,119 @@
+"""What a kernel is told about its keys: which of them a query sees, and where in a cache they lie.
+
+Everything here follows from visible() in spec.py. A view is read-only: the cache
+(inference/cache.py) has stored this call's keys and values before the kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.spec import Spec, visible
+
+
+def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
+         device: torch.device) -> Tensor:  # fmt: skip
+    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments.
+
+    Args:
+        segments: (B, Tk) integers; the queries are the last Tq positions.
+    """
+    i = torch.arange(Tq, device=device)[:, None]
+    j = torch.arange(Tk, device=device)[None, :]
+    if segments is None:
+        return visible(i, j, Tk - Tq, window)[None, None]
+    # Where Tq > Tk the first queries have no segment: they come before every key and see nothing.
+    seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, :, None], segments[:, None, :]
+    return visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None]
+
+
+def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps an attend() that takes Tq <= Tk only.
+
+    Queries are aligned with the last key, so of Tq > Tk queries the first Tq - Tk come before
+    every key. They give zeros; the kernel is asked for the others, with the same options.
+    """
+
+    @wraps(attend)
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        before = q.shape[1] - k.shape[1]
+        if before <= 0 or options.get("cache") is not None:  # k is the cache's, not Tk long
+            return attend(q, k, v, spec, **options)
+        out = attend(q[:, before:], k, v, spec, **options)
+        return F.pad(out, (0, 0, 0, 0, before, 0))
+
+    return wrapped
+
+
+@dataclass(frozen=True)
+class StaticView:
+    """How a kernel reads a static cache, whose k and v are buffers (B, length, Hkv, D).
+
+    Token i of row b in this call stands at place ``start[b] + i`` and sees the places up to its
+    own. Tokens from ``count[b]`` on are padding on the right: their outputs mean nothing.
+    """
+
+    start: Tensor  # (B,) int32, tokens of each row stored before this call
+    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+    length: int  # places that are read
+
+    def seen(self, Tq: int, window: int | None) -> Tensor:
+        """Which places each query of this call sees: bool (B, 1, Tq, length)."""
+        i = torch.arange(Tq, device=self.start.device)
+        # Padding may stand beyond the places that are read: it sees as the last of them does.
+        at = (self.start[:, None] + i).clamp(max=self.length - 1)
+        j = torch.arange(self.length, device=self.start.device)
+        return visible(at[:, None, :, None], j, 0, window)
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """How a kernel reads a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
+
+    The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
+    in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself. Tokens
+    from ``count[b]`` on are padding on the right: their outputs are finite and mean nothing.
+    """
+
+    page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
+    start: Tensor  # (B,) int32, tokens of each row stored before this call
+    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
+
+
+def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
+    """k and v, (B, T, Hkv, D), as a static or a paged cache holds them; how to make a view of it.
+
+    Returns:
+        buffers (B, T, Hkv, D), or pages (n_pages, page_size, Hkv, D) in no order, page 0 the null
+        page; and view(start, count), whose arguments are the tokens of each row before a call and
+        in it.
+    """
+    B, T = k.shape[:2]
+
+    def on_device(numbers: Any) -> Tensor:
+        return torch.as_tensor(numbers, dtype=torch.int32, device=k.device)
+
+    if spec.cache == "static":
+        return k, v, lambda start, count: StaticView(on_device(start), on_device(count), T)
+    assert spec.cache == "paged" and spec.page_size is not None, spec
+    size = spec.page_size
+    n = -(-T // size)  # pages of a row
+    order = torch.randperm(B * n, generator=torch.Generator().manual_seed(0)) + 1
+    table = order.view(B, n).to(k.device)
+
+    def in_pages(x: Tensor) -> Tensor:
+        pages = x.new_zeros(1 + B * n, size, *x.shape[2:])
+        pages[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
+        return pages
+
+    def view(start: Any, count: Any) -> PagedView:
+        return PagedView(table.int(), on_device(start), on_device(count))
+
+    return in_pages(k), in_pages(v), view
