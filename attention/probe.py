@@ -91,23 +91,35 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
                           None if seg is None else seg.to(exact_on),
                           replace(quiet, dtype="float64"))  # fmt: skip
     names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
-    eps = torch.finfo(inputs[0].dtype).eps
-    eps_compute = min(eps, torch.finfo(torch.float32).eps)
-    computed = 32 * eps_compute * max(float(t.abs().max()) for t in truth)
+    largest = max(float(t.abs().max()) for t in truth)
     why = []
     for name, o, p, t in zip(names, out, plain, truth, strict=True):
         o, p, t = (x.double().cpu() for x in (o, p, t))
         m = 3 if name.startswith("d") else 2
-        allowed = m * (p - t).abs().max() + eps * t.abs().max() + computed
-        if not (o - t).abs().max() <= allowed:  # written so that NaN fails
+        limit = allowed(p, t, inputs[0].dtype, m, largest)
+        if not (o - t).abs().max() <= limit:  # written so that NaN fails
             why.append(
                 f"its numbers are wrong ({name} is off by {(o - t).abs().max():.2g}, "
-                f"{allowed:.2g} is allowed)"
+                f"{limit:.2g} is allowed)"
             )
     o, t = (x[names.index("out")].double().cpu() for x in (out, truth))
     error = float((o - t).abs().max() / t.abs().max())
     kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
     return Probe(tuple(why), kernels, tuple(events), error)
+
+
+def allowed(plain: Tensor, truth: Tensor, dtype: torch.dtype, m: int = 2,
+            largest: float | None = None) -> float:  # fmt: skip
+    """The largest error against the truth that counts as agreement.
+
+    Args:
+        plain: manual in `dtype`; truth: manual in float64, both float64 on the CPU.
+        m: how many times the error of `plain` may be reached.
+        largest: |value| whose rounding inside the kernel counts; None: the largest of `truth`.
+    """
+    eps, top = torch.finfo(dtype).eps, float(truth.abs().max())
+    inside = 32 * min(eps, torch.finfo(torch.float32).eps) * (top if largest is None else largest)
+    return m * float((plain - truth).abs().max()) + eps * top + inside
 
 
 def select(name: str, spec: Spec, device: str | torch.device, fallback: bool = True, *,

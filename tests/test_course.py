@@ -495,24 +495,25 @@ def test_complaints() -> None:
 
 
 def test_exercise_5_counts_as_the_trace_does() -> None:
-    """The loads of the reference answer are the bytes that forward_tiles() counts."""
-    from attention.tiled import Tile, forward_tiles
+    """The loads of the reference answer are the bytes that viewer/tiles.py counts."""
     from docs.exercises.ex5 import CASES, Memory
+    from viewer.tiles import steps, trace_of
 
     answer = import_module("docs.exercises.answers.ex5")
     for Tq, Tk, B_r, B_c in CASES:
         memory = Memory(Tq, Tk, B_r, B_c)
         answer.forward(memory.load, memory.store, memory.rows, memory.cols, memory.offset)
         q, k, v = (memory.main[name][None, :, None] for name in "QKV")
-        trace: list[Tile] = []
-        out, _ = forward_tiles(q, k, v, Spec(1, 1, 4, "float32"), B_r=B_r, B_c=B_c, trace=trace)
+        spec = Spec(1, 1, 4, "float32")
+        trace, out = trace_of(q, k, v, spec, B_r=B_r, B_c=B_c)
+        moved = steps(trace, spec, Tq, Tk, B_r, B_c)
         torch.testing.assert_close(torch.cat([*memory.out.values()]), out[0, :, 0])
         loaded = sum(
             memory.main[name][(memory.rows if name == "Q" else memory.cols)[n]].nbytes * times
             for (i, name, n), times in memory.loads.items()
-            if name != "Q" or any(t.read for t in trace if t.i == i)  # a row may be all masked
+            if name != "Q" or any(s["read"] for s in moved if s["i"] == i)  # none: all masked
         )
-        assert loaded == sum(t.read for t in trace)
+        assert loaded == sum(s["read"] for s in moved)
 
 
 def test_an_answer_that_loads_something_else_is_told(tmp_path) -> None:

@@ -29,7 +29,7 @@ from attention.tiled import Tile, forward_tiles
 from core import flops
 from core.settings import UserError
 from data.tokenizer import CharTokenizer
-from explain import ExplainConfig, forward, prompt_of, token_of
+from explain import ExplainConfig, forward, prompt_of
 from inference.cache import PagedView, StaticView
 from model import GPT, GPTConfig
 from viewer.cost import (
@@ -43,7 +43,7 @@ from viewer.cost import (
     traffic,
     visited,
 )
-from viewer.document import Document, pack, unpack
+from viewer.document import Document, pack, token_of, unpack
 from viewer.maps import Call, agreement, maps, seen, watched, weights
 from viewer.text import amount, duration, render, scaled
 
@@ -279,9 +279,13 @@ def trace_of(spec: Spec, T: int, B_r: int, B_c: int) -> list[Tile]:
         torch.randn(1, T, h, spec.head_dim, generator=generator).to(getattr(torch, spec.dtype))
         for h in (spec.n_head, spec.n_kv_head)
     )
-    trace: list[Tile] = []
-    forward_tiles(q, k, k, spec, B_r=B_r, B_c=B_c, trace=trace)
-    return trace
+    return viewer.tiles.trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)[0]
+
+
+def moved(trace: list[Tile], spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
+    """Bytes read and written, added up step by step."""
+    found = viewer.tiles.steps(trace, spec, T, T, B_r, B_c)
+    return sum(step["read"] for step in found), sum(step["written"] for step in found)
 
 
 TILES = [(1, 1), (4, 4), (5, 3), (3, 8), (16, 7), (64, 64)]
@@ -294,8 +298,7 @@ def test_bytes_of_the_trace_are_the_closed_formula(T, heads, D, dtype):
     for window, (B_r, B_c) in product((None, 1, 6, 11, 100), TILES):
         spec = Spec(*heads, D, dtype, window=window)
         trace = trace_of(spec, T, B_r, B_c)
-        counted = sum(t.read for t in trace), sum(t.written for t in trace)
-        assert counted == tiled_bytes(spec, T, B_r, B_c)
+        assert moved(trace, spec, T, B_r, B_c) == tiled_bytes(spec, T, B_r, B_c)
         areas = sum(
             min(B_r, T - t.i * B_r) * min(B_c, T - t.j * B_c) for t in trace if not t.skipped
         )
@@ -308,10 +311,9 @@ def test_bytes_where_nothing_is_skipped(T):
     for heads, B_r in product(((2, 2), (4, 2)), (1, 4, 5, 64)):
         spec = Spec(*heads, 8, "float16")
         trace = trace_of(spec, T, B_r, T)
-        counted = sum(t.read for t in trace), sum(t.written for t in trace)
         assert not any(t.skipped for t in trace)
         for B_c in (1, 3, T):
-            assert counted == tiled_bytes(spec, T, B_r, B_c, skip=False)
+            assert moved(trace, spec, T, B_r, T) == tiled_bytes(spec, T, B_r, B_c, skip=False)
             assert visited(spec, T, B_r, B_c, skip=False)[1] == T * T
 
 
@@ -370,7 +372,7 @@ def test_traffic_falls_as_1_over_fast_memory():
     for B_r, B_c in tile_sizes(spec, T):
         if 4 <= B_r <= T // 8:
             trace = trace_of(spec, T, B_r, B_c)
-            found.append((fast_memory(spec, B_r, B_c), sum(t.read for t in trace)))
+            found.append((fast_memory(spec, B_r, B_c), moved(trace, spec, T, B_r, B_c)[0]))
     memory, read = zip(*found, strict=True)
     assert len(found) == 4 and list(memory) == sorted(memory) and list(read) == sorted(read)[::-1]
     constants = [M * r / (T * T * D * D) for M, r in found]
@@ -860,6 +862,12 @@ def test_the_walk_in_a_table(shape):
     for c, s in zip(cells, tiles["steps"], strict=True):
         tile = sees(call)[slice(*s["rows"]), slice(*s["cols"])]
         assert c == ("." if s["skipped"] else "x" if tile.all() else "/")
+    # One sign has one meaning: x is a tile without a mask, and the old output's factor has a name.
+    assert re.search(r"^ +tile +queries +keys +m +l +rescale +read$", walk, re.M)
+    assert "x:" not in walk
+    computed, n = len(told), len(tiles["steps"])
+    words = f"Of {n} tile{'s' * (n > 1)} {computed} are computed and {n - computed} skipped."
+    assert words in " ".join(walk.split())
     last = tiles["steps"][-1]
     assert re.search(
         rf"^tiled +{amount(last['read_so_far'])} +{amount(last['written_so_far'])}$", walk, re.M

@@ -5,7 +5,7 @@ and v of each layer are caught on their way into the kernel, and P is computed a
 manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
 
 Whether the picture is of the same computation, the output says: the kernel's is held against
-manual's from the same q, k and v, by the policy of attention/probe.py.
+manual's from the same q, k and v, by the tolerance of attention/probe.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention import Spec, manual, visible
+from attention.probe import allowed
 from model import GPT
 from viewer.document import Agreement, Maps, pack
 
@@ -36,6 +37,11 @@ class Call:
     out: Tensor  # (1, T, H, D)
     spec: Spec
     segments: Tensor | None  # (1, T) int32
+
+    @property
+    def given(self) -> tuple[Tensor, Tensor, Tensor, Spec, Tensor | None]:
+        """q, k, v, spec and segments."""
+        return self.q, self.k, self.v, self.spec, self.segments
 
 
 @contextmanager
@@ -114,26 +120,18 @@ def truth(call: Call) -> Tensor:
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output held against the formula.
-
-    As attention/probe.py: twice the error of manual in the same dtype is allowed, plus the rounding
-    of the largest value, plus 32 roundings in the precision that kernels compute in.
-    """
-    exact = truth(call)
+    """One layer's output held against the formula, by the tolerance of attention/probe.py."""
+    exact = truth(call).cpu()
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
-    manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
-    eps = torch.finfo(call.q.dtype).eps
-    eps_compute = min(eps, torch.finfo(torch.float32).eps)
-    allowed = 2 * manual_error + (eps + 32 * eps_compute) * largest
-    error = float(by_head.max())
+    limit, error = allowed(plain.cpu().double(), exact, call.q.dtype), float(by_head.max())
     return {
         "error": error,
-        "allowed": allowed,
-        "agrees": error <= allowed,
-        "manual_error": manual_error,
+        "allowed": limit,
+        "agrees": error <= limit,
+        "manual_error": float(off(plain, exact).max()),
         "from_manual": float(off(call.out, plain).max()),
-        "largest": largest,
+        "largest": float(exact.abs().max()),
         "heads": by_head.tolist(),
     }
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention import manual
+from attention import Spec, manual
 from attention.tiled import Tile, blocks, forward_tiles
-from viewer.cost import fast_memory, manual_steps, size_of
+from viewer.cost import fast_memory, manual_steps, size_inside, size_of
 from viewer.document import Tiles, TileStep, TracedHead, pack
 from viewer.maps import Call, agreement, off
 
@@ -39,8 +39,7 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
             f"{MOST_TILES} can be shown; take larger ones (--block_m, --block_n)"
         )
     one = calls[layer].spec
-    traced = {layer: trace_of(calls[layer], B_r, B_c)}
-    trace = traced[layer][0]
+    trace = trace_of(*calls[layer].given, B_r=B_r, B_c=B_c)[0]
     visited = sum(not t.skipped for t in trace)
     layers, heads, with_o, notes = _chosen(
         (len(calls), H), layer, head, visited * B_r * (B_c + 4) + 2 * T * D, visited * B_r * D
@@ -49,7 +48,7 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
         notes.append("The border of a document masks scores, and skips no tile.")
     played: list[TracedHead] = []
     for n in layers:
-        told, out = traced.get(n) or trace_of(calls[n], B_r, B_c)
+        told, out = trace_of(*calls[n].given, B_r=B_r, B_c=B_c)
         played += _heads(calls[n], n, heads, told, out, (B_r, B_c), with_o)
     return {
         "block_m": B_r,
@@ -58,39 +57,51 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
         "n_cols": len(cols),
         "size": size_of(one),
         "fast_memory": fast_memory(one, B_r, B_c),
-        "steps": steps(trace, rows, cols),
+        "steps": steps(trace, one, T, T, B_r, B_c),
         "manual": manual_steps(one, T),
         "heads": played,
         "notes": notes,
     }
 
 
-def trace_of(call: Call, B_r: int, B_c: int) -> tuple[list[Tile], Tensor]:
-    """What tiled does with a layer's q, k and v: its tiles, and its output (1, T, H, D)."""
+def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None, *,
+             B_r: int, B_c: int) -> tuple[list[Tile], Tensor]:  # fmt: skip
+    """What tiled does: every tile in its order, and the output (B, Tq, H, D)."""
     trace: list[Tile] = []
-    with torch.autocast(call.q.device.type, enabled=False):
-        out, _ = forward_tiles(
-            call.q, call.k, call.v, call.spec, call.segments, B_r=B_r, B_c=B_c, trace=trace
-        )
+    with torch.autocast(q.device.type, enabled=False):
+        out, _ = forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, trace=trace)
     return trace, out
 
 
-def steps(trace: list[Tile], rows: list[slice], cols: list[slice]) -> list[TileStep]:
-    """What a trace has that is the same for all heads."""
+def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
+    """What a trace has that is the same for all heads, with the bytes that a fused kernel moves.
+
+    It reads Q_i with the first tile of row i that is not skipped, and K_j and V_j with each such
+    tile, once for all query heads that share them; it writes O_i and L_i after the last (of a row
+    that is skipped whole, the zeros). S and P stay on chip. Segment ids are not counted.
+    """
+    s, acc, D, H, Hkv = (
+        size_of(spec), size_inside(spec), spec.head_dim, spec.n_head, spec.n_kv_head
+    )  # fmt: skip
+    rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
+    visited: dict[int, list[int]] = {i: [] for i in range(len(rows))}  # columns of each row
+    for t in trace:
+        visited[t.i] += [] if t.skipped else [t.j]
     found: list[TileStep] = []
-    at = read = written = 0
-    visited: dict[int, list[int]] = {}  # the numbers of each row's tiles that are not skipped
-    for n, t in enumerate(trace):
-        visited.setdefault(t.i, []).extend([n] * (not t.skipped))
-    for n, t in enumerate(trace):
-        read, written, row = read + t.read, written + t.written, visited[t.i]
+    at = read_so_far = written_so_far = 0
+    for t in trace:
+        I, J, row = rows[t.i], cols[t.j], visited[t.i]
+        first, last = t.j in row[:1], t.j in row[-1:]
+        read = s * D * (2 * Hkv * (J.stop - J.start) * (not t.skipped)
+                        + H * (I.stop - I.start) * first)  # fmt: skip
+        ends = last or (not row and t.j == len(cols) - 1)
+        written = H * (s * D + acc) * (I.stop - I.start) * ends
+        read_so_far, written_so_far = read_so_far + read, written_so_far + written
         found.append({
-            "i": t.i, "j": t.j,
-            "rows": [rows[t.i].start, rows[t.i].stop], "cols": [cols[t.j].start, cols[t.j].stop],
-            "skipped": t.skipped, "at": None if t.skipped else at,
-            "first": not t.skipped and n == row[0], "last": not t.skipped and n == row[-1],
-            "read": t.read, "written": t.written,
-            "read_so_far": read, "written_so_far": written,
+            "i": t.i, "j": t.j, "rows": [I.start, I.stop], "cols": [J.start, J.stop],
+            "skipped": t.skipped, "at": None if t.skipped else at, "first": first, "last": last,
+            "read": read, "written": written,
+            "read_so_far": read_so_far, "written_so_far": written_so_far,
         })  # fmt: skip
         at += not t.skipped
     return found
