@@ -20,10 +20,11 @@ from attention.__main__ import ALIASES, Options, split_name
 from bench.settle import settle
 from core import settings
 from core.settings import UserError
-from docs import build, figures
+from docs import build, figures, source
 from docs.exercises import COUNT
 from docs.exercises import __main__ as command_line
 from docs.exercises.check import Wrong, call, close, examine, parts, same, show, small
+from docs.format import table
 from explain import ExplainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,7 +176,7 @@ def course(tmp_path, monkeypatch) -> Path:
     (folder / "1_page.md").write_text(PAGE, encoding="utf-8")
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "COURSE", folder)
-    squares = lambda n=2: figures.table(("n", "n²"), [(m, m * m) for m in range(n)])  # noqa: E731
+    squares = lambda n=2: table(("n", "n²"), [(m, m * m) for m in range(n)])  # noqa: E731
     monkeypatch.setitem(figures.FIGURES, "squares", squares)
     return folder / "1_page.md"
 
@@ -222,7 +223,7 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
     ],
 )
 def test_functions_methods_and_constants_are_found(name, lines) -> None:
-    assert build.source(SOURCE, name) == lines
+    assert source.source(SOURCE, name) == lines
 
 
 @pytest.mark.parametrize(
