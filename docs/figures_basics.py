@@ -135,7 +135,6 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     )  # fmt: skip
     rows, m, l_old = [], 0.0, 0.0
     for tile in trace:
-        assert tile.S is not None and tile.rescale is not None  # the last query sees every key
         m, l, factor = (float(x) for x in (tile.m, tile.l, tile.rescale))
         rows.append((f"`{plain(tile.S.flatten().tolist())}`", f"{m:g}", f"{factor:.4f}",
                      f"{l - factor * l_old:.4f}", f"{l:.4f}", f"{float(tile.O):.4f}"))  # fmt: skip

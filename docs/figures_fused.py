@@ -201,8 +201,6 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
         trace, _ = trace_of(spread * q, k, v, spec, B_r=BLOCK_M, B_c=BLOCK_N)
         visits = eager = lazy = 0
         for tile in trace:
-            if tile.skipped:
-                continue
             top = tile.m / math.log(2)  # the maximum so far, in units of log 2
             if tile.j == 0:
                 before = m = top

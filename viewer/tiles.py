@@ -8,12 +8,13 @@ that share keys and values read them once; the rest is a head's own.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention import Spec, manual
-from attention.tiled import Tile, blocks, forward_tiles
+from attention import Spec, manual, tiled
+from attention.tiled import blocks
 from viewer.cost import fast_memory, manual_steps, size_inside, size_of
 from viewer.document import Tiles, TileStep, TracedHead, pack
 from viewer.maps import Call, agreement, off
@@ -40,9 +41,12 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
         )
     one = calls[layer].spec
     trace = trace_of(*calls[layer].given, B_r=B_r, B_c=B_c)[0]
-    visited = sum(not t.skipped for t in trace)
     layers, heads, with_o, notes = _chosen(
-        (len(calls), H), layer, head, visited * B_r * (B_c + 4) + 2 * T * D, visited * B_r * D
+        (len(calls), H),
+        layer,
+        head,
+        len(trace) * B_r * (B_c + 4) + 2 * T * D,
+        len(trace) * B_r * D,
     )
     if calls[layer].segments is not None:
         notes.append("The border of a document masks scores, and skips no tile.")
@@ -64,46 +68,60 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
     }
 
 
+class Tile(NamedTuple):
+    """What tiled did at one tile that it did not skip, for all sequences and heads together."""
+
+    i: int  # block of queries
+    j: int  # block of keys
+    S: Tensor  # (B, H, B_r, B_c) the scores, -inf where masked
+    rescale: Tensor  # (B, H, B_r) what the old l and O were multiplied by
+    m: Tensor  # (B, H, B_r) running maximum after this tile; the least finite number: nothing seen
+    l: Tensor  # (B, H, B_r) running sum of exp(s - m)
+    O: Tensor  # (B, H, B_r, D) the output after this tile, not normalised yet
+
+
 def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None, *,
              B_r: int, B_c: int) -> tuple[list[Tile], Tensor]:  # fmt: skip
-    """What tiled does: every tile in its order, and the output (B, Tq, H, D)."""
-    trace: list[Tile] = []
+    """The tiles that tiled computes, in its order, and its output (B, Tq, H, D)."""
+    told: list[tiled.Tile] = []
     with torch.autocast(q.device.type, enabled=False):
-        out, _ = forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, trace=trace)
+        out, _ = tiled.forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, trace=told)
+    trace = [
+        Tile(t.i, t.j, t.S, t.rescale, t.m, t.l, t.O)
+        for t in told
+        if t.S is not None and t.rescale is not None
+    ]
     return trace, out
 
 
 def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
-    """What a trace has that is the same for all heads, with the bytes that a fused kernel moves.
+    """The grid of tiles, the skipped ones too, with the bytes that a fused kernel moves at each.
 
     It reads Q_i with the first tile of row i that is not skipped, and K_j and V_j with each such
     tile, once for all query heads that share them; it writes O_i and L_i after the last (of a row
     that is skipped whole, the zeros). S and P stay on chip. Segment ids are not counted.
     """
-    s, acc, D, H, Hkv = (
-        size_of(spec), size_inside(spec), spec.head_dim, spec.n_head, spec.n_kv_head
-    )  # fmt: skip
-    rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
-    visited: dict[int, list[int]] = {i: [] for i in range(len(rows))}  # columns of each row
-    for t in trace:
-        visited[t.i] += [] if t.skipped else [t.j]
+    D, H, Hkv = spec.head_dim, spec.n_head, spec.n_kv_head
+    s, acc = size_of(spec), size_inside(spec)
+    place = {(t.i, t.j): n for n, t in enumerate(trace)}  # of the tiles that are not skipped
+    cols = blocks(Tk, B_c)
     found: list[TileStep] = []
-    at = read_so_far = written_so_far = 0
-    for t in trace:
-        I, J, row = rows[t.i], cols[t.j], visited[t.i]
-        first, last = t.j in row[:1], t.j in row[-1:]
-        read = s * D * (2 * Hkv * (J.stop - J.start) * (not t.skipped)
-                        + H * (I.stop - I.start) * first)  # fmt: skip
-        ends = last or (not row and t.j == len(cols) - 1)
-        written = H * (s * D + acc) * (I.stop - I.start) * ends
-        read_so_far, written_so_far = read_so_far + read, written_so_far + written
-        found.append({
-            "i": t.i, "j": t.j, "rows": [I.start, I.stop], "cols": [J.start, J.stop],
-            "skipped": t.skipped, "at": None if t.skipped else at, "first": first, "last": last,
-            "read": read, "written": written,
-            "read_so_far": read_so_far, "written_so_far": written_so_far,
-        })  # fmt: skip
-        at += not t.skipped
+    read_so_far = written_so_far = 0
+    for i, I in enumerate(blocks(Tq, B_r)):
+        visited = [j for j in range(len(cols)) if (i, j) in place]
+        ends = visited[-1] if visited else len(cols) - 1  # the column after which O_i is written
+        for j, J in enumerate(cols):
+            read = 2 * s * D * Hkv * (J.stop - J.start) if (i, j) in place else 0
+            read += s * D * H * (I.stop - I.start) if j in visited[:1] else 0
+            written = (s * D + acc) * H * (I.stop - I.start) if j == ends else 0
+            read_so_far, written_so_far = read_so_far + read, written_so_far + written
+            found.append({
+                "i": i, "j": j, "rows": [I.start, I.stop], "cols": [J.start, J.stop],
+                "skipped": (i, j) not in place, "at": place.get((i, j)),
+                "first": j in visited[:1], "last": j in visited[-1:],
+                "read": read, "written": written,
+                "read_so_far": read_so_far, "written_so_far": written_so_far,
+            })  # fmt: skip
     return found
 
 
@@ -141,12 +159,11 @@ def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Ten
            tile: tuple[int, int], with_o: bool) -> list[TracedHead]:  # fmt: skip
     """The trace of some heads of one layer, and the output of tiled beside manual's."""
     B_r, B_c = tile
-    trace = [t for t in trace if not t.skipped]
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     held = agreement(replace(call, out=out))
     # (V, H, B_r, ...), NaN beyond a block that is shorter than the others
-    scores = _padded([t.S[0] for t in trace if t.S is not None], B_r, B_c)
-    rescale = _padded([t.rescale[0] for t in trace if t.rescale is not None], B_r)
+    scores = _padded([t.S[0] for t in trace], B_r, B_c)
+    rescale = _padded([t.rescale[0] for t in trace], B_r)
     m, l = (_padded([x[0] for x in xs], B_r) for xs in zip(*((t.m, t.l) for t in trace)))
     m = m.masked_fill(m == torch.finfo(m.dtype).min, -torch.inf)
     o = _padded([t.O[0] for t in trace], B_r, call.q.shape[3])
