@@ -134,7 +134,7 @@ def statements(file: str, function: str) -> list[str]:
 def generations() -> str:
     """What each fused kernel declares (Caps) about where it runs and what it takes."""
     from attention import BACKENDS
-    from attention.support import place, share
+    from attention.support import place
 
     rows = []
     for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "flash_attn_2",
@@ -151,6 +151,11 @@ def generations() -> str:
     titles = ("backend", "compute capability", "dtypes", "head_dim up to", "window", "dropout",
               "package")  # fmt: skip
     return table(titles, rows)
+
+
+def share(has: list[bool]) -> str:
+    """Whether all rows of Caps can, or some, or none."""
+    return "yes" if all(has) else "partly" if any(has) else "no"
 
 
 MACHINES = ("V100", "TITAN RTX", "A100", "RTX 4090", "H100", "B200", "RTX 5090", "Apple M3", "cpu")
