@@ -50,7 +50,7 @@ def caches(model: GPT, ids: list[int], pieces: list[bytes], notes: list[str]) ->
         notes = [*notes, "The prompt fills block_size, so its own last token is the one decoded."]
     tokens, want = [token_of(id_, pieces) for id_ in ids], last_logits(model, ids)
     found = [step(kind, model, ids, want) for kind in ("dynamic", "static", "paged")]
-    # Roundings of the largest logit: attention/probe.py allows a kernel one in its dtype, and 32 of
+    # Roundings of the largest logit: the probe allows a kernel one in its dtype, and 32 of
     # float32; a model rounds more often.
     eps = torch.finfo(want.dtype).eps
     allowed = (4 * eps + 32 * min(eps, torch.finfo(torch.float32).eps)) * float(want.abs().max())

@@ -75,7 +75,7 @@ class Agreement(TypedDict):
     """
 
     error: float  # largest |backend - truth| of all tokens and heads
-    allowed: float  # the largest error that agrees, by attention/probe.py
+    allowed: float  # the largest error that agrees, as the probe has it
     agrees: bool
     manual_error: float  # largest |manual - truth|, manual in the model's dtype
     from_manual: float  # largest |backend - manual|, both in the model's dtype

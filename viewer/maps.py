@@ -5,7 +5,7 @@ and v of each layer are caught on their way into the kernel, and P is computed a
 manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
 
 Whether the picture is of the same computation, the output says: the kernel's is held against
-manual's from the same q, k and v, by the tolerance of attention/probe.py.
+manual's from the same q, k and v, by the tolerance of the probe.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def truth(call: Call) -> Tensor:
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output held against the formula, by the tolerance of attention/probe.py."""
+    """One layer's output held against the formula, by the tolerance of the probe."""
     exact = truth(call).cpu()
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
