@@ -44,7 +44,7 @@ from viewer.cost import (
     visited,
 )
 from viewer.document import Document, pack, token_of, unpack
-from viewer.maps import Call, agreement, maps, seen, watched, weights
+from viewer.maps import Call, agreement, allowed, maps, seen, watched, weights
 from viewer.text import amount, duration, render, scaled
 
 PROMPT = "to be or not to be that is it"
@@ -268,6 +268,16 @@ def test_a_wrong_kernel_does_not_agree(wrong):
     else:
         out = manual.attend(q * 1.001, k, v, spec)
     assert agreement(call)["agrees"] and not agreement(replace(call, out=out))["agrees"]
+
+
+@pytest.mark.parametrize("dtype, eps", [("float32", 2**-23), ("bfloat16", 2**-7)])
+def test_what_is_allowed_by_hand(dtype, eps):
+    """Twice the error of manual, a rounding of the largest value, 32 of float32 inside."""
+    plain, truth = torch.tensor([1.0, -4.25]).double(), torch.tensor([1.0, -4.0]).double()
+    want = 2 * 0.25 + 4 * eps + 32 * 2**-23 * 4
+    assert allowed(plain, truth, getattr(torch, dtype)) == pytest.approx(want, rel=1e-12)
+    larger = allowed(plain, truth, getattr(torch, dtype), 3, 10.0)
+    assert larger == pytest.approx(3 * 0.25 + 4 * eps + 32 * 2**-23 * 10, rel=1e-12)
 
 
 # --- bytes ---
@@ -855,6 +865,11 @@ def test_the_walk_in_a_table(shape):
     walk = text[text.index("TILES of") : text.index("TRAFFIC")]
     told = set(re.findall(r"^ *(\d+),(\d+) +\d+\.\.\d+ ", walk, re.MULTILINE))
     assert told == {(str(s["i"]), str(s["j"])) for s in tiles["steps"] if not s["skipped"]}
+    runs = sum(  # of skipped tiles, side by side in a row: a line each
+        s["skipped"] and not (n % tiles["n_cols"] and tiles["steps"][n - 1]["skipped"])
+        for n, s in enumerate(tiles["steps"])
+    )
+    assert len(re.findall(r"^ *\d+,\d+ skipped", walk, re.M)) == runs
     grid = re.findall(r"^ +Q_\d+((?: +[x/.])+)$", walk, re.MULTILINE)
     cells = [c for row in grid for c in row.split()]
     call = calls_of(shape)[0]

@@ -405,6 +405,9 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     which = "A skipped tile" if step["skipped"] else f"Tile {step['at'] + 1} of {visits}"
     assert look["title"].startswith(f"{which}: Q block {step['i']},")
     assert look["text"].startswith("Skipped") == step["skipped"]
+    if step["skipped"]:
+        later = step["cols"][0] >= step["rows"][1]
+        assert ("later than" if later else "outside the window of") in look["text"]
     moved = step["read_so_far"], step["written_so_far"]
     assert tuple(read(look["tiled"])) == moved
     assert f"{moved[0]:,} bytes read, {moved[1]:,} written" in look["counters"]
@@ -478,6 +481,24 @@ def test_back_and_jumps_show_what_forward_showed(show, plain):
     at = {"x": left + (j + 0.5) * B * cell, "y": top + (i + 0.5) * M * cell}
     page.click("#matrix", position=at)
     assert page.evaluate(state) == seen[i * plain["tiles"]["n_cols"] + j + 1]
+
+
+def test_the_board_shows_the_scores_of_the_tiles_that_are_done(show, plain):
+    page = show(plain)
+    pixel = """n => {
+      const s = tiles.steps[n], sharp = devicePixelRatio || 1;
+      const at = ([a, b], from) => Math.round((from + ((a + b) / 2 + 0.25) * board.cell) * sharp);
+      const c = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+      c.drawImage($("matrix"), at(s.cols, board.left), at(s.rows, board.top), 1, 1, 0, 0, 1, 1);
+      return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3); }"""
+    sunk = page.evaluate("colour('sunk')").lstrip("#")
+    empty = [int(sunk[n : n + 2], 16) for n in (0, 2, 4)]
+    visited = [n for n, s in enumerate(plain["tiles"]["steps"]) if not s["skipped"]]
+    for n in visited[1:]:
+        page.evaluate(f"goTo({n})")
+        assert page.evaluate(pixel, n) == empty  # its turn comes next
+        page.evaluate(f"goTo({n + 1})")
+        assert page.evaluate(pixel, n) != empty
 
 
 def test_the_worked_row_adds_up(show, plain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -167,18 +168,9 @@ def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str
 
 def merged(steps: Sequence[TileStep]) -> Iterable[tuple[TileStep, TileStep]]:
     """(first, last) of each line of the walk: neighbours in a row that are skipped are one."""
-    n = 0
-    while n < len(steps):
-        last = n
-        while (
-            steps[n]["skipped"]
-            and last + 1 < len(steps)
-            and steps[last + 1]["skipped"]
-            and steps[last + 1]["i"] == steps[n]["i"]
-        ):
-            last += 1
-        yield steps[n], steps[last]
-        n = last + 1
+    for _, line in groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"])):
+        first, *rest = line
+        yield first, [first, *rest][-1]
 
 
 def traffic(found: Traffic) -> list[str]:
