@@ -210,12 +210,17 @@ def in_copy(folder: Path, *words: str) -> str:
     return run.stdout + run.stderr
 
 
+TWICE = """import contextlib, runpy, sys
+for words in ([], ["--dropout=0.1"]):
+    sys.argv[1:] = [{name!r}, "--dtype=float32", *words]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module("attention", run_name="__main__", alter_sys=True)
+"""  # python -m attention, twice in one process
+
+
 def test_the_kernel_of_the_readme_runs_as_it_is_written(own_kernel: tuple[Path, str]) -> None:
     folder, name = own_kernel
-    words = [name, "--dtype=float32"]  # python -m attention, twice in one process
-    said = in_copy(folder, "-c", "import core.runtime; core.runtime.show_log()\n"
-                   "from attention.__main__ import main\n"
-                   f"main({words}); main({[*words, '--dropout=0.1']})")  # fmt: skip
+    said = in_copy(folder, "-c", TWICE.format(name=name))
     assert f"Attention backend: {name} (the formula, 256 queries at a time" in said
     assert f"{name} requested but it has no dropout" in said and "Falling back to 'sdpa'" in said
 
