@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +29,11 @@ from core.settings import UserError, exit_on_user_error, read
 from model import GPT
 from viewer.caches import caches, refused
 from viewer.cost import costs, traffic
-from viewer.document import About, Document, Token
+from viewer.document import About, Document, Token, token_of
 from viewer.maps import Call, maps, watched
 from viewer.tiles import tiles
 
 MOST_TOKENS = 256  # shown; what comes after them is left out
-LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # characters that cannot be seen
 
 
 @dataclass(frozen=True)
@@ -80,21 +79,13 @@ def load(config: ExplainConfig) -> tuple[GPT, Any]:
     """The model in evaluation mode on its device, and its tokenizer."""
     same = ("out_dir", "init_from", "checkpoint", "attention_backend", "attention_fallback",
             "dtype", "device")  # fmt: skip
-    model, tokenizer = sample.load(
-        sample.SampleConfig(kv_cache="none", **{name: getattr(config, name) for name in same})
-    )
-    if config.window is not None:
-        changed = GPT(replace(model.config, attention_window=config.window))
-        changed.load_state_dict(model.state_dict())
-        weight = model.transformer.wte.weight
-        changed.use_onednn(model.onednn)
-        model = changed.to(weight.device, weight.dtype).eval()
-    for name, there in (("layer", model.config.n_layer), ("head", model.config.n_head)):
-        if not 0 <= getattr(config, name) < there:
-            raise UserError(
-                f"{name} must be 0 to {there - 1}, which this model has, got "
-                f"{getattr(config, name)}"
-            )
+    asked = sample.SampleConfig(kv_cache="none", **{name: getattr(config, name) for name in same})
+    window = {} if config.window is None else {"attention_window": config.window}
+    model, tokenizer = sample.load(asked, **window)
+    c = model.config
+    for name, got, n in (("layer", config.layer, c.n_layer), ("head", config.head, c.n_head)):
+        if not 0 <= got < n:
+            raise UserError(f"{name} must be 0 to {n - 1}, which this model has, got {got}")
     return model, tokenizer
 
 
@@ -174,9 +165,7 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str,
         found_traffic = traffic(spec, T, config.fast_memory)
         found_costs = costs(spec, config.gpu, config.fast_memory)
         progress("caches")
-        found_caches = caches(
-            model, prompt.ids, shown, lambda id_: token_of(id_, pieces), len(pieces), notes
-        )
+        found_caches = caches(model, prompt.ids, pieces, notes)
     except ValueError as e:  # BackendUnavailable is one
         raise UserError(str(e)) from e
     return {
@@ -226,7 +215,7 @@ def about(model: GPT, tokenizer: Any, config: ExplainConfig, prompt: Prompt, sho
         "n_embd": c.n_embd,
         "block_size": c.block_size,
         "vocab_size": c.vocab_size,
-        "n_params": model.num_params(),
+        "n_params": sum(p.numel() for p in model.parameters()),
         "device": describe(model.transformer.wte.weight.device),
         "dtype": spec.dtype,
         "requested": c.attention_backend,
@@ -240,25 +229,10 @@ def about(model: GPT, tokenizer: Any, config: ExplainConfig, prompt: Prompt, sho
         "tokens": shown,
         "segments": prompt.segments,
         "window": spec.window,
-        "offset": 0,
         "layer": config.layer,
         "head": config.head,
         "notes": prompt.notes,
     }
-
-
-def token_of(id_: int, pieces: list[bytes]) -> Token:
-    """A token as it is shown.
-
-    Args:
-        pieces: the bytes of each id, as Tokenizer.token_bytes() gives them.
-    """
-    piece = pieces[id_]
-    try:
-        text = piece.decode() if piece else "<end of text>"
-    except UnicodeDecodeError:  # a part of a character, or of several
-        text = f"<{piece.hex(' ').upper()}>"
-    return {"id": id_, "text": text, "label": "".join(LABELS.get(c, c) for c in text)}
 
 
 def source_of(config: ExplainConfig) -> str:
@@ -270,16 +244,10 @@ def source_of(config: ExplainConfig) -> str:
     return str(best or checkpoint.latest(source))
 
 
-class Progress:
+def progress(what: str) -> None:
     """One line on stderr that says what is being computed, where it is a terminal."""
-
-    def __init__(self) -> None:
-        self.wide = 0
-
-    def __call__(self, what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{what:<{self.wide}}", end="\r" * (not what), file=sys.stderr, flush=True)
-            self.wide = len(what)
+    if sys.stderr.isatty():
+        print(f"\r{what}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -292,7 +260,6 @@ def main(argv: list[str]) -> int:
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     loaded = time.perf_counter()
-    progress = Progress()
     document = explain(model, tokenizer, config, source_of(config), progress)
     progress("")
     n, now = len(document["about"]["tokens"]), time.perf_counter()
@@ -312,10 +279,8 @@ def main(argv: list[str]) -> int:
         return 0
     from viewer.page import render
 
-    path = config.html or str(
-        Path(config.out_dir if config.init_from == "resume" else ".") / "explain.html"
-    )
-    page = render(document)
+    folder = Path(config.out_dir if config.init_from == "resume" else ".")
+    path, page = config.html or str(folder / "explain.html"), render(document)
     write(path, page)
     print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
     return 0

@@ -101,8 +101,12 @@ class SampleConfig:
             raise ValueError(f"{given[0]} and {given[1]} cannot be combined")
 
 
-def load(config: SampleConfig) -> tuple[GPT, Any]:
-    """The model in evaluation mode on its device, and its tokenizer."""
+def load(config: SampleConfig, **others: Any) -> tuple[GPT, Any]:
+    """The model in evaluation mode on its device, and its tokenizer.
+
+    Args:
+        others: further fields of GPTConfig that differ.
+    """
     device = pick_device(config.device)
     if config.compile and (why := why_not_compile(True, device)):
         raise UserError(f"--compile cannot work here: {why}")
@@ -112,6 +116,7 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
         "attention_hub_kernels": config.attention_hub_kernels,
         "allow_mps_sdpa": config.allow_mps_sdpa,
         "gradient_checkpointing": False,
+        **others,
     }
     source = config.out_dir if config.init_from == "resume" else config.init_from
     if config.init_from == "resume" or checkpoint.folders(source):

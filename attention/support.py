@@ -15,35 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def overview() -> str:
-    """A row for each backend; "partly" is what only some of its rows of Caps can."""
-    titles = ("name", "what", "runs on", "window", "segments", "dropout", "backward", "KV caches",
-              "falls back to")  # fmt: skip
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    """A row for each backend, with the devices of all its rows of Caps."""
+    lines = ["| name | what | runs on | falls back to |", "|---|---|---|---|"]
     for backend in BACKENDS.values():
         rows = [caps for caps in backend.caps if not caps.hub_kernels]
         spread = dict.fromkeys(device for caps in rows for device in caps.devices)
-        dropout = [caps.dropout for caps in rows]
-        if any(caps.dropout_step for caps in rows):
-            dropout.append(False)  # of some rates only
         places = [place(device, [c for c in rows if device in c.devices]) for device in spread]
-        caches = dict.fromkeys(c for caps in rows for c in caps.caches if c != "none")
-        cells = (
-            names(backend),
-            backend.title,
-            ", ".join(places),
-            share([caps.window for caps in rows]),
-            share([caps.segments for caps in rows]),
-            share(dropout),
-            share([caps.grad for caps in rows]),
-            ", ".join(caches),
-            f"`{backend.fallback}`" if backend.fallback else "nothing",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        after = f"`{backend.fallback}`" if backend.fallback else "nothing"
+        lines.append(f"| {names(backend)} | {backend.title} | {', '.join(places)} | {after} |")
     return "\n".join(lines)
-
-
-def share(has: list[bool]) -> str:
-    return "yes" if all(has) else "partly" if any(has) else "no"
 
 
 def place(device: str, rows: list[Caps]) -> str:

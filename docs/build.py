@@ -18,7 +18,6 @@ the same words.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -29,8 +28,8 @@ from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
 from docs import figures
+from docs.source import ROOT, source
 
-ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "docs" / "course"
 END = "<!-- end -->\n"
 MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
@@ -93,27 +92,6 @@ def code(what: str, page: Path) -> str:
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     lines = cut(source(path.read_text(encoding="utf-8"), name), first, last)
     return f"[{file}]({link}), `{name}`:\n\n```python\n{lines}```\n"
-
-
-def source(text: str, name: str) -> str:
-    """The lines of a function, class, method or constant of a file."""
-    body: list[ast.stmt] = ast.parse(text).body
-    for part in name.split("."):
-        node = next((n for n in body if part in names(n)), None)
-        if node is None:
-            raise UserError(f"there is no {name} in that file")
-        body = getattr(node, "body", [])
-    assert node is not None and node.end_lineno is not None
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
-
-
-def names(node: ast.stmt) -> list[str]:
-    """What a statement defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [t.id for t in targets if isinstance(t, ast.Name)]
 
 
 def cut(lines: str, first: str | None, last: str | None) -> str:

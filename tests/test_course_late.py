@@ -26,6 +26,7 @@ from attention.views import PagedView
 from core import flops
 from core.settings import UserError
 from docs import figures
+from docs import figures_fused as fused
 from docs.exercises import ex6, ex7, ex8, ex9
 from docs.exercises.check import Wrong, examine
 from model import GPTConfig
@@ -140,7 +141,7 @@ def test_the_pairs_of_lines_stand_in_the_files_in_this_order() -> None:
 
 def test_a_line_that_is_gone_is_told() -> None:
     with pytest.raises(UserError, match=r"no statement of forward_tiles .* begins 'no_such ='"):
-        figures.statement("attention/tiled.py", "forward_tiles", "no_such =")
+        fused.statement("attention/tiled.py", "forward_tiles", "no_such =")
 
 
 class Kernel:
@@ -256,7 +257,7 @@ def refusals(name: str, capability: str, spec: Spec) -> list[str]:
 
 def test_the_choices_are_those_of_resolve() -> None:
     rows = {row[0]: row for row in cells(figures.draw(["choices"]))}
-    assert len(rows) == len(figures.MACHINES)
+    assert len(rows) == len(fused.MACHINES)
     for name, (_, capability, dtype, everything, nothing, *can) in rows.items():
         device = "cuda" if capability else "mps" if "Apple" in name else "cpu"
         at = tuple(map(int, capability.split("."))) if capability else None
@@ -363,7 +364,7 @@ def test_places_of_three_caches(lengths, size) -> None:
 
 
 def test_mfu_of_the_record_is_what_the_record_says() -> None:
-    content = json.loads((ROOT / figures.TRAINING / "record.json").read_text(encoding="utf-8"))
+    content = json.loads((ROOT / fused.TRAINING / "record.json").read_text(encoding="utf-8"))
     text = figures.draw(["mfu_of_a_record"])
     numbers = [int(n.replace(",", "")) for n in re.findall(r"^[N61p].*?\s([\d,]{6,})", text, re.M)]
     N, weights, attention, peak = numbers
@@ -371,7 +372,7 @@ def test_mfu_of_the_record_is_what_the_record_says() -> None:
     assert weights + attention == content["flops_per_token"]["mfu"]
     rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
     shown = cells(text)
-    assert {row[0] for row in shown} == set(figures.SHOWN)
+    assert {row[0] for row in shown} == set(fused.SHOWN)
     for name, rate, ms, quartiles, mfu, causal, memory in shown:
         row = rows[name]
         assert (mfu, causal) == (f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}")
@@ -382,7 +383,7 @@ def test_mfu_of_the_record_is_what_the_record_says() -> None:
 
 def test_what_page_9_says_of_the_record_is_so() -> None:
     page = " ".join(TEXT["9_caches_and_mfu.md"].split())
-    content = json.loads((ROOT / figures.TRAINING / "record.json").read_text(encoding="utf-8"))
+    content = json.loads((ROOT / fused.TRAINING / "record.json").read_text(encoding="utf-8"))
     train = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
     assert train["sdpa"]["kernels"] == ["flash (CPU)"] and "`sdpa` was `flash (CPU)`" in page
     assert "Those of `sdpa` and `nanogpt` overlap" in page
@@ -397,12 +398,12 @@ def test_what_page_9_says_of_the_record_is_so() -> None:
     alone = {r["backend"]: r["ms"] for r in kernels if r["point"]["T"] == 2048}
     assert f"`manual` takes {alone['manual'] / alone['sdpa']:.0f} times as long as `sdpa`" in page
     assert "Four texts of 30, 100, 500 and 1,000 tokens" in page
-    assert figures.LENGTHS == (30, 100, 500, 1000)
+    assert fused.LENGTHS == (30, 100, 500, 1000)
 
 
 def test_generation_of_the_record() -> None:
     """Against the table that the bench itself wrote into the record's page."""
-    page = (ROOT / figures.GENERATION / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / fused.GENERATION / "README.md").read_text(encoding="utf-8")
     rows = cells(figures.draw(["caches_of_a_record"]))
     assert len(rows) == 6
     for B, cache, rate, *_, mbu in rows:

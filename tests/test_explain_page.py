@@ -168,6 +168,23 @@ def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
     assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == (scheme == "dark")
 
 
+@pytest.mark.parametrize("width, columns", [(360, 1), (1400, 2)])
+def test_prose_fills_a_wide_page_in_lines_that_can_be_read(show, plain, width, columns):
+    page = show(plain, width)
+    reach = """all => all.map(e => {
+      const text = document.createRange();
+      text.selectNodeContents(e);
+      const room = e.parentElement.getBoundingClientRect();
+      const lines = [...text.getClientRects()];
+      return [lines.map(b => (b.right - room.left) / room.width), lines.map(b => b.width)]; })"""
+    for right, wide in page.eval_on_selector_all("main section > .prose", reach):
+        assert 0.9 < max(right) <= 1.001  # the share of the width that the text reaches
+        assert max(wide) < 42 * 16  # pixels of a line
+    counts = "all => all.map(e => getComputedStyle(e).columnCount)"
+    found = page.eval_on_selector_all("main section > .prose", counts)
+    assert found == ["2" if columns == 2 else "auto"] * 5
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_are_ordered_by_lightness_alone(show, plain, scheme):
     page = show(plain, scheme=scheme)
@@ -384,8 +401,13 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     tiles = shown["tiles"]
     N, step = len(tiles["steps"]), tiles["steps"][done - 1]
     look = page.evaluate(LOOK)
-    assert look["title"].startswith(f"Tile {done} of {N}: Q block {step['i']},")
+    visits = sum(not s["skipped"] for s in tiles["steps"])  # skipped tiles are not counted
+    which = "A skipped tile" if step["skipped"] else f"Tile {step['at'] + 1} of {visits}"
+    assert look["title"].startswith(f"{which}: Q block {step['i']},")
     assert look["text"].startswith("Skipped") == step["skipped"]
+    if step["skipped"]:
+        later = step["cols"][0] >= step["rows"][1]
+        assert ("later than" if later else "outside the window of") in look["text"]
     moved = step["read_so_far"], step["written_so_far"]
     assert tuple(read(look["tiled"])) == moved
     assert f"{moved[0]:,} bytes read, {moved[1]:,} written" in look["counters"]
@@ -420,6 +442,10 @@ def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
     head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
     assert page.inner_text("#tile-title") == "Before the first tile"
+    visits = sum(not s["skipped"] for s in shown["tiles"]["steps"])
+    skipped = len(shown["tiles"]["steps"]) - visits
+    words = f"Of {visits + skipped} tiles {visits} will be computed and {skipped} skipped."
+    assert words in page.inner_text("#tile-text")
     assert numbers(page, "#counters") == [0, 0, 0, 0]
     assert page.is_disabled("#back") and page.is_enabled("#step")
     N = len(shown["tiles"]["steps"])
@@ -455,6 +481,24 @@ def test_back_and_jumps_show_what_forward_showed(show, plain):
     at = {"x": left + (j + 0.5) * B * cell, "y": top + (i + 0.5) * M * cell}
     page.click("#matrix", position=at)
     assert page.evaluate(state) == seen[i * plain["tiles"]["n_cols"] + j + 1]
+
+
+def test_the_board_shows_the_scores_of_the_tiles_that_are_done(show, plain):
+    page = show(plain)
+    pixel = """n => {
+      const s = tiles.steps[n], sharp = devicePixelRatio || 1;
+      const at = ([a, b], from) => Math.round((from + ((a + b) / 2 + 0.25) * board.cell) * sharp);
+      const c = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+      c.drawImage($("matrix"), at(s.cols, board.left), at(s.rows, board.top), 1, 1, 0, 0, 1, 1);
+      return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3); }"""
+    sunk = page.evaluate("colour('sunk')").lstrip("#")
+    empty = [int(sunk[n : n + 2], 16) for n in (0, 2, 4)]
+    visited = [n for n, s in enumerate(plain["tiles"]["steps"]) if not s["skipped"]]
+    for n in visited[1:]:
+        page.evaluate(f"goTo({n})")
+        assert page.evaluate(pixel, n) == empty  # its turn comes next
+        page.evaluate(f"goTo({n + 1})")
+        assert page.evaluate(pixel, n) != empty
 
 
 def test_the_worked_row_adds_up(show, plain):

@@ -1,9 +1,16 @@
-"""What the README and the config headers say is true: commands parse, the table is generated."""
+"""What README, docs and config headers say is true: commands parse, tables are generated, and the
+kernel that the README adds runs as it is written."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +22,7 @@ from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options
 from bench.curves import CurvesConfig
 from bench.serving import ServingConfig
-from bench.settle import load_config
+from bench.settle import settle
 from core.settings import read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
@@ -44,12 +51,14 @@ def in_headers() -> list[str]:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("line", commands(README) + in_headers())
+@pytest.mark.parametrize("line", dict.fromkeys(SHOWN + in_headers()))
 def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(line)
+    words = shlex.split(line.replace("=chunked", "=tiled"))  # the README's own is not in this repo
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert words[1] in targets
@@ -72,7 +81,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     elif rest[0] == "bench_mfu.py":
         words = rest[1:]
         if words[:1] not in (["compare"], ["report"]):
-            load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
+            settle(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:2] == ["-m", "bench.serving"]:
         read(ServingConfig, rest[2:])
     elif rest[:2] == ["-m", "bench.curves"]:
@@ -91,6 +100,134 @@ def test_the_support_tables_are_those_that_caps_give() -> None:
 
 
 def test_every_file_that_the_pages_name_is_there() -> None:
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+# --- the README alone ---
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one."""
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    return text
+
+
+def test_it_is_short_and_so_is_the_design() -> None:
+    assert len(README.splitlines()) <= 200
+    design = (ROOT / "docs" / "DESIGN.md").read_text(encoding="utf-8")
+    assert sum(bool(re.search(r"\w", word)) for word in design.split()) <= 1500
+
+
+def test_the_map_shows_what_is_there() -> None:
+    text = section("A map of the files")
+    shown = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    for row in re.findall(r"^\| (`.+?) \|", text, re.M):  # a row names its folder once
+        first, *rest = re.findall(r"`([\w/.]+)`", row)
+        shown += [f"{Path(first).parent}/{name}" for name in rest if not name.endswith("/")]
+    for name in shown:
+        assert (ROOT / name).exists() or (ROOT / "attention" / name).exists(), name
+    folders = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")} | {"config/"}
+    assert folders - {"attention/"} <= set(shown)
+    files = {path.name for path in ROOT.glob("*.py")}
+    assert files <= set(shown), "the map leaves out a file of the root"
+
+
+def test_the_first_places_that_a_reader_looks_for_are_where_the_map_says() -> None:
+    places = {"spec": ["def visible("], "select": ["def resolve(", "def probe(", "BACKENDS: "]}
+    for file, names in places.items():
+        text = (ROOT / "attention" / f"{file}.py").read_text(encoding="utf-8")
+        assert all(name in text for name in names)
+    assert "def train_step(" in (ROOT / "train.py").read_text(encoding="utf-8")
+    for name in ("visible()", "resolve()", "train_step()"):
+        assert f"`{name}`" in section("A map of the files")
+
+
+# The knobs of nanoGPT's train.py.
+NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint
+init_from wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
+block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
+grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile"""
+
+
+def test_the_settings_of_nanogpt_are_ours_but_for_two() -> None:
+    gone = set(NANOGPT.split()) - {f.name for f in fields(TrainConfig)}
+    assert gone == {"always_save_checkpoint", "backend"}
+    for name in gone:
+        assert f"`{name}`" in section("Coming from nanoGPT")
+
+
+def test_the_table_of_mfu_is_the_record() -> None:
+    text = section("Measure MFU")
+    (folder,) = re.findall(r"\[record\]\((.+)/README.md\)", text)
+    content = json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))
+    rows = {row["backend"]: row for row in content["rows"] if row["mode"] == "train"}
+    names = {"nanoGPT": "nanogpt", "transformers, sdpa": "hf_sdpa"}
+    shown = [[cell.strip(" `") for cell in line.strip("|").split("|")]
+             for line in text.splitlines() if line.startswith("| ")][1:]  # fmt: skip
+    assert len(shown) == 4
+    for name, *cells in shown:
+        row = rows[names.get(name, name)]
+        assert cells == [
+            f"{row['tokens_per_s']:,.0f}", f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}",
+            f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}",
+            f"{row['memory_bytes'] / 1e6:.0f} MB",
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def own_kernel(tmp_path: Path) -> tuple[Path, str]:
+    """A copy of the project with the README's kernel in it, as a reader would add it; its name."""
+    for name in ("attention", "core", "inference", "checkpoint", "config", "data", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(
+            "__pycache__", "*.bin", "*.npy"))  # fmt: skip
+    for name in ("model.py", "train.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    text = section("Add your own kernel in 30 lines")
+    (file,) = re.findall(r"here `(attention/\w+\.py)`", text)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (registry,) = re.findall(r"two lines in `(attention/\w+\.py)`", text)
+    assert code.count("\n") <= 30
+    (tmp_path / file).write_text(code, encoding="utf-8")
+    name, chosen = Path(file).stem, tmp_path / registry
+    lines = chosen.read_text(encoding="utf-8")
+    for old, new in (
+        ("from attention import ", f"from attention import {name}, "),
+        ("manual.BACKEND,", f"{name}.BACKEND, manual.BACKEND,"),
+    ):
+        assert lines.count(old) == 1, f"{registry} has no one place for it"
+        lines = lines.replace(old, new)
+    chosen.write_text(lines, encoding="utf-8")
+    return tmp_path, name
+
+
+def in_copy(folder: Path, *words: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    run = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True,
+                         text=True)  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+TWICE = """import contextlib, runpy, sys
+for words in ([], ["--dropout=0.1"]):
+    sys.argv[1:] = [{name!r}, "--dtype=float32", *words]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module("attention", run_name="__main__", alter_sys=True)
+"""  # python -m attention, twice in one process
+
+
+def test_the_kernel_of_the_readme_runs_as_it_is_written(own_kernel: tuple[Path, str]) -> None:
+    folder, name = own_kernel
+    said = in_copy(folder, "-c", TWICE.format(name=name))
+    assert f"Attention backend: {name} (the formula, 256 queries at a time" in said
+    assert f"{name} requested but it has no dropout" in said and "Falling back to 'sdpa'" in said
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_readme_passes_the_whole_matrix(own_kernel: tuple[Path, str]) -> None:
+    folder, name = own_kernel
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_attention.py")
+    said = in_copy(folder, *words, "-k", f"{name} and cpu", "-m", "slow or not slow")
+    assert re.search(r"[1-9]\d\d passed", said), said

@@ -7,7 +7,6 @@ for all: every layer has the same cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from attention import Resolution
 from inference.cache import DynamicCache, PagedCache, StaticCache, bucket
 from model import GPT
-from viewer.document import Caches, CacheStep, Refused, Token
+from viewer.document import Caches, CacheStep, Refused, token_of
 from viewer.maps import off
 
 PAGE_SIZE = 8  # tokens: small, so that a short prompt has several pages
@@ -36,26 +35,22 @@ class Buffer:
 
 
 @torch.no_grad()
-def caches(model: GPT, ids: list[int], tokens: list[Token], show: Callable[[int], Token],
-           vocab_size: int, notes: list[str]) -> Caches:  # fmt: skip
+def caches(model: GPT, ids: list[int], pieces: list[bytes], notes: list[str]) -> Caches:
     """The same step with the dynamic, the static and the paged cache.
 
     Args:
         ids: the prompt, at least 2 tokens where they fill block_size.
-        tokens: the same, as they are shown.
-        show: an id as it is shown.
-        vocab_size: of the tokenizer; ids beyond it pad the model's vocabulary.
+        pieces: the bytes of each id of the tokenizer; ids beyond them pad the model's vocabulary.
         notes: go into the result.
     """
     predicted = len(ids) < model.config.block_size
     if predicted:
-        ids = [*ids, int(last_logits(model, ids)[:vocab_size].argmax())]
-        tokens = [*tokens, show(ids[-1])]
+        ids = [*ids, int(last_logits(model, ids)[: len(pieces)].argmax())]
     else:
         notes = [*notes, "The prompt fills block_size, so its own last token is the one decoded."]
-    want = last_logits(model, ids)
+    tokens, want = [token_of(id_, pieces) for id_ in ids], last_logits(model, ids)
     found = [step(kind, model, ids, want) for kind in ("dynamic", "static", "paged")]
-    # Roundings of the largest logit: attention/select.py allows one in its dtype, and 32 of
+    # Roundings of the largest logit: the probe allows a kernel one in its dtype, and 32 of
     # float32; a model rounds more often.
     eps = torch.finfo(want.dtype).eps
     allowed = (4 * eps + 32 * min(eps, torch.finfo(torch.float32).eps)) * float(want.abs().max())

@@ -63,7 +63,6 @@ class About(TypedDict):
     tokens: list[Token]  # T
     segments: list[int] | None  # T numbers, the document of each token; None: one document
     window: int | None  # keys that a query sees, itself included; None: all before it
-    offset: int  # Tk - Tq of the maps and tiles, as visible() has it
     layer: int  # what the page begins with
     head: int
     notes: list[str]  # what was cut or left out, and why: a sentence each; show them all
@@ -76,7 +75,7 @@ class Agreement(TypedDict):
     """
 
     error: float  # largest |backend - truth| of all tokens and heads
-    allowed: float  # by the policy of attention/select.py; the largest error that agrees
+    allowed: float  # the largest error that agrees, as the probe has it
     agrees: bool
     manual_error: float  # largest |manual - truth|, manual in the model's dtype
     from_manual: float  # largest |backend - manual|, both in the model's dtype
@@ -268,6 +267,23 @@ class Document(TypedDict):
     traffic: Traffic
     caches: Caches
     costs: Costs
+
+
+LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # characters that cannot be seen
+
+
+def token_of(id_: int, pieces: list[bytes]) -> Token:
+    """A token as it is shown.
+
+    Args:
+        pieces: the bytes of each id, as Tokenizer.token_bytes() gives them.
+    """
+    piece = pieces[id_]
+    try:
+        text = piece.decode() if piece else "<end of text>"
+    except UnicodeDecodeError:  # a part of a character, or of several
+        text = f"<{piece.hex(' ').upper()}>"
+    return {"id": id_, "text": text, "label": "".join(LABELS.get(c, c) for c in text)}
 
 
 def pack(x: Tensor | np.ndarray) -> Packed:

@@ -5,7 +5,7 @@ and v of each layer are caught on their way into the kernel, and P is computed a
 manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
 
 Whether the picture is of the same computation, the output says: the kernel's is held against
-manual's from the same q, k and v, by the policy of attention/select.py.
+manual's from the same q, k and v, by the tolerance of the probe.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Call:
     out: Tensor  # (1, T, H, D)
     spec: Spec
     segments: Tensor | None  # (1, T) int32
+
+    @property
+    def given(self) -> tuple[Tensor, Tensor, Tensor, Spec, Tensor | None]:
+        """q, k, v, spec and segments."""
+        return self.q, self.k, self.v, self.spec, self.segments
 
 
 @contextmanager
@@ -115,10 +120,7 @@ def truth(call: Call) -> Tensor:
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output held against the formula.
-
-    By the policy of the probe: attention.select.allowed_error.
-    """
+    """One layer's output held against the formula, by the tolerance of the probe."""
     exact = truth(call)
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
@@ -131,7 +133,7 @@ def agreement(call: Call) -> Agreement:
         "agrees": error <= allowed,
         "manual_error": manual_error,
         "from_manual": float(off(call.out, plain).max()),
-        "largest": largest,
+        "largest": float(exact.abs().max()),
         "heads": by_head.tolist(),
     }
 

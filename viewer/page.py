@@ -18,9 +18,7 @@ from pathlib import Path
 from viewer.document import Document
 
 HERE = Path(__file__).parent
-SCRIPTS = (
-    "page_common.js", "page_maps.js", "page_tiles.js", "page_caches.js", "page_costs.js", "page.js",
-)  # fmt: skip
+PARTS = ("common", "maps", "board", "tiles", "caches", "costs")  # page_*.js, then page.js
 
 
 def render(document: Document) -> str:
@@ -30,7 +28,8 @@ def render(document: Document) -> str:
         ValueError: a number that is NaN or infinite, which JSON does not have.
     """
     css = (HERE / "page.css").read_text(encoding="utf-8")
-    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    scripts = [*(f"page_{part}.js" for part in PARTS), "page.js"]
+    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
     # ASCII, so U+2028 is an escape; and no "<", which could end the script block or open a comment.
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {

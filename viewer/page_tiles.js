@@ -1,6 +1,7 @@
-// 2 tiles: the player of the trace, and the tile sizes.
+// 2 tiles: the player of the trace, and the tile sizes. page_board.js draws the picture beside it.
 
-const N = tiles.steps.length;
+const N = tiles.steps.length; // of the grid; of these the mask leaves VISITED to compute
+const VISITED = tiles.steps.filter((s) => !s.skipped).length;
 const player = { head: null, done: 0, row: 0, timer: 0, playing: false };
 const M = tiles.block_m;
 const B = tiles.block_n;
@@ -129,139 +130,6 @@ function chooseRow(r) {
   drawPlayer();
 }
 
-/** The scores of all visited tiles as one T x T picture, and their range. */
-function scorePicture() {
-  if (player.image) return player.image;
-  const scores = unpack(player.head.scores);
-  const finite = scores.filter(Number.isFinite);
-  let low = Infinity;
-  let high = -Infinity;
-  for (const s of finite) {
-    low = Math.min(low, s);
-    high = Math.max(high, s);
-  }
-  const level = (i, j) => {
-    const step = tiles.steps[Math.floor(i / M) * tiles.n_cols + Math.floor(j / B)];
-    if (step.skipped) return NaN;
-    const s = scores[(step.at * M + (i % M)) * B + (j % B)];
-    return Number.isFinite(s) ? (s - low) / (high - low || 1) : NaN;
-  };
-  player.image = { canvas: picture(T, T, level), low, high };
-  return player.image;
-}
-
-const board = { cell: 0, left: 0, top: 0 };
-
-function drawBoard() {
-  const canvas = $("matrix");
-  const room = Math.min(canvas.parentElement.clientWidth, 560);
-  const left = 46;
-  const right = 34;
-  const top = 46;
-  const cell = Math.min((room - left - right) / T, 26);
-  const size = cell * T;
-  Object.assign(board, { cell, left, top });
-  const c = fresh(canvas, Math.floor(left + size + right), Math.floor(top + size + 22));
-  const { done } = player;
-  const now = done > 0 ? tiles.steps[done - 1] : null;
-  const busy = now && done <= N ? now : null;
-  const width = ([from, to]) => to - from;
-  const box = (s) => [left + s.cols[0] * cell, top + s.rows[0] * cell,
-    width(s.cols) * cell, width(s.rows) * cell];
-  const image = scorePicture().canvas;
-  tiles.steps.forEach((s, n) => {
-    const [x, y, w, hgt] = box(s);
-    if (s.skipped) {
-      c.globalAlpha = n < done ? 1 : 0.45;
-      hatch(c, x, y, w, hgt, colour("hatch"));
-      c.globalAlpha = 1;
-    } else if (n < done) {
-      c.fillStyle = colour("paper");
-      c.fillRect(x, y, w, hgt);
-      c.globalAlpha = n === done - 1 ? 1 : 0.38;
-      c.drawImage(image, s.cols[0], s.rows[0], width(s.cols), width(s.rows), x, y, w, hgt);
-      c.globalAlpha = 1;
-    }
-    if (!s.skipped && n >= done) {
-      c.fillStyle = colour("sunk");
-      c.fillRect(x, y, w, hgt);
-    }
-    c.strokeStyle = colour("line");
-    c.lineWidth = 1;
-    c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w), Math.round(hgt));
-  });
-  // Around it the tensors in main memory, in their blocks: Q on the left, K and V on top, O on the
-  // right. What is on the chip now is filled.
-  const put = (x, y, w, hgt, kind, name) => {
-    c.fillStyle = colour(kind);
-    c.fillRect(x, y, w, hgt);
-    c.strokeStyle = colour("strong");
-    c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w) - 1, Math.round(hgt) - 1);
-    if (name && Math.min(w, hgt) >= 11) {
-      c.fillStyle = colour(kind === "sunk" ? "muted" : "paper");
-      c.textAlign = "center";
-      c.textBaseline = "middle";
-      c.font = "11px system-ui, sans-serif";
-      c.fillText(name, x + w / 2, y + hgt / 2 + 0.5);
-    }
-  };
-  const [on, off] = ["accent", "sunk"];
-  const reads = busy && !busy.skipped;
-  for (let i = 0; i < tiles.n_rows; i++) {
-    const y = top + i * M * cell;
-    const hgt = Math.min(M, T - i * M) * cell;
-    put(left - 22, y, 18, hgt, busy && busy.i === i && visitedUpTo(done - 1) ? on : off, `${i}`);
-    const written = tiles.steps.some((s, n) => n < done && s.i === i && s.last);
-    put(left + size + 5, y, 18, hgt, written ? "tiled" : off, `${i}`);
-  }
-  for (let j = 0; j < tiles.n_cols; j++) {
-    const x = left + j * B * cell;
-    const w = Math.min(B, T - j * B) * cell;
-    put(x, top - 22, w, 18, reads && busy.j === j ? on : off, w >= 16 ? `${j}` : "");
-  }
-  c.font = "italic 15px Georgia, serif";
-  c.fillStyle = colour("ink");
-  c.textAlign = "center";
-  c.textBaseline = "middle";
-  c.fillText("Q", left - 13, top - 12);
-  c.fillText("K, V", left + size / 2, top - 34);
-  c.fillText("O", left + size + 14, top - 12);
-  c.font = "italic 14px Georgia, serif";
-  c.fillText("S = Q Kᵀ / √D, a tile at a time", left + size / 2, top + size + 12);
-  if (busy) {
-    const [x, y, w, hgt] = box(busy);
-    c.strokeStyle = colour("paper");
-    c.lineWidth = 6;
-    c.strokeRect(x, y, w, hgt);
-    c.strokeStyle = colour(on);
-    c.lineWidth = 3;
-    c.strokeRect(x, y, w, hgt);
-    if (!busy.skipped) {
-      c.lineWidth = 1.5;
-      c.strokeStyle = colour("ink");
-      c.strokeRect(x, y + player.row * cell, w, cell);
-    }
-  }
-  canvas.setAttribute("aria-label",
-    `${tiles.n_rows} by ${tiles.n_cols} tiles. ${$("tile-text").textContent}`);
-}
-
-function boardLegend() {
-  const { low, high } = scorePicture();
-  const now = h("i");
-  now.style.background = colour("accent");
-  const written = h("i");
-  written.style.background = colour("tiled");
-  const past = rampBar();
-  past.style.opacity = 0.38;
-  $("matrix-legend").replaceChildren(
-    entry(`score ${real(low, 1)}`, rampBar(), real(high, 1)),
-    entry(now, "on the chip now"),
-    entry(past, "done, its scores thrown away"),
-    entry(h("i", { class: "hatch" }), "skipped"),
-    entry(written, "O written"));
-}
-
 const range = ([from, to], one, more) => (to - from === 1 ? `${one} ${from}`
   : `${more} ${from} to ${to - 1}`);
 
@@ -271,7 +139,7 @@ function tileText(step) {
   const keys = range(step.cols, "key", "keys");
   if (step.skipped) {
     const are = step.cols[1] - step.cols[0] === 1 ? "is" : "are";
-    const later = step.cols[0] > step.rows[1] - 1 + about.offset;
+    const later = step.cols[0] >= step.rows[1];
     return `Skipped: ${keys} ${are} ${later ? "later than" : "outside the window of"} ${queries}. `
       + "Nothing is read, nothing is computed; m, l and O stay.";
   }
@@ -287,13 +155,15 @@ function drawTile() {
   const [top, body] = [$("tile-rows").tHead, $("tile-rows").tBodies[0]];
   if (done === 0) {
     $("tile-title").textContent = "Before the first tile";
-    $("tile-text").textContent = `${many(N, "tile")} of ${M} queries and ${B} keys. Nothing has `
-      + "been read yet.";
+    const skipped = N > VISITED ? ` and ${int(N - VISITED)} skipped` : "";
+    $("tile-text").textContent = `A tile is ${M} queries by ${B} keys. Of ${many(N, "tile")} `
+      + `${int(VISITED)} will be computed${skipped}. Nothing has been read yet.`;
     [top, body, $("worked")].forEach((e) => e.replaceChildren());
     return;
   }
   const step = tiles.steps[done - 1];
-  $("tile-title").textContent = `Tile ${done} of ${N}: Q block ${step.i}, K and V block ${step.j}`;
+  const which = step.skipped ? "A skipped tile" : `Tile ${step.at + 1} of ${VISITED}`;
+  $("tile-title").textContent = `${which}: Q block ${step.i}, K and V block ${step.j}`;
   $("tile-text").textContent = tileText(step);
   const rows = step.rows[1] - step.rows[0];
   const cols = step.skipped ? 0 : step.cols[1] - step.cols[0];
@@ -465,7 +335,7 @@ function drawOutputs() {
 function drawPlayer() {
   const { done } = player;
   $("scrub").value = done;
-  $("scrub").setAttribute("aria-valuetext", `${done} of ${N} tiles done`);
+  $("scrub").setAttribute("aria-valuetext", `${int(VISITED)} tiles to compute, step ${done} of ${N}`);
   $("back").disabled = $("to-start").disabled = done === 0;
   $("step").disabled = $("to-end").disabled = done === N;
   drawTile();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -102,22 +103,24 @@ def shade(weight: float) -> str:
 def tile_walk(document: Document, layer: int, head: int) -> list[str]:
     """The tiles of one head in order, and its output beside manual's."""
     tiles, T = document["tiles"], len(document["about"]["tokens"])
+    steps, visited = tiles["steps"], sum(not step["skipped"] for step in tiles["steps"])
     lines = title(f"TILES of layer {layer}, head {head}: FlashAttention in plain PyTorch")
     traced = next(h for h in tiles["heads"] if (h["layer"], h["head"]) == (layer, head))
     lines += wrap(
         f"{count(T, 'query', 'queries')} in blocks of {tiles['block_m']}, {count(T, 'key')} in "
         f"blocks of {tiles['block_n']}. A tile needs {amount(tiles['fast_memory'])} of fast "
-        "memory. m: running maximum of a row's scores, l: running sum of exp(s - m), x: "
+        "memory. m: running maximum of a row's scores, l: running sum of exp(s - m), rescale: "
         "what the old output is multiplied by; of each the least and the largest of the tile's "
-        "rows. Bytes: all heads, so far."
+        f"rows. Bytes: all heads, so far. Of {count(len(steps), 'tile')} {visited:,} are computed "
+        f"and {len(steps) - visited:,} skipped."
     )
     scores = unpack(traced["scores"])
     if tiles["n_cols"] <= 16 and tiles["n_rows"] <= 16:
-        lines += ["", *grid(tiles["steps"], tiles["n_cols"], scores)]
-    lines += ["", f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'x':>12}"
+        lines += ["", *grid(steps, tiles["n_cols"], scores)]
+    lines += ["", f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}"
               f"{'read':>9}"]  # fmt: skip
-    m, l, x = (unpack(traced[name]) for name in ("m", "l", "rescale"))
-    walked = list(merged(tiles["steps"]))
+    m, l, rescale = (unpack(traced[name]) for name in ("m", "l", "rescale"))
+    walked = list(merged(steps))
     for first, last in walked[:STEPS]:
         name = f"{first['i']},{first['j']}"
         if first["skipped"]:
@@ -128,11 +131,11 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
         assert at is not None
         lines.append(
             f"{name:>7} {span(first['rows']):>9} {span(first['cols']):>9}{between(m[at], 1):>16}"
-            f"{between(l[at], 1):>14}{between(x[at], 2):>12}{amount(first['read_so_far']):>9}"
+            f"{between(l[at], 1):>14}{between(rescale[at], 2):>12}{amount(first['read_so_far']):>9}"
         )
     if len(walked) > STEPS:
         lines += wrap(f"... and {len(walked) - STEPS} lines more; the page has all of them.")
-    last_step, by_manual = tiles["steps"][-1], tiles["manual"][-1]
+    last_step, by_manual = steps[-1], tiles["manual"][-1]
     lines += ["", f"{'':10}{'read':>12}{'written':>12}"]
     for name, read, written in (
         ("tiled", last_step["read_so_far"], last_step["written_so_far"]),
@@ -165,18 +168,9 @@ def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str
 
 def merged(steps: Sequence[TileStep]) -> Iterable[tuple[TileStep, TileStep]]:
     """(first, last) of each line of the walk: neighbours in a row that are skipped are one."""
-    n = 0
-    while n < len(steps):
-        last = n
-        while (
-            steps[n]["skipped"]
-            and last + 1 < len(steps)
-            and steps[last + 1]["skipped"]
-            and steps[last + 1]["i"] == steps[n]["i"]
-        ):
-            last += 1
-        yield steps[n], steps[last]
-        n = last + 1
+    for _, line in groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"])):
+        first, *rest = line
+        yield first, [first, *rest][-1]
 
 
 def traffic(found: Traffic) -> list[str]:
