@@ -47,7 +47,8 @@ from torch import Tensor
 from attention.probe import probe, select
 from attention.resolve import BACKENDS, packages, resolve
 from attention.spec import Backend, BackendUnavailable, Machine, Resolution, Spec
-from inference.cache import PagedCache, PagedView, StaticCache, StaticView
+from attention.views import PagedView, StaticView
+from inference.cache import PagedCache, StaticCache
 
 log = logging.getLogger("nanoattn")
 
@@ -284,14 +285,19 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
         rows = [pages.pool.new() for _ in range(B)]
         if Tq < Tk:
             pages.reserve(rows, [Tk - Tq] * B).advance()
-        view = pages.reserve(rows, [Tq] * B).view(0)
+        step = pages.reserve(rows, [Tq] * B)
+        past = pages.k[0], pages.v[0]
+        view = PagedView(step.page_table, step.start, step.count)
     elif spec.cache == "static":
         static = StaticCache(1, B, Tk, Hkv, D, **kind)
         for t in (*static.k, *static.v):
             t.normal_()
         if Tq < Tk:
             static.reserve(Tk - Tq).advance()
-        view = replace(static.reserve(Tq).view(0), first=False)
+        static_step = static.reserve(Tq)
+        length = static_step.length
+        past = static.k[0][:, :length], static.v[0][:, :length]
+        view = StaticView(static_step.start, static_step.count, length)
     elif Tq != Tk:
         past = torch.randn(B, Tk, Hkv, D, **kind), torch.randn(B, Tk, Hkv, D, **kind)
     segments = None

@@ -16,7 +16,7 @@ Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A w
         The runs are found once for a tensor of segments, not once a layer, and that waits for the
         device: how many runs there are decides a shape.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function;
-        inference/cache.py writes them.
+        inference/cache.py has written them.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
         shapes are data: there each call is a graph break. Segments would take one graph only with
@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec
-from inference.cache import PagedView, StaticView
+from attention.views import PagedView, StaticView
 
 HALF = ("float16", "bfloat16")
 
@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all float16 or all bfloat16.
         segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: where to store k and v, and what q then reads; Tk is Tq.
+        cache: a StaticView or PagedView, where k and v are the buffers or pages of a cache.
 
     Returns:
         (B, Tq, H, D) in q's dtype.
@@ -94,7 +94,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
     Tq, Tk = q.shape[1], k.shape[1]
-    if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
+    # The first Tq - Tk queries come before every key: zeros, and no kernel is asked.
+    if Tq > Tk and cache is None:
         out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, package=package)
         return F.pad(out, (0, 0, 0, 0, Tq - Tk, 0))
 
@@ -138,19 +139,16 @@ def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
 
 def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    """Store k and v in the cache; q sees all that its sequence has stored."""
+    """k and v are the buffers or pages; q sees all that its sequence has stored."""
     # Query i stands at start + i, and queries are aligned with the end: so the end is start + Tq,
     # even where a row has fewer real tokens. That may lie past the last place of the row, and a
     # kernel reads on: there it finds the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
-        cache.append(k, v)
-        k, v = cache.k_pages, cache.v_pages
-        table = F.pad(cache.page_table, (0, (Tq - 1) // cache.page_size + 1))
+        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
         asked["page_table" if package.kvcache is None else package.kvcache] = table
     else:
-        k, v = cache.append(k, v)  # (B, places, Hkv, D)
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
         seen = seen.clamp(max=k.shape[1])  # a row that has ended counts on

@@ -33,14 +33,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: a StaticView, which then holds the keys and values; or None.
+        cache: a StaticView, where k and v are the buffers of a static cache; or None.
 
     Returns:
         (B, Tq, H, D) in q's dtype.
     """
     _, Tq, H, D = q.shape
-    if cache is not None:
-        k, v = cache.append(k, v)
     Tk, Hkv = k.shape[1], k.shape[2]
 
     # Query heads that share a key/value head become rows of one product: no copy of k or v.

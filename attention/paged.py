@@ -4,7 +4,7 @@
 
 and else the formula of manual.py: the cache's pages may lie in any order, and rows of different
 lengths go through one call with no padding between them (Kwon et al. 2023, arXiv 2309.06180).
-This call's k and v are stored first, then two paths read the pages:
+Two paths read the pages, which hold this call's keys and values already:
 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              paged_kernels.py read the pages where they lie, and only those that the row sees. The
@@ -35,35 +35,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.spec import Backend, Caps, Spec, visible
-from inference.cache import PagedView
+from attention.views import PagedView
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | None = None) -> Tensor:  # fmt: skip
-    """Store k and v in the cache's pages, and attend to all that is stored.
+    """Attend to all that the pages of each row hold, this call's keys and values among it.
 
     Args:
-        q: (B, Tq, H, D); k, v: (B, Tq, Hkv, D), all of one dtype; padded on the right where a row
-            has fewer tokens than Tq (cache.count).
+        q: (B, Tq, H, D), padded on the right where a row has fewer tokens than Tq (cache.count).
+        k, v: (n_pages, page_size, Hkv, D), the pages, of q's dtype.
 
     Returns:
         (B, Tq, H, D) in q's dtype; what stands beyond cache.count is finite and means nothing.
     """
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"
-    cache.append(k, v)
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from attention.paged_kernels import decode
 
-        view = (cache.k_pages, cache.v_pages, cache.page_table, cache.start, cache.count)
-        return decode(q, *view, spec.window or 0, 0)
-    return gather(q, spec, cache)
+        return decode(q, k, v, cache.page_table, cache.start, cache.count, spec.window or 0, 0)
+    return gather(q, k, v, spec, cache)
 
 
-def gather(q: Tensor, spec: Spec, cache: PagedView) -> Tensor:
+def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView) -> Tensor:
     """Attention of q (B, Tq, H, D) over the tokens of the pages, copied together."""
     _, Tq, H, _ = q.shape
-    size, Hkv = cache.page_size, cache.k_pages.shape[2]
+    size, Hkv = k_pages.shape[1:3]
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)
     end = (cache.start + cache.count)[:, None]  # (B, 1)
@@ -72,7 +70,7 @@ def gather(q: Tensor, spec: Spec, cache: PagedView) -> Tensor:
     # token is read again, and not what another sequence may have left there.
     at = torch.minimum(j, last)  # (B, Tk)
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
-    k, v = (_take(pages, slot) for pages in (cache.k_pages, cache.v_pages))  # (B, Tk, Hkv, D)
+    k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
     # Queries beyond count are padding: they see what the last one does.
     at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
     seen = visible(at[:, :, None], j, 0, spec.window)  # (B, Tq, Tk)

@@ -128,7 +128,7 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
 
     Args:
         q: (B, 1, H, D), heads of D neighbouring numbers.
-        k_pages, v_pages, page_table, start, count: as in cache.PagedView; this call's key and
+        k_pages, v_pages, page_table, start, count: as in views.PagedView; this call's key and
             value are stored already.
         window: keys that a query sees; 0 is all.
         splits: runs that keys are split into; 0 chooses.

@@ -216,7 +216,8 @@ def _run_paged(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
         step = cache.reserve(rows, counts)
         spans = [slice(n, n + m) for n, m in zip(step.lengths, counts, strict=True)]
         padded = [pad_sequence([x[b, at] for b, at in enumerate(spans)], True) for x in qkv]
-        got = attend(*padded, spec, segments=seg, cache=step.view(0))
+        k, v, reads = step.view(0).append(*padded[1:])
+        got = attend(padded[0], k, v, spec, segments=seg, cache=reads)
         assert got.shape == padded[0].shape and got.dtype == out.dtype, (got.shape, got.dtype)
         for b, at in enumerate(spans):
             out[b, at] = got[b, : counts[b]]
@@ -235,8 +236,9 @@ def _run_static(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor
     step = cache.reserve(before)
     step.view(0).append(k[:, :before], v[:, :before])
     step.advance()
-    view = replace(cache.reserve(T - before), first=False).view(0)
-    out = attend(q, k[:, before:], v[:, before:], spec, segments=seg, cache=view)
+    step = replace(cache.reserve(T - before), first=False)
+    k, v, reads = step.view(0).append(k[:, before:], v[:, before:])
+    out = attend(q, k, v, spec, segments=seg, cache=reads)
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
     return [out]
 

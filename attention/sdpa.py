@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: a StaticView, which then holds the keys and values; or None.
+        cache: a StaticView, where k and v are the buffers of a static cache; or None.
         kernel: the one kernel that may run; None leaves the choice to PyTorch.
 
     Returns:
@@ -68,8 +68,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     """
     if spec.deterministic and spec.grad:
         check_switch(q.device.type, kernel)
-    if cache is not None:
-        k, v = cache.append(k, v)
     Tq, Tk = q.shape[1], k.shape[1]
     if Tq > Tk:  # the first Tq - Tk queries come before every key: zeros, and no kernel is asked
         out = attend(q[:, Tq - Tk :], k, v, spec, segments=segments, kernel=kernel)
