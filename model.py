@@ -174,10 +174,10 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
-        if cache is not None and spec.cache in ("none", "dynamic"):
-            k, v = cache.append(k, v)  # (B, Tk, Hkv, D): to the kernel, plain keys and values
-            cache = None
-        y = attend(q, k, v, spec, segments=segments, cache=cache)  # (B, T, H, D)
+        reads = None
+        if cache is not None:
+            k, v, reads = cache.append(k, v)
+        y = attend(q, k, v, spec, segments=segments, cache=reads)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 

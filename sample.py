@@ -33,8 +33,9 @@ import data
 from core import cpu_matmul
 from core.runtime import pick_device, show_log, synchronize, why_not_compile
 from core.settings import UserError, exit_on_user_error, read
-from inference import constrain, serve
-from inference.engine import ENDED, Stats, check_options, prefill_of
+from inference import constrain, engine, serve
+from inference.engine import prefill_cache
+from inference.sampling import ENDED, Options, Stats
 from model import GPT
 
 log = logging.getLogger("nanoattn")
@@ -86,8 +87,9 @@ class SampleConfig:
         for name in ("num_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        check_options(self.temperature, self.top_k, self.top_p, self.overflow, self.kv_cache,
-                      self.compile)  # fmt: skip
+        Options(self.temperature, self.top_k, self.top_p, overflow=self.overflow)
+        if self.compile and self.kv_cache != "static":
+            raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and (self.n_pages < 2 or self.kv_cache != "paged"):
             raise ValueError(
                 f"n_pages must be at least 2 (page 0 is not used), with kv_cache=paged; got "
@@ -124,7 +126,7 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     model = checkpoint.init_model(source, **changes).to(device, getattr(torch, config.dtype)).eval()
     with torch.no_grad():
         model.attention(
-            False, None, *prefill_of(config.kv_cache)
+            False, None, *prefill_cache(config.kv_cache)
         )  # says what runs, before the text
     if device.type == "cpu":
         model.use_onednn(cpu_matmul.why_not() is None)
@@ -295,8 +297,8 @@ def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfi
         return
     for first in range(0, len(texts), size):
         batch = texts[first : first + size]
-        for tokens in model.stream(
-            [text.prompt.ids for text in batch], config.max_new_tokens,
+        for tokens in engine.stream(
+            model, [text.prompt.ids for text in batch], config.max_new_tokens,
             generator=list(generators(batch)),
             kv_cache=config.kv_cache, compile=config.compile, **options,
         ):  # fmt: skip
