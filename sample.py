@@ -33,7 +33,7 @@ import data
 from core import cpu_matmul
 from core.runtime import pick_device, show_log, synchronize, why_not_compile
 from core.settings import UserError, exit_on_user_error, read
-from inference import constrain, engine, serve
+from inference import constrain, engine, json_schema, serve
 from inference.engine import prefill_cache
 from inference.sampling import ENDED, Options, Stats
 from model import GPT
@@ -232,7 +232,7 @@ def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton |
         lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
         return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
     if config.json_schema:
-        return constrain.json_schema(_text(config.json_schema), tokenizer)
+        return json_schema.compile_schema(_text(config.json_schema), tokenizer)
     return None
 
 
