@@ -90,6 +90,16 @@ def test_a_stream_comes_token_by_token(trained, monkeypatch):
     assert seen == [3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("how", [(), ("--stream",), ("--kv_cache=paged",)], ids=str)
+def test_no_two_texts_have_a_seed_in_common(how, trained):
+    """Sample i of prompt j is text n = i + j * num_samples, and has seed + n: none begins alike."""
+    words = of(trained, "--start=Ann", "--start=Ann", "--num_samples=2", "--seed=5", *how)
+    four = text_of(*words)
+    assert len(set(four)) == 4
+    for n, text in enumerate(four):
+        assert text_of(*of(trained, "--start=Ann", f"--seed={5 + n}")) == [text]
+
+
 def test_temperature_0_takes_the_likeliest_whatever_the_seed(trained):
     (a,), (b,) = (text_of(*of(trained, "--temperature=0", f"--seed={s}")) for s in (1, 2))
     assert a == b
@@ -115,7 +125,8 @@ def test_every_prompt_is_answered(form, trained):
     assert len(texts) == 6
     for p, pair in zip(prompts, (texts[:2], texts[2:4], texts[4:])):
         assert all(t.startswith(p) for t in pair)
-    assert texts[2:3] == text_of(*of(trained, "--start=The king"))  # whatever stood before it
+    alone = text_of(*of(trained, "--start=The king", "--seed=1339"))  # whatever stood before it
+    assert texts[2:3] == alone
 
 
 def test_prompts_in_mixed_forms(trained):
@@ -185,7 +196,7 @@ def test_prompts_from_a_file(form, kv, trained, tmp_path):
         assert (code, shown) == (0, "")
         rows = rows_of(out.read_text())
         assert [row["prompt"] for row in rows] == [w for w in wanted for _ in range(2)]
-        assert [row["seed"] for row in rows] == [1337, 1338] * 4
+        assert [row["seed"] for row in rows] == list(range(1337, 1345))
         for row in rows:
             assert row["tokens"] == len(row["text"]) == 20 and row["finish"] == "length"
             alone = of(trained, f"--start={row['prompt']}", f"--seed={row['seed']}", n=20)
@@ -502,6 +513,19 @@ def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):
     said = refused(f"--init_from={gpt2_like(tmp_path / 'ckpt.pt', 100)}")
     assert "vocabulary of 100 tokens" in said and "tokenizer" in said
+
+
+def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path):
+    """A nanoGPT character model brings none: the folder of what it was trained on has it."""
+    saved = checkpoint.load(checkpoint.latest(trained))
+    folder = trained.parent / "data" / "tiny"
+    path = nanogpt_file(tmp_path / "ckpt.pt", saved.model())
+    words = [f"--init_from={path}", "--start=Ann", "--max_new_tokens=40", "--seed=3"]
+    assert "--dataset=data/shakespeare_char" in refused(*words)
+    texts = text_of(*words, f"--dataset={folder}")
+    assert texts == text_of(*of(trained, "--start=Ann", "--seed=3"))
+    said = refused(*words, f"--dataset={tmp_path / 'gone'}")
+    assert f"there is no dataset in {tmp_path / 'gone'}" in said
 
 
 def test_from_a_folder_of_transformers(bpe, tmp_path):
