@@ -15,6 +15,7 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
 import sample
+from inference import serve, texts
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -223,7 +224,7 @@ def test_ctrl_c_keeps_the_paged_texts_that_have_begun(trained, tmp_path, monkeyp
     words = of(trained, "--num_samples=6", "--batch_size=2", "--kv_cache=paged", "--stop=t")
     words = ("--device=cpu", *words, "--start=Ann", f"--out={path}")
     enter(sample.main, [*words])
-    whole, stream = rows_of(path.read_text()), sample.serve.stream
+    whole, stream = rows_of(path.read_text()), serve.stream
     assert len(whole) == 6 and {row["finish"] for row in whole} == {"stop"}
 
     def interrupt(*args: Any, **options: Any) -> Any:
@@ -234,7 +235,7 @@ def test_ctrl_c_keeps_the_paged_texts_that_have_begun(trained, tmp_path, monkeyp
                 raise KeyboardInterrupt
             yield number, token
 
-    monkeypatch.setattr("sample.serve.stream", interrupt)
+    monkeypatch.setattr("inference.serve.stream", interrupt)
     code, _, err = enter(sample.main, [*words])
     rows = rows_of(path.read_text())
     assert code == 130 and "4 texts, " in err
@@ -325,9 +326,9 @@ def test_a_text_ends_before_the_stop_string(how, trained):
 def test_what_is_shown_before_a_stop_string(pieces, stop) -> None:
     """However the text is cut; and nothing is held back that cannot be its beginning."""
     text = "".join(pieces)
-    assert "".join(sample.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
+    assert "".join(texts.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
     if stop == "x":
-        assert list(sample.before(stop, pieces)) == [p for p in pieces if p]
+        assert list(texts.before(stop, pieces)) == [p for p in pieces if p]
 
 
 # --- caches, precision, speed ---
