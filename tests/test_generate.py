@@ -367,6 +367,29 @@ def test_the_cache_is_used_until_the_limit_and_given_up_there(kv, monkeypatch) -
     assert columns == [(n, False) for n in (13, 14, 15, 16, 16, 16)]
 
 
+@pytest.mark.parametrize("kv", CACHES)
+def test_a_long_row_that_has_ended_costs_its_neighbours_nothing(kv, monkeypatch) -> None:
+    """It stands at 13 of 16 positions, and would slide; the other goes on with its cache."""
+    columns = []
+    hidden = GPT.hidden
+
+    def note(self: GPT, idx: Tensor, segments: Any = None, cache: Any = None) -> Tensor:
+        columns.append((idx.shape[1], cache is not None))
+        return hidden(self, idx, segments, cache)
+
+    monkeypatch.setattr(GPT, "hidden", note)
+    model, prompts = lively(), [tokens(1, 13)[0], tokens(1, 3, seed=1)[0]]
+
+    def ends(row: int, new: list[int]) -> bool:
+        return row == 0 and len(new) == 2
+
+    _, text = engine.generate(model, prompts, 12, temperature=0, kv_cache=kv, stop=ends)
+    assert torch.equal(text[None], greedy(model, prompts[1][None], 12))
+    columns = columns[: -12 if kv != "paged" else len(columns) - 12]  # those of greedy() come last
+    assert all(cached for _, cached in columns)
+    assert [T for T, _ in columns if T > 1] == ([13, 3] if kv == "paged" else [13])
+
+
 # --- memory ---
 
 

@@ -97,35 +97,48 @@ def test_rare_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         assert len(inside) > 100 and 8 <= hits <= 12, (token, width, hits)
 
 
-def test_top_p_is_that_of_a_full_sort() -> None:
-    """The same tokens for every u, whether the nucleus has one token or nearly all of them."""
-    draw = torch.Generator().manual_seed(0)
-    u = torch.rand(24, dtype=torch.float64, generator=draw)
-    u[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+@pytest.mark.parametrize("top_p, stay", [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
+def test_of_tokens_that_are_equally_likely_top_p_keeps_no_more_than_it_must(top_p, stay) -> None:
+    """Four of a fourth each, which floating point holds exactly."""
+    assert int((draws(torch.zeros(4), top_p=top_p) > 0).sum()) == stay
+
+
+def nucleus_of(p: list[float], top_p: float) -> list[int]:
+    """By the definition: the fewest likeliest tokens that together have that mass."""
+    kept, mass = [], 0.0
+    for token in sorted(range(len(p)), key=p.__getitem__, reverse=True):
+        if mass >= top_p:
+            break
+        kept.append(token)
+        mass += p[token]
+    return kept
+
+
+@pytest.mark.parametrize("V", [50, 1000, 9000])
+def test_top_p_is_the_nucleus_of_its_definition(V) -> None:
+    """Whether it has one token or nearly all of them, and whatever was sorted to find it."""
+    generator = torch.Generator().manual_seed(V)
+    flat = torch.randn(1, V, generator=generator)
+    logits = torch.cat([flat * scale for scale in (0.1, 1, 3, 8)] + [-(flat.abs() ** 3)])
+    logits[1, ::3] = -torch.inf
     sizes = set()
-    for V in (50, 1000, 40000):
-        flat = torch.randn(1, V, generator=draw)
-        logits = torch.cat([flat * scale for scale in (0, 0.1, 1, 3, 8)] + [-(flat.abs() ** 3)])
-        logits[1, ::3] = -torch.inf
-        for top_p in (1e-6, 0.3, 0.9, 1 - 1e-7, 1.0):
-            nucleus = torch.tensor(top_p)
-            for rows in (logits[:1], logits[3:4], logits):
-                probs = rows.softmax(-1)
-                some, order = _likeliest(probs, nucleus)
-                sizes.add((some.shape[1] == V, len(rows)))
-                in_order, _ = probs.sort(dim=-1, descending=True)
-                k = some.shape[1]
-                assert torch.equal(some, in_order[:, :k])
-                assert torch.equal(some, probs.gather(1, order))
-                upto = in_order.cumsum(-1, dtype=torch.float64)
-                assert k == V or (upto[:, k - 1] >= nucleus).all()  # what is left out is outside
-                for x in u.split(len(rows))[: len(u) // len(rows)]:
-                    drawn = pick(rows, x, top_p=nucleus)[:, None]
-                    kept = torch.where(upto - in_order >= nucleus, 0, upto)
-                    at = torch.searchsorted(upto, x[:, None] * kept.amax(-1, keepdim=True),
-                                            right=True)  # fmt: skip
-                    assert torch.equal(probs.gather(1, drawn), in_order.gather(1, at))
-    assert sizes == {(False, 1), (True, 1), (False, 6), (True, 6)}
+    for top_p in (1e-6, 0.3, 0.9):
+        params = SamplingParams(top_p=torch.tensor(top_p))
+        for row in logits:
+            p = row.double().softmax(-1)
+            # The border, if the sums were rounded one way or the other.
+            least, most = (
+                p[nucleus_of(p.tolist(), max(top_p + d, 1e-9))[-1]] for d in (1e-5, -1e-5)
+            )
+            sizes.add(len(nucleus_of(p.tolist(), top_p)))
+            ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+            first, last = p[sample_token(row.expand(2, -1), ends, params)].tolist()
+            assert first == pytest.approx(float(p.max()), rel=1e-5)
+            assert least * (1 - 1e-5) <= last <= most * (1 + 1e-5)
+            u = torch.rand(200, dtype=torch.float64, generator=generator)
+            drawn = p[sample_token(row.expand(200, -1), u, params)]
+            assert (drawn >= least * (1 - 1e-5)).all()
+    assert 1 in sizes and max(sizes) > V // 4
 
 
 def test_top_p_reads_nothing_back_but_on_the_cpu(monkeypatch) -> None:
