@@ -35,6 +35,7 @@ def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
     ({"temperature": 0.5}, [0.16, 0.09, 0.0225, 0.01, 0.0025]),
     ({"temperature": 2.0}, [0.4**0.5, 0.3**0.5, 0.15**0.5, 0.1**0.5, 0.05**0.5]),
     ({"top_k": 2}, [0.4, 0.3, 0, 0, 0]),
+    ({"top_k": 4}, [0.4, 0.3, 0.15, 0.1, 0]),
     ({"top_k": 5}, [0.4, 0.3, 0.15, 0.1, 0.05]),
     ({"top_k": 9}, [0.4, 0.3, 0.15, 0.1, 0.05]),
     ({"top_p": 0.39}, [0.4, 0, 0, 0, 0]),
@@ -139,6 +140,16 @@ def test_top_p_is_the_nucleus_of_its_definition(V) -> None:
             drawn = p[sample_token(row.expand(200, -1), u, params)]
             assert (drawn >= least * (1 - 1e-5)).all()
     assert 1 in sizes and max(sizes) > V // 4
+
+
+def test_a_flat_row_beside_a_sharp_one_has_its_whole_nucleus() -> None:
+    """What was sorted is enough for every row, not for some."""
+    logits = torch.stack([torch.zeros(1000), torch.arange(1000.0)])
+    u = torch.tensor([1 - 2.0**-53] * 2, dtype=torch.float64)
+    probs, order = _likeliest(logits.softmax(-1), 0.9)
+    assert probs.sum(-1)[0] > 0.9 and order.shape == probs.shape
+    many = {int(pick(logits, u * n / 1000, top_p=0.9)[0]) for n in range(1000)}
+    assert len(many) >= 899
 
 
 def test_top_p_reads_nothing_back_but_on_the_cpu(monkeypatch) -> None:
