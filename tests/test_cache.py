@@ -16,7 +16,7 @@ from torch import Tensor
 from attention import BACKENDS, Backend, Machine, Spec, packages, probe, visible
 from attention.spec import DTYPES
 from attention.views import StaticView
-from inference.cache import DynamicCache, StaticCache, StaticStep, bucket
+from inference.cache import DynamicCache, PagedCache, StaticCache, StaticStep, bucket
 
 HERE = Machine.here("cpu", packages())
 
@@ -295,6 +295,26 @@ def test_what_a_static_view_sees_is_visible(window) -> None:
             assert bool(seen[b, 0, i, j]) == visible(start + i, j, 0, window)
     past = replace(view, length=8).seen(4, window)  # row 2 is padding here
     assert past.any(dim=-1).all()  # no query sees nothing at all
+
+
+# --- paged ---
+
+
+def test_padding_of_a_paged_step_has_position_0_and_lands_in_the_null_page() -> None:
+    """Whose place in the embedding there is, however far the row has come."""
+    cache = PagedCache(1, 1, 2, n_pages=9, page_size=4)
+    a, b = cache.pool.new(), cache.pool.new()
+    for counts, want in (((3, 1), [[0, 1, 2], [0, 0, 0]]), ((1, 3), [[3, 0, 0], [1, 2, 3]])):
+        step = cache.reserve([a, b], counts)
+        assert step.positions(3).tolist() == want
+        new = random(2, 3, 1, 2)
+        k_pages, _, view = step.view(0).append(new, new)
+        step.advance()
+        used = {*cache.pool.pages(a), *cache.pool.pages(b)}
+        assert {int(page) for page in view.page_table.flatten()} <= {0, *used}
+        assert not k_pages[[p for p in range(1, 9) if p not in used]].any()
+    assert torch.equal(cache.k[0, cache.pool.pages(a)[0], 3], new[0, 0])
+    assert torch.equal(cache.k[0, cache.pool.pages(b)[0], 1:], new[1])
 
 
 # --- the probe ---
