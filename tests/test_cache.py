@@ -304,12 +304,18 @@ def test_padding_of_a_paged_step_has_position_0_and_lands_in_the_null_page() -> 
     """Whose place in the embedding there is, however far the row has come."""
     cache = PagedCache(1, 1, 2, n_pages=9, page_size=4)
     a, b = cache.pool.new(), cache.pool.new()
+    before = torch.zeros(4, 1, 2)
     for counts, want in (((3, 1), [[0, 1, 2], [0, 0, 0]]), ((1, 3), [[3, 0, 0], [1, 2, 3]])):
         step = cache.reserve([a, b], counts)
         assert step.positions(3).tolist() == want
         new = random(2, 3, 1, 2)
         k_pages, _, view = step.view(0).append(new, new)
         step.advance()
+        # Padding of row a would stand at place 4, of a page that it has not: nothing moves.
+        assert torch.equal(
+            k_pages[cache.pool.pages(a)[0]][: step.lengths[0]], before[: step.lengths[0]]
+        )
+        before = k_pages[cache.pool.pages(a)[0]].clone()
         used = {*cache.pool.pages(a), *cache.pool.pages(b)}
         assert {int(page) for page in view.page_table.flatten()} <= {0, *used}
         assert not k_pages[[p for p in range(1, 9) if p not in used]].any()
