@@ -85,15 +85,9 @@ class DynamicCache:
         pad: padding on the left of each row; None: no row has any.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        *,
-        max_len: int,
-        window: int | None = None,
-        pad: Sequence[int] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, *,
+                 max_len: int, window: int | None = None, pad: Sequence[int] | None = None,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.window, self.device = max_len, window, device
         self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
         self.v: list[Tensor | None] = [None] * n_layer
@@ -117,10 +111,7 @@ class DynamicCache:
         self.min_pad = min(pads, default=self.stored)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row: make room for them.
-
-        Args:
-            counts: is not looked at; rows end together here.
+        """Begin a step of T tokens in each row, whatever `counts` says: make room for them.
 
         Raises:
             ValueError: the longest row, of those that have not ended, would pass max_len.
@@ -241,17 +232,9 @@ class StaticCache:
         max_len: tokens that each row has room for.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        batch: int,
-        max_len: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
+                 dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len = max_len
         shape = (batch, max_len + 1, n_kv_head, head_dim)
         # Zeros, since 0 * NaN is NaN: a place that is masked must hold finite values all the same.
@@ -366,17 +349,9 @@ class PagedCache:
         page_size: tokens a page.
     """
 
-    def __init__(
-        self,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
-        *,
-        n_pages: int,
-        page_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
+                 n_pages: int, page_size: int = 16, dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.pool = PagePool(n_pages, page_size)
         shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
