@@ -9,6 +9,8 @@ python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl 
 Texts go to stdout, or as JSON lines to --out, in the order of their prompts; how fast they came, to
 stderr. Ctrl-C keeps what is there: the texts so far are written, and the exit code is 130.
 
+Each text has a seed of its own: --seed for the first, one more for each that follows it, samples of
+a prompt one after another. A text is the same alone, in a batch and as a stream.
 With --kv_cache=paged a prompt takes the place of a text that has ended (serve.py), and samples of
 one prompt share its part of the cache; with the other caches one batch follows another.
 """
@@ -18,10 +20,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -30,11 +31,12 @@ import torch
 import attention
 import checkpoint
 import data
-from core import cpu_matmul
-from core.runtime import pick_device, show_log, synchronize, why_not_compile
+from core.runtime import Setup, decide_compile, pick_device, show_log
 from core.settings import Texts, UserError, exit_on_user_error, read
-from inference import constrain, serve
-from inference.engine import ENDED, Stats, check_options, prefill_of
+from inference import constrain, json_schema
+from inference.engine import prefill_cache
+from inference.sampling import Options
+from inference.texts import Prompt, Text, Writer, before
 from model import GPT
 
 log = logging.getLogger("nanoattn")
@@ -45,8 +47,9 @@ class SampleConfig:
     """Generate text from a trained model."""
 
     # --- model ---
-    out_dir: str = "out"  # folder of the run to sample from
+    out_dir: str = "out/gpt"  # folder of the run to sample from
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
+    dataset: str | None = None  # a prepared one's folder: its tokenizer, if the model brings none
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
@@ -61,7 +64,7 @@ class SampleConfig:
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     stop: str | None = None  # a text ends before this string
-    seed: int = 1337  # sample i of a prompt is drawn with seed + i
+    seed: int = 1337  # of the first text; each that follows has one more
     overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
     # --- what each text must match, and does (inference/constrain.py) ---
     regex: str | None = None  # a regular expression, as a whole
@@ -84,8 +87,9 @@ class SampleConfig:
         for name in ("num_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        check_options(self.temperature, self.top_k, self.top_p, self.overflow, self.kv_cache,
-                      self.compile)  # fmt: skip
+        Options(self.temperature, self.top_k, self.top_p, overflow=self.overflow)
+        if self.compile and self.kv_cache != "static":
+            raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and (self.n_pages < 2 or self.kv_cache != "paged"):
             raise ValueError(
                 f"n_pages must be at least 2 (page 0 is not used), with kv_cache=paged; got "
@@ -108,46 +112,45 @@ def load(config: SampleConfig, **others: Any) -> tuple[GPT, Any]:
         others: further fields of GPTConfig that differ.
     """
     device = pick_device(config.device)
-    if config.compile and (why := why_not_compile(True, device)):
-        raise UserError(f"--compile cannot work here: {why}")
-    changes = {
-        "attention_backend": config.attention_backend,
-        "attention_fallback": config.attention_fallback,
-        "attention_hub_kernels": config.attention_hub_kernels,
-        "allow_mps_sdpa": config.allow_mps_sdpa,
-        "gradient_checkpointing": False,
-        **others,
-    }
+    if config.compile and not (possible := decide_compile(True, device)):
+        raise UserError(f"--compile cannot work here: {possible.reason}")
+    setup = Setup.of(device, config.dtype)
     source = config.out_dir if config.init_from == "resume" else config.init_from
     if config.init_from == "resume" or checkpoint.folders(source):
         folder = checkpoint.latest(source)
         if config.checkpoint == "best":
             folder = checkpoint.best_folder(source) or folder
         source = str(folder)
-    model = checkpoint.init_model(source, **changes).to(device, getattr(torch, config.dtype)).eval()
-    with torch.no_grad():
-        model.attention(
-            False, None, *prefill_of(config.kv_cache)
-        )  # says what runs, before the text
-    if device.type == "cpu":
-        model.use_onednn(cpu_matmul.why_not() is None)
+    policy = attention.Policy(
+        config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
+    )
+    changes = {"attention_backend": config.attention_backend, **others}
+    model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
+    with torch.no_grad():  # says what runs, before the text
+        model.attention(False, None, *prefill_cache(config.kv_cache))
+    return model, tokenizer_of(config, source, model.config.vocab_size)
+
+
+def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
+    """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
     meta = checkpoint.tokenizer_meta(source)
+    if meta is None and config.dataset is not None:
+        meta = data.read_meta(config.dataset)["tokenizer"]
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
-    if tokenizer.vocab_size > model.config.vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"{source} has a vocabulary of {model.config.vocab_size} tokens and no tokenizer of "
-            "its own; GPT-2's, which would be used, has more"
+            f"{source} has a vocabulary of {vocab_size} tokens and no tokenizer of its own; "
+            + (
+                f"that of {config.dataset} has {tokenizer.vocab_size}"
+                if config.dataset
+                else "GPT-2's, which would be used, has more; name the folder of the dataset that "
+                "it was trained on: --dataset=data/shakespeare_char"
+            )
         )
-    return model, tokenizer
+    return tokenizer
 
 
-@dataclass
-class Prompt:
-    """What one text begins with, and where that came from."""
-
-    text: str
-    where: str = ""  # "prompts.txt:3: ", for messages
-    ids: list[int] = field(default_factory=list)
+# --- prompts ---
 
 
 def prompts(config: SampleConfig) -> list[Prompt]:
@@ -162,11 +165,10 @@ def prompt_lines(path: str) -> list[Prompt]:
     lines = [(n, line) for n, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
     if not lines:
         raise UserError(f"there is no prompt in {path}")
-    if _prompt_of(lines[0][1]) is None:
-        return [Prompt(line, f"{path}:{n}: ") for n, line in lines]
+    is_json = _prompt_of(lines[0][1]) is not None
     found = []
     for n, line in lines:
-        text = _prompt_of(line)
+        text = _prompt_of(line) if is_json else line
         if text is None:
             raise UserError(f'{path}:{n} must be an object with a text "prompt", as line 1 is')
         found.append(Prompt(text, f"{path}:{n}: "))
@@ -226,109 +228,11 @@ def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton |
         lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
         return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
     if config.json_schema:
-        return constrain.json_schema(_text(config.json_schema), tokenizer)
+        return json_schema.compile_schema(_text(config.json_schema), tokenizer)
     return None
 
 
-@dataclass
-class Text:
-    """One text that is being written."""
-
-    prompt: Prompt
-    seed: int
-    new: list[int] = field(default_factory=list)
-    finish: str = "waiting"  # then "interrupted", as long as it is not "stop" or "length"
-
-    @property
-    def done(self) -> bool:
-        return self.finish in ("stop", "length")
-
-
-def write(model: GPT, tokenizer: Any, texts: Sequence[Text], config: SampleConfig,
-          stats: Stats,
-          constraint: constrain.Automaton | None = None) -> Iterator[None]:  # fmt: skip
-    """Write the texts, some of them at a time; after each step all that is new is in them."""
-    device = model.transformer.wte.weight.device
-    size = 1 if config.stream else config.batch_size
-    ends = ends_with(config.stop, tokenizer)
-
-    def stop(number: int, new: list[int]) -> bool:
-        return new[-1] == tokenizer.eot or ends(new)
-
-    def add(text: Text, token: int) -> None:
-        if token == ENDED:
-            if not text.done:
-                text.finish = "length" if constraint is None else "stop"
-            return
-        text.new.append(token)
-        text.finish = "stop" if stop(0, text.new) else "interrupted"
-        if token == tokenizer.eot:
-            text.new.pop()
-
-    def generators(texts: Iterable[Text]) -> Iterator[torch.Generator]:
-        return (torch.Generator(device).manual_seed(text.seed) for text in texts)
-
-    options: dict[str, Any] = {
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "vocab_size": tokenizer.vocab_size,
-        "overflow": config.overflow,
-        "constraint": constraint,
-        "stop": stop,
-        "stats": stats,
-    }
-    if config.kv_cache == "paged":
-        lengths = [len(text.prompt.ids) for text in texts]
-        enough = serve.enough_pages(model, lengths, config.max_new_tokens, size)
-        for number, token in serve.stream(
-            model, (text.prompt.ids for text in texts), config.max_new_tokens,
-            generator=generators(texts), slots=size,
-            n_pages=config.n_pages or enough, **options,
-        ):  # fmt: skip
-            add(texts[number], token)
-            yield
-        return
-    for first in range(0, len(texts), size):
-        batch = texts[first : first + size]
-        for tokens in model.stream(
-            [text.prompt.ids for text in batch], config.max_new_tokens,
-            generator=list(generators(batch)),
-            kv_cache=config.kv_cache, compile=config.compile, **options,
-        ):  # fmt: skip
-            for text, token in zip(batch, tokens.tolist(), strict=True):
-                add(text, token)
-            yield
-        for text in batch:
-            add(text, ENDED)
-        yield
-
-
-def ends_with(stop: str | None, tokenizer: Any) -> Callable[[list[int]], bool]:
-    """Whether tokens have `stop` in the text of the last few, as many as it has bytes."""
-    if stop is None:
-        return lambda new: False
-    n = len(stop.encode())  # no token is shorter than a byte
-    return lambda new: stop in tokenizer.decode(new[-n:])
-
-
-def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:
-    """The pieces of a text up to `stop`; what may be its beginning is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if stop is None:
-            sure = len(held)
-        elif stop in held:
-            yield held.partition(stop)[0]
-            return
-        else:
-            sure = len(held) - next(n for n in range(len(stop), -1, -1) if held.endswith(stop[:n]))
-        if sure:
-            yield held[:sure]
-            held = held[sure:]
-    if held:
-        yield held
+# --- output ---
 
 
 def main(argv: list[str]) -> int:
@@ -349,35 +253,32 @@ def run(argv: list[str]) -> int:
     constraint = constraint_of(config, tokenizer)
     if constraint is not None:
         constraint = constraint.to(model.transformer.wte.weight.device)
-    texts = [Text(p, config.seed + i) for p in given for i in range(config.num_samples)]
-    clock = Clock(model.transformer.wte.weight.device)
-    with ExitStack() as stack:
-        out = _open(config.out, stack)
-        code = written = 0
-        writing = clock.watch(
-            write(model, tokenizer, texts, config, clock.stats, constraint), texts
-        )
+    each = (prompt for prompt in given for _ in range(config.num_samples))
+    texts = [Text(prompt, config.seed + n) for n, prompt in enumerate(each)]
+    writer = Writer(model, tokenizer, texts, config, constraint)
+    code = written = 0
+    with _open(config.out) as out:
+        steps = writer.steps()
         try:
-            while written < len(texts):
-                text = texts[written]
+            for text in texts:
                 if config.stream:
-                    _stream(writing, text, tokenizer, config)
+                    _stream(steps, text, tokenizer, config)
                 while not text.done:
-                    next(writing)
+                    next(steps)
                 _print(text, tokenizer, config, out)
                 written += 1
         except KeyboardInterrupt:
             code = 130
         finally:
-            writing.close()
+            steps.close()
         for text in texts[written:]:
             if text.finish != "waiting":
                 _print(text, tokenizer, config, out)
-    print(clock.report(config), file=sys.stderr)
+    print(writer.report(), file=sys.stderr)
     return code
 
 
-def _stream(writing: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
+def _stream(steps: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
     """Print one text while it is being written."""
     print(text.prompt.text, end="", flush=True)
     text.finish = "interrupted"
@@ -385,7 +286,7 @@ def _stream(writing: Iterator[None], text: Text, tokenizer: Any, config: SampleC
     def new() -> Iterator[int]:
         shown = 0
         while not text.done:
-            next(writing)
+            next(steps)
             yield from text.new[shown:]
             shown = len(text.new)
 
@@ -396,61 +297,22 @@ def _stream(writing: Iterator[None], text: Text, tokenizer: Any, config: SampleC
 def _print(text: Text, tokenizer: Any, config: SampleConfig, out: IO[str] | None) -> None:
     """Put a text where it belongs, at once, so that a later Ctrl-C takes nothing away."""
     new = "".join(before(config.stop, [tokenizer.decode(text.new)]))
-    row = {"prompt": text.prompt.text, "text": new, "tokens": len(text.new), "seed": text.seed,
-           "finish": text.finish}  # fmt: skip
+    row = {"prompt": text.prompt.text, "text": new, "tokens": len(text.new), "seed": text.seed}
+    line = json.dumps({**row, "finish": text.finish}, ensure_ascii=False)
     if out is not None:
-        print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
+        print(line, file=out, flush=True)
     if config.json:
-        print(json.dumps(row, ensure_ascii=False), flush=True)
+        print(line, flush=True)
     elif out is None or config.stream:
         shown = "" if config.stream else text.prompt.text + new
         print(f"{shown}\n---------------", flush=True)
 
 
-def _open(path: str | None, stack: ExitStack) -> IO[str] | None:
-    if path is None:
-        return None
+def _open(path: str | None) -> AbstractContextManager[IO[str] | None]:
     try:
-        return stack.enter_context(open(path, "w", encoding="utf-8"))
+        return nullcontext() if path is None else open(path, "w", encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path} cannot be written ({e})") from e
-
-
-class Clock:
-    """How fast the texts came."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stats = device, Stats()
-        self.seconds, self.first, self.tokens, self.texts = 0.0, 0.0, 0, 0
-
-    def watch(self, writing: Iterator[None], texts: Sequence[Text]) -> Generator[None, None, None]:
-        """The same, with the time taken."""
-        begin = time.perf_counter()
-        try:
-            for _ in writing:
-                self.first = self.first or time.perf_counter() - begin
-                yield
-        finally:
-            synchronize(self.device)
-            self.seconds = time.perf_counter() - begin
-            self.texts = sum(text.finish != "waiting" for text in texts)
-            self.tokens = sum(len(text.new) for text in texts)
-
-    def report(self, config: SampleConfig) -> str:
-        """One line: tokens/s, time to the first token, memory of the cache."""
-        rate = self.tokens / max(self.seconds, 1e-9)
-        stats = self.stats
-        cache = f"{stats.cache_bytes / 1e6:.1f} MB" if stats.cache_bytes else "not used"
-        if stats.pages:
-            cache += (
-                f", {stats.pages} of {stats.all_pages} pages in use at most, "
-                f"{stats.shared_pages} saved by sharing"
-            )
-        return (
-            f"{self.texts} text{'s' * (self.texts != 1)}, {self.tokens} tokens in "
-            f"{self.seconds:.2f} s: {rate:.1f} tokens/s, first token after "
-            f"{1e3 * self.first:.0f} ms; KV cache ({config.kv_cache}): {cache}"
-        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from bench import machine, rivals
 from bench.training import build
 from core.runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
 from core.settings import from_dict
-from inference.engine import Stats
+from inference.sampling import Stats
 from train import TrainConfig
 
 

@@ -43,7 +43,7 @@ from bench.stats import Summary, differ
 from core.runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
 from core.settings import UserError, check_fields, exit_on_user_error, read
 from inference import serve
-from inference.engine import ENDED, Stats
+from inference.sampling import ENDED, Stats
 from model import GPT, GPTConfig
 
 NOISY = 0.05  # spread from which a row is called noisy, as in bench_mfu.py

@@ -1,181 +1,67 @@
-"""KV caches for inference: what attend() is given as `cache`, one view for each layer.
+"""KV caches: the keys and values of the tokens so far, so that each is computed once.
 
-Paged: keys and values lie in pages of `page_size` tokens, in any order, and a table says which page
-holds which tokens of which sequence (Kwon et al. 2023, "PagedAttention", arXiv 2309.06180). Nothing
-is reserved for tokens that may never come, and sequences with a common beginning share its pages.
-Which page is whose, inference/pages.py decides, on the host; here are the tensors.
+    cache      what it is                                     for
+    dynamic    buffers that double when they are full         plain k and v: every backend
+    static     buffers of one size, lengths on the device     a compiled step, or a CUDA graph
+    paged      pages from a pool, found through a table       many texts of different lengths
 
-    cache = PagedCache(12, 12, 64, n_pages=1025)
-    a, b = cache.pool.new(), cache.pool.new()        two sequences
-    step = cache.reserve([a, b], [6, 9])             their prompts have 6 and 9 tokens
-    out = backend.attend(q, k, v, spec, cache=step.view(layer))      once for each layer
-    step.advance()                                   the tokens are stored now
-    step = cache.reserve([a, b], [1, 1])             decoding: one token each
+All three are used alike. A step reserves room for its tokens, the model stores them layer by layer,
+and advance() ends the step: ::
+
+    cache = DynamicCache(12, max_len=1024)
+    step = cache.reserve(64)                  the prompt
+    logits, _ = model(prompt, cache=step)     each layer calls step.view(layer).append(k, v)
+    step.advance()
+    step = cache.reserve(1)                   decoding
     ...
-    cache.pool.free(a)                               b goes on
 
-    page_table, page_size = 4            k_pages
-    row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
-    row 1   [5 3 1]  start 9             page 1   row 1's tokens 8 .. 11
-                                         page 2   row 0's tokens 4 .. 7
-                                         page 3   row 1's tokens 4 .. 7
-                                         page 5   tokens 0 .. 3 of both: a shared prompt
+append() gives back what the kernel is to read: keys, values, and for the static and the paged cache
+a view that says which of them are whose (attention/views.py). Kernels never write a cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attention import views
+from attention.views import PagedView, StaticView
 from inference.pages import PagePool
 
-
-@dataclass(frozen=True)
-class PagedView:
-    """One layer's pages, and what this call's tokens are. All tensors are on one device.
-
-    Token i of row b in this call stands at position ``start[b] + i`` of its sequence and sees the
-    positions up to its own. Tokens from ``count[b]`` on are padding on the right: they are written
-    to the null page, and their outputs are finite and mean nothing.
-    """
-
-    k_pages: Tensor  # (n_pages, page_size, Hkv, D)
-    v_pages: Tensor  # (n_pages, page_size, Hkv, D)
-    page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page
-    start: Tensor  # (B,) int32, tokens of each row stored before this call
-    count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
-
-    @property
-    def page_size(self) -> int:
-        return self.k_pages.shape[1]
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, views.PagedView]:
-        """Write this call's k and v, (B, Tq, Hkv, D), to their places. Never waits for the device.
-
-        The pages must have been taken from the pool before (PagedCache.reserve).
-        """
-        Tq, size = k.shape[1], self.page_size
-        i = torch.arange(Tq, device=k.device)
-        at = self.start[:, None] + i  # (B, Tq) positions
-        column = (at // size).clamp(max=self.page_table.shape[1] - 1)
-        page = self.page_table.gather(1, column.long())
-        real = i < self.count[:, None]
-        slot = torch.where(real, page * size + at % size, at % size).flatten().long()
-        for pages, new in ((self.k_pages, k), (self.v_pages, v)):
-            # view(), since flatten() might copy, and the copy would be written to.
-            pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
-        reads = views.PagedView(self.page_table, self.start, self.count)
-        return self.k_pages, self.v_pages, reads
+Appended = tuple[Tensor, Tensor, Any]  # keys, values and the view of them, for a kernel to read
 
 
-class PagedCache:
-    """Pages of keys and values for all layers, and the pool that says whose they are.
+class Step:
+    """One step of a cache: what the model is given."""
 
-    A page number stands for one page in every layer. `k` and `v` are (n_layer, n_pages, page_size,
-    Hkv, D), zeros at first.
+    segments: Tensor | None = None
+    page_size: int | None = None
 
-    Args:
-        n_pages: for all sequences together, the null page among them.
-        page_size: tokens a page.
-    """
+    def view(self, layer: int) -> LayerCache:
+        """What CausalSelfAttention is given in that layer."""
+        return LayerCache(self, layer)
 
-    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *, n_pages: int,
-                 page_size: int = 16, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.pool = PagePool(n_pages, page_size)
-        shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages of all layers, keys and values."""
-        return self.k.nbytes + self.v.nbytes
-
-    @property
-    def nbytes_used(self) -> int:
-        """Bytes of the pages that some sequence holds; a shared page counts once."""
-        return self.nbytes // self.pool.n_pages * self.pool.n_used
-
-    def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
-        """Begin a step: take pages from the pool, copy those that are shared and written to.
-
-        All lengths are known on the host: one small copy goes to the device, none comes back.
-
-        Args:
-            rows: the sequence of each row of the batch, by its number in the pool.
-            counts: tokens of each row in this step, 0 .. Tq.
-
-        Raises:
-            OutOfPages: nothing was changed.
-            ValueError: no such sequence, or one that has two rows.
-        """
-        if len(rows) != len(counts) or len(set(rows)) != len(rows) or not rows:
-            raise ValueError(
-                f"each row is one sequence and has one count, got rows {list(rows)} and counts "
-                f"{list(counts)}"
-            )
-        pool, step = self.pool, dict(zip(rows, counts, strict=True))
-        copies = pool.grow(step)
-        start = [pool.length(row) for row in rows]
-        pages = [pool.pages(row) for row in rows]
-        B, width = len(rows), max(1, *map(len, pages))
-        numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
-        numbers += [*start, *counts, *(page for pair in copies for page in pair)]
-        packed = torch.tensor(numbers, dtype=torch.int32)
-        if self.k.is_cuda:
-            packed = packed.pin_memory()
-        packed = packed.to(self.k.device, non_blocking=True)
-        table, starts, new, pairs = packed.split([B * width, B, B, 2 * len(copies)])
-        if copies:
-            source, destination = pairs.view(-1, 2).long().unbind(1)
-            for t in (self.k, self.v):
-                t[:, destination] = t[:, source]
-        return PagedStep(self, step, start, table.view(B, width), starts, new)
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class PagedStep:
-    """One step of a batch of sequences: what the model is given as its cache."""
+class LayerCache:
+    """One layer of a step."""
 
-    cache: PagedCache
-    counts: Mapping[int, int]  # sequence -> tokens in this step
-    lengths: Sequence[int]  # `start`, on the host
-    page_table: Tensor  # (B, max_pages) int32
-    start: Tensor  # (B,) int32: where each row's first token of this step stands
-    count: Tensor  # (B,) int32
-    kind: ClassVar[str] = "paged"
-    segments: ClassVar[None] = None
+    step: Step
+    layer: int
 
-    @property
-    def page_size(self) -> int:
-        return self.cache.pool.page_size
+    def append(self, k: Tensor, v: Tensor) -> Appended:
+        """Store this call's k and v, (B, Tq, Hkv, D): never waits for the device.
 
-    def positions(self, T: int) -> Tensor:
-        """The positions of this step's T columns, (B, T) int64; 0 for padding on the right."""
-        i = torch.arange(T, device=self.start.device)
-        return torch.where(i < self.count[:, None], self.start[:, None] + i, 0)
-
-    def view(self, layer: int) -> PagedView:
-        """What attend() is given in that layer."""
-        k, v = self.cache.k[layer], self.cache.v[layer]
-        return PagedView(k, v, self.page_table, self.start, self.count)
-
-    def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored.
-
-        Raises:
-            ValueError: it has ended already, or a sequence went on in another step.
+        Returns:
+            What attend() is to read, as `k, v, cache`.
         """
-        pool = self.cache.pool
-        if [pool.length(row) for row in self.counts] != list(self.lengths):
-            raise ValueError("this step is over: advance() is called once a step")
-        pool.advance(self.counts)
+        return self.step.append(self.layer, k, v)
 
 
 # --- dynamic: buffers that grow ---
@@ -186,19 +72,12 @@ class DynamicCache:
 
     To a kernel they look like plain k and v with Tq < Tk, so every backend can read them. Rows end
     together: prompts of different lengths are padded on the left, and the padding is a segment of
-    its own, which nothing else sees. With a window the buffers keep what a later token can see, the
-    last window - 1 tokens, and never more than twice the window. ::
+    its own, which no other token sees. With a window the buffers keep what a later token can see,
+    the last window - 1 tokens, and never more than twice the window. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
         row 1            d e f g h      1 1 1 1 1
-
-        cache = DynamicCache(12, max_len=1024)
-        step = cache.reserve(64)
-        logits, _ = model(prompts, cache=step)
-        step.advance()
-        step = cache.reserve(1)                 decoding
-        ...
 
     Args:
         max_len: positions that the model has, block_size.
@@ -206,19 +85,19 @@ class DynamicCache:
         pad: padding on the left of each row; None: no row has any.
     """
 
-    def __init__(self, n_layer: int, *, max_len: int, window: int | None = None,
-                 pad: Sequence[int] | None = None,
+    def __init__(self, n_layer: int, *,
+                 max_len: int, window: int | None = None, pad: Sequence[int] | None = None,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.window, self.device = max_len, window, device
         self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
         self.v: list[Tensor | None] = [None] * n_layer
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
-        self.least_pad = min(self.pads, default=0)  # of the rows that go on: see end()
+        self.min_pad = min(self.pads, default=0)  # of the rows that have not ended
         self.ended: set[int] = set()
-        self.stored = 0  # places so far, padding included
+        self.stored = 0  # tokens of a row so far, padding included
         self.kept = 0  # of these, the last so many are in the buffers
-        self.capacity = 0
+        self.capacity = 0  # tokens that the buffers have room for
 
     @property
     def nbytes(self) -> int:
@@ -226,41 +105,40 @@ class DynamicCache:
         return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
 
     def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may run past max_len."""
+        """That row's text has ended: it stays in the batch, and may grow past max_len."""
         self.ended.add(row)
         pads = [pad for b, pad in enumerate(self.pads) if b not in self.ended]
-        self.least_pad = min(pads, default=self.stored)
+        self.min_pad = min(pads, default=self.stored)
 
-    def reserve(self, T: int) -> DynamicStep:
-        """Begin a step of T tokens in each row: make room for them.
+    def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
+        """Begin a step of T tokens in each row, whatever `counts` says: make room for them.
 
         Raises:
             ValueError: the longest row, of those that have not ended, would pass max_len.
         """
-        longest = self.stored + T - self.least_pad
+        longest = self.stored + T - self.min_pad
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if self.window is None:
-            self._make_room(self.kept + T)
+            self._make_room(self.kept + T, self.max_len)
         elif T == 1:
             if self.kept == self.capacity >= 2 * self.window:
                 self._move_to_front(self.window - 1)
             self._make_room(self.kept + 1, 2 * self.window)
         else:
             self._make_room(min(self.window - 1, self.kept + T), 2 * self.window)
-        seen = self.kept if self.window is None else min(self.kept, self.window - 1)
-        at = torch.arange(self.stored - seen, self.stored + T, device=self.device)  # (Tk,)
+        past = self.kept if self.window is None else min(self.kept, self.window - 1)
+        at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if self.pad is None:
-            return DynamicStep(self, T, at[seen:], None)
-        pos = (at[seen:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
+            return DynamicStep(self, T, at[past:], None)
+        pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
         return DynamicStep(self, T, pos, (at >= self.pad).int())
 
-    def _make_room(self, n: int, most: int | None = None) -> None:
-        """Buffers of at least n places: doubled, so that each token is copied once on average."""
+    def _make_room(self, n: int, limit: int) -> None:
+        """Buffers of at least n tokens: doubled, so that each token is copied once on average."""
         if n <= self.capacity:
             return
-        most = self.max_len if most is None else most
-        self.capacity = max(n, min(1 << n.bit_length(), most))
+        self.capacity = max(n, min(1 << n.bit_length(), limit))
         for buffers in (self.k, self.v):
             for layer, old in enumerate(buffers):
                 if old is not None:
@@ -269,6 +147,7 @@ class DynamicCache:
                     buffers[layer] = new
 
     def _move_to_front(self, n: int) -> None:
+        """Keep the last n tokens only."""
         for t in (*self.k, *self.v):
             if t is not None:
                 t[:, :n] = t[:, self.kept - n : self.kept]
@@ -276,25 +155,39 @@ class DynamicCache:
 
 
 @dataclass(frozen=True)
-class DynamicStep:
-    """One step of a DynamicCache: what the model is given as its cache."""
+class DynamicStep(Step):
+    """One step of a DynamicCache."""
 
     cache: DynamicCache
     T: int  # tokens of each row
     pos: Tensor  # (T,) or, with padding, (B, T) int64
     segments: Tensor | None  # (B, Tk) int32, 0 for padding and 1 for text; None: no padding
     kind: ClassVar[str] = "dynamic"
-    page_size: ClassVar[int | None] = None
 
     def positions(self, T: int) -> Tensor:
         """The positions of this step's T tokens, (T,) or (B, T) int64; 0 for padding."""
-        if self.T != T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
+        _check_length(self.T, T)
         return self.pos
 
-    def view(self, layer: int) -> DynamicView:
-        """What CausalSelfAttention is given in that layer."""
-        return DynamicView(self.cache, layer)
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """See LayerCache: views of the buffers, (B, Tk, Hkv, D), and None."""
+        return self._append(self.cache.k, layer, k), self._append(self.cache.v, layer, v), None
+
+    def _append(self, buffers: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
+        c, T, buffer = self.cache, new.shape[1], buffers[layer]
+        if buffer is None:
+            buffer = new.new_empty(new.shape[0], c.capacity, *new.shape[2:])
+            buffers[layer] = buffer
+        if c.window is None or T == 1:
+            end = c.kept + T
+            buffer[:, c.kept : end] = new
+            return buffer[:, 0 if c.window is None else max(0, end - c.window) : end]
+        # A chunk's first query sees window - 1 tokens before it, its last one keeps as many after.
+        past = min(c.kept, c.window - 1)
+        seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
+        keep = min(c.window - 1, c.kept + T)
+        buffer[:, :keep] = seen[:, seen.shape[1] - keep :]
+        return seen
 
     def advance(self) -> None:
         """End the step, after the last layer: its tokens are stored."""
@@ -305,56 +198,25 @@ class DynamicStep:
             c.kept = min(c.kept, c.window - 1)
 
 
-@dataclass(frozen=True)
-class DynamicView:
-    """One layer's buffers."""
-
-    cache: DynamicCache
-    layer: int
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Store this call's k and v, (B, Tq, Hkv, D).
-
-        Returns:
-            All keys and all values that its queries may see, (B, Tk, Hkv, D): views of the buffers.
-        """
-        return self._append(self.cache.k, k), self._append(self.cache.v, v), None
-
-    def _append(self, buffers: list[Tensor | None], new: Tensor) -> Tensor:
-        c, T, buffer = self.cache, new.shape[1], buffers[self.layer]
-        if buffer is None:
-            buffer = new.new_empty(new.shape[0], c.capacity, *new.shape[2:])
-            buffers[self.layer] = buffer
-        if c.window is None or T == 1:
-            end = c.kept + T
-            buffer[:, c.kept : end] = new
-            return buffer[:, 0 if c.window is None else max(0, end - c.window) : end]
-        before = min(c.kept, c.window - 1)
-        seen = torch.cat([buffer[:, c.kept - before : c.kept], new], dim=1) if before else new
-        stays = min(c.window - 1, c.kept + T)
-        buffer[:, :stays] = seen[:, seen.shape[1] - stays :]
-        return seen
-
-
 # --- static: allocated once ---
 
-LEAST_BUCKET = 128
+MIN_BUCKET = 128
 
 
-def bucket(n: int, most: int) -> int:
-    """How much of a static cache is read where n places are used: a power of two, 128 at the least.
+def bucket(n: int, limit: int) -> int:
+    """How much of a static cache is read where n tokens are stored: a power of two, at least 128.
 
     So attention costs at most twice what the stored tokens alone would, and a decode step is
-    compiled for log2(max_len / 128) + 1 shapes, not for each length.
+    compiled for log2(limit / 128) + 1 shapes, not for each length.
     """
-    return min(most, max(LEAST_BUCKET, 1 << (n - 1).bit_length()))
+    return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
 
 
 class StaticCache:
     """Keys and values in buffers that are allocated once, for steps that are always one shape.
 
     Every row starts at place 0, and the lengths of the rows are on the device: a compiled decode
-    step, or a CUDA graph, finds its data in the same place each time. The host counts along, and so
+    step, or a CUDA graph, finds its data in the same place each time. The host counts along, so it
     knows, without waiting, how much of the buffers is in use: see bucket(). The last place of each
     row is never read: padding on the right of a prompt is written there. ::
 
@@ -365,11 +227,9 @@ class StaticCache:
         cache = StaticCache(12, 2, 1024, 12, 64)
         step = cache.reserve(5, (3, 5))                 prompts of 3 and 5 tokens, 5 columns
         logits, _ = model(prompts, cache=step)          row 0's answer is logits[0, 2]
-        step.advance()
-        step = cache.reserve(1)                         decoding: one token each
 
     Args:
-        max_len: places in each row.
+        max_len: tokens that each row has room for.
     """
 
     def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
@@ -392,7 +252,7 @@ class StaticCache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
     def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may run past max_len."""
+        """That row's text has ended: it stays in the batch, and may grow past max_len."""
         self.ended.add(row)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
@@ -405,32 +265,27 @@ class StaticCache:
             ValueError: a row that has not ended would pass max_len.
         """
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
-        going = [n + m for b, (n, m) in enumerate(zip(self.lengths, counts, strict=True))
-                 if b not in self.ended]  # fmt: skip
-        longest = max(going, default=1)
+        after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
+        longest = max((n for b, n in enumerate(after) if b not in self.ended), default=1)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:  # once before the prompt, and once after it
             self.count.copy_(torch.tensor(counts, dtype=torch.int32))
             self.counts = counts
-        first = not any(self.lengths)
-        return StaticStep(
-            self, T, self.start, self.count, bucket(max(longest, T), self.max_len), first
-        )
+        length = bucket(max(longest, T), self.max_len)
+        return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
 
 
 @dataclass(frozen=True)
-class StaticStep:
-    """One step of a StaticCache: what the model is given as its cache."""
+class StaticStep(Step):
+    """One step of a StaticCache."""
 
     cache: StaticCache
-    T: int
+    T: int  # columns
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step
     length: int  # places that are read
     first: bool  # nothing is stored yet
-    segments: ClassVar[None] = None
-    page_size: ClassVar[int | None] = None
 
     @property
     def kind(self) -> str:
@@ -439,15 +294,25 @@ class StaticStep:
 
     def positions(self, T: int) -> Tensor:
         """The positions of this step's T columns, (B, T) int64."""
-        if self.T != T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
+        _check_length(self.T, T)
         at = self.start[:, None] + torch.arange(T, device=self.start.device)
         return at.clamp(max=self.cache.max_len - 1)
 
-    def view(self, layer: int) -> StaticView:
-        """What attend() is given in that layer."""
-        k, v = self.cache.k[layer], self.cache.v[layer]
-        return StaticView(k, v, self.start, self.count, self.length, self.first)
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """See LayerCache: the buffers as far as they are read, (B, length, Hkv, D), and a
+        StaticView; in the first step k and v as they are, and None."""
+        k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
+        i = torch.arange(k.shape[1], device=k.device)
+        at = self.start[:, None] + i  # (B, Tq)
+        trash = k_buffer.shape[1] - 1
+        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
+        row = torch.arange(k.shape[0], device=k.device)[:, None]
+        k_buffer[row, at] = k
+        v_buffer[row, at] = v
+        if self.first:
+            return k, v, None
+        view = StaticView(self.start, self.count, self.length)
+        return k_buffer[:, : self.length], v_buffer[:, : self.length], view
 
     def advance(self) -> None:
         """End the step, after the last layer: its tokens are stored."""
@@ -456,35 +321,130 @@ class StaticStep:
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
 
 
-@dataclass(frozen=True)
-class StaticView:
-    """One layer's buffers, and what this call's tokens are. All tensors are on one device.
+# --- paged: pages from a pool ---
 
-    Token i of row b in this call stands at place ``start[b] + i`` and sees the places up to its
-    own. Tokens from ``count[b]`` on are padding on the right: their outputs mean nothing.
+
+class PagedCache:
+    """Keys and values in pages of `page_size` tokens, which lie in any order.
+
+    A table says which page holds which tokens of which sequence (Kwon et al. 2023,
+    "PagedAttention", arXiv 2309.06180). Nothing is reserved for tokens that may never come, and
+    sequences with a common beginning share its pages. Which page is whose, inference/pages.py
+    decides, on the host; here are the tensors, where a page number stands for one page in every
+    layer. ::
+
+        page_table, page_size = 4            pages
+        row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
+        row 1   [5 3 1]  start 9             page 1   row 1's tokens 8 .. 11
+                                             page 2   row 0's tokens 4 .. 7
+                                             page 3   row 1's tokens 4 .. 7
+                                             page 5   tokens 0 .. 3 of both: a shared prompt
+
+        cache = PagedCache(12, 12, 64, n_pages=1025)
+        a, b = cache.pool.new(), cache.pool.new()       two sequences
+        step = cache.reserve([a, b], [6, 9])            their prompts have 6 and 9 tokens
+
+    Args:
+        n_pages: for all sequences together, the null page among them.
+        page_size: tokens a page.
     """
 
-    k: Tensor  # (B, max_len + 1, Hkv, D)
-    v: Tensor  # (B, max_len + 1, Hkv, D)
-    start: Tensor  # (B,) int32
-    count: Tensor  # (B,) int32
-    length: int  # places that are read
-    first: bool = False
+    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
+                 n_pages: int, page_size: int = 16, dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+        self.pool = PagePool(n_pages, page_size)
+        shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, views.StaticView | None]:
-        """Store this call's k and v, (B, Tq, Hkv, D). Never waits for the device.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages of all layers, keys and values."""
+        return self.k.nbytes + self.v.nbytes
 
-        Returns:
-            The buffers as far as they are read, (B, length, Hkv, D); in the first call k and v.
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the pages that some sequence holds; a shared page counts once."""
+        return self.nbytes // self.pool.n_pages * self.pool.n_used
+
+    def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
+        """Begin a step: take pages from the pool.
+
+        All lengths are known on the host: one small copy goes to the device, none comes back.
+
+        Args:
+            rows: the sequence of each row of the batch, by its number in the pool.
+            counts: tokens of each row in this step, 0 .. Tq.
+
+        Raises:
+            OutOfPages: nothing was changed.
+            ValueError: no such sequence, or one that has two rows.
         """
-        i = torch.arange(k.shape[1], device=k.device)
-        at = self.start[:, None] + i  # (B, Tq)
-        trash = self.k.shape[1] - 1
-        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
-        row = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.k[row, at] = k
-        self.v[row, at] = v
-        if self.first:
-            return k, v, None
-        reads = views.StaticView(self.start, self.count, self.length)
-        return self.k[:, : self.length], self.v[:, : self.length], reads
+        if len(rows) != len(counts) or len(set(rows)) != len(rows) or not rows:
+            raise ValueError(
+                f"each row is one sequence and has one count, got rows {list(rows)} and counts "
+                f"{list(counts)}"
+            )
+        step = dict(zip(rows, counts, strict=True))
+        self.pool.grow(step)
+        start = [self.pool.length(row) for row in rows]
+        pages = [self.pool.pages(row) for row in rows]
+        B, width = len(rows), max(1, *map(len, pages))
+        numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
+        packed = torch.tensor([*numbers, *start, *counts], dtype=torch.int32)
+        if self.k.is_cuda:
+            packed = packed.pin_memory()
+        packed = packed.to(self.k.device, non_blocking=True)
+        table, starts, new = packed.split([B * width, B, B])
+        size = self.pool.page_size
+        return PagedStep(self, step, start, table.view(B, width), starts, new, size)
+
+
+@dataclass(frozen=True)
+class PagedStep(Step):
+    """One step of some sequences of a PagedCache."""
+
+    cache: PagedCache
+    counts: Mapping[int, int]  # sequence -> tokens in this step
+    lengths: Sequence[int]  # `start`, on the host
+    page_table: Tensor  # (B, max_pages) int32
+    start: Tensor  # (B,) int32: where each row's first token of this step stands
+    count: Tensor  # (B,) int32
+    page_size: int
+    kind: ClassVar[str] = "paged"
+
+    def positions(self, T: int) -> Tensor:
+        """The positions of this step's T columns, (B, T) int64; 0 for padding on the right."""
+        i = torch.arange(T, device=self.start.device)
+        return torch.where(i < self.count[:, None], self.start[:, None] + i, 0)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """See LayerCache: the pages, (n_pages, page_size, Hkv, D), and a PagedView."""
+        k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
+        Tq, size = k.shape[1], self.page_size
+        i = torch.arange(Tq, device=k.device)
+        at = self.start[:, None] + i  # (B, Tq) positions
+        column = (at // size).clamp(max=self.page_table.shape[1] - 1)
+        page = self.page_table.gather(1, column.long())
+        real = i < self.count[:, None]
+        slot = torch.where(real, page * size + at % size, at % size).flatten().long()
+        for pages, new in ((k_pages, k), (v_pages, v)):
+            # view(), since flatten() might copy, and the copy would be written to.
+            pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
+        return k_pages, v_pages, PagedView(self.page_table, self.start, self.count)
+
+    def advance(self) -> None:
+        """End the step, after the last layer: its tokens are stored.
+
+        Raises:
+            ValueError: it has ended already, or a sequence went on in another step.
+        """
+        pool = self.cache.pool
+        if [pool.length(row) for row in self.counts] != list(self.lengths):
+            raise ValueError("this step is over: advance() is called once a step")
+        pool.advance(self.counts)
+
+
+def _check_length(reserved: int, T: int) -> None:
+    if reserved != T:
+        raise ValueError(f"the cache has reserved {reserved} tokens, and {T} came")

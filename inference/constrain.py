@@ -3,45 +3,22 @@
     regular expression  ->  automaton over bytes  ->  automaton over tokens  ->  tensors
     (choices, JSON schema)    (n states, 256)           (n states, V)
 
-A finite automaton reads text and is in one of n states; some states accept: the text so far is a
-whole match. Whether a token may come next depends on the state alone, so a decode step needs only
+A finite automaton reads text and is in one of n states; some accept: the text so far is a whole
+match. Whether a token may come next depends on the state alone, so a decode step needs two gathers,
+inside its graph, and the host waits for nothing (Willard & Louf 2023, "Efficient guided generation
+for large language models", arXiv 2307.09702).
 
-    which tokens    row `state` of a table of n x V, as a mask on the logits
-    the next state  entry (state, token) of the same table
-
-and both are gathers: they run on the device, inside the graph of the step, and the host waits for
-nothing. Elsewhere a constraint is a callback that brings the tokens to the host and a mask back.
-
-**Small tables.** For GPT-2's V = 50,257 a state would take 201 kB in int32. But most tokens do the
-same: within a string all that are letters only lead from every state where any other of them
-leads. Tokens that agree in every state form a class; there are tens to hundreds of classes where
-there are 50,257 tokens. Kept are the class of each token (V,) and the next state (n, classes). That
-replaces bit masks of V bits a state, which would be larger and say nothing about where a token
-leads. The classes come out exactly, and without going through n x V entries: what a token does is
-what its bytes do one after the other, so there is one composition for each *different* map of
-states to states and each byte, found again in a dictionary. This is the transition monoid of the
-automaton (Pin, "Syntactic semigroups", Handbook of Formal Languages 1997, ch. 10), as far as the
-vocabulary enters it. That tokens can be checked by states at all: Willard & Louf 2023, "Efficient
-guided generation for large language models", arXiv 2307.09702.
-
-**Bytes.** GPT-2's tokens are bytes, and a character of several bytes may be cut between two of
-them. The automaton is over the bytes of UTF-8, so it knows where in a character it is.
+**Small tables.** Tokens that agree in every state are one class: tens to hundreds of classes, where
+GPT-2 has 50,257 tokens. Kept are the class of each token (V,) and the next state (n, classes).
 
 **Every text ends well.** For each state is known the least number of tokens that lead to a match.
 A token is allowed only where that many are left after it, so what max_new_tokens cuts off is a
-match as well. A budget that is too short for any match is refused before the first token.
+match as well. Where a state accepts, the end-of-text token is allowed. A text also ends, with no
+token drawn for it, where it is a match and no longer match can follow in the tokens that are left;
+without an end-of-text token a text goes on to that point.
 
-**The end.** Where a state accepts, the end-of-text token is allowed; after it nothing else is. A
-text also ends, with no token drawn for it, where it is a match and no longer match can follow in
-the tokens that are left. A model without an end-of-text token cannot say that it is done: its text
-goes on to that point, and of two choices of which one begins the other it gives the longer.
-
-The regular expression is compiled to an automaton by outlines-core (the extra "constrain"), whose
-index of a vocabulary is plain data; xgrammar and llguidance, which know more of JSON schema, keep a
-stack and have no such table. Its translation of JSON schemas is not used: version 0.2.14 drops
-keywords that it does not know, such as multipleOf, and lets an "email" have a bare quotation mark.
-Here a keyword is honoured or refused (inference/json_schema.py). Choices need no library.
-
+Regular expressions are compiled by outlines-core (the extra "constrain"), whose result is plain
+data; docs/CONSTRAINTS.md has this beside xgrammar and llguidance, which cut a text where it is.
 Refused: look-around, back-references, anchors other than ^ and $ around the whole.
 """
 
@@ -50,8 +27,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +39,8 @@ from core.settings import UserError
 
 NEVER = 2**31 - 1  # tokens to a match from where there is none
 MAX_ENTRIES = 2**27  # of a table: 0.5 GB
+# Of a pattern: an escape, a class in brackets, or any other character.
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
 
 
 class Tokens(Protocol):
@@ -72,6 +50,13 @@ class Tokens(Protocol):
     def eot(self) -> int | None: ...
 
     def token_bytes(self) -> list[bytes]: ...
+
+
+class Bytes(NamedTuple):
+    """An automaton over bytes: the first state is the start, the last is dead."""
+
+    table: np.ndarray  # (n, 256) int32, the next state
+    accepts: np.ndarray  # (n,) bool
 
 
 class Automaton(nn.Module):
@@ -93,29 +78,19 @@ class Automaton(nn.Module):
     def __init__(
         self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray, has_eot: bool
     ) -> None:
-        """
-        Args:
-            transition: (states, classes) int32; the first state is the start, the last two are the
-                end and the dead state.
-            token_class: (V,).
-            least: (states,), NEVER for the dead state.
-            has_eot: whether a token leads to the end.
-        """
+        """The first state is the start, the last two are the end and the dead state."""
         super().__init__()
-        self.register_buffer("transition", torch.from_numpy(transition))
-        self.register_buffer("token_class", torch.from_numpy(token_class.astype(np.int64)))
-        self.register_buffer("least", torch.from_numpy(least.astype(np.int32)))
         self.end = len(transition) - 2
         after = np.where(transition == self.end, NEVER, least[transition]).min(1)
         onward = np.where(after < NEVER, after + 1, NEVER)
-        self.register_buffer("onward", torch.from_numpy(onward.astype(np.int32)))
         self.shortest = int(least[0] if has_eot else onward[0])
+        self.register_buffer("transition", torch.from_numpy(transition))
+        self.register_buffer("token_class", torch.from_numpy(token_class.astype(np.int64)))
+        self.register_buffer("least", torch.from_numpy(least.astype(np.int32)))
+        self.register_buffer("onward", torch.from_numpy(onward.astype(np.int32)))
 
     def start(self, left: Sequence[int]) -> Tensor:
-        """The state of rows that have no text yet: (B, 2) int64.
-
-        Args:
-            left: for each row, how many tokens it can have at most.
+        """The state of rows that have no text yet, and may have so many tokens: (B, 2) int64.
 
         Raises:
             UserError: no match is that short.
@@ -125,10 +100,8 @@ class Automaton(nn.Module):
                 f"the shortest text that matches the constraint has {self.shortest} tokens, and "
                 f"there is room for {min(left)}; raise max_new_tokens"
             )
-        return self._at(
-            torch.zeros(len(left), dtype=torch.int64, device=self.transition.device),
-            torch.tensor(left, device=self.transition.device),
-        )
+        room = torch.tensor(left, device=self.transition.device)
+        return self._at(torch.zeros_like(room), room)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
         """The logits (B, V) with -inf for each token that the constraint forbids.
@@ -152,12 +125,9 @@ class Automaton(nn.Module):
         return torch.stack([at, left.clamp(min=1)], dim=1)  # at the end a token is always allowed
 
     def stop(self, left: Sequence[int]) -> Callable[[int, list[int]], bool]:
-        """For generate()'s `stop`: whether a row's text ended with the last of its new tokens.
+        """Whether a row's text ended with the last of its new tokens, `left` as in start().
 
         On the host, called for every token in its turn.
-
-        Args:
-            left: as start() was given.
         """
         transition, token_class = self.transition.cpu().numpy(), self.token_class.tolist()
         onward = self.onward.tolist()
@@ -171,9 +141,6 @@ class Automaton(nn.Module):
         return ended
 
 
-# --- from what the user wrote ---
-
-
 def regex(pattern: str, tokenizer: Tokens) -> Automaton:
     """Texts that match a regular expression as a whole.
 
@@ -184,72 +151,36 @@ def regex(pattern: str, tokenizer: Tokens) -> Automaton:
         UserError: it is no regular expression, asks for what an automaton cannot do, or no text of
             the tokenizer's tokens matches; or outlines-core is not installed.
     """
-    return _over_tokens(
-        compiled(pattern), tokenizer, f"the regular expression {_shortened(pattern)}"
-    )
+    what = f"the regular expression {_shortened(pattern)}"
+    return over_tokens(compiled(pattern), tokenizer, what)
 
 
 def choices(texts: Sequence[str], tokenizer: Tokens) -> Automaton:
-    """One of several texts.
-
-    Raises:
-        UserError: there are none, or the tokenizer has no tokens for any.
-    """
+    """One of several texts. Raises: UserError, none is given or can be written in the tokens."""
     if not texts:
         raise UserError("there are no choices to choose from")
     rows: list[dict[int, int]] = [{}]  # a tree of bytes, one state a node
     ends = set()
     for text in texts:
         at = 0
-        for byte in _utf8(text):
-            if byte not in rows[at]:
-                rows[at][byte] = len(rows)
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"{text!r} cannot be written as UTF-8 ({e.reason})") from None
+        for byte in utf8:
+            at = rows[at].setdefault(byte, len(rows))
+            if at == len(rows):
                 rows.append({})
-            at = rows[at][byte]
         ends.add(at)
-    return _over_tokens(
-        _Bytes.of(rows, ends), tokenizer, f"the choices {_shortened(', '.join(texts))}"
-    )
-
-
-def json_schema(schema: str | dict[str, Any], tokenizer: Tokens) -> Automaton:
-    """JSON values that a schema describes, see inference/json_schema.py.
-
-    Raises:
-        UserError: as json_schema.to_regex() and regex().
-    """
-    from inference.json_schema import to_regex  # which imports this module
-
-    return _over_tokens(compiled(to_regex(schema)), tokenizer, "the JSON schema")
+    return over_tokens(_bytes(rows, ends), tokenizer, f"the choices {_shortened(', '.join(texts))}")
 
 
 # --- the automaton over bytes ---
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """An automaton over bytes: the first state is the start, the last is dead."""
-
-    table: np.ndarray  # (n, 256) int32
-    accepts: np.ndarray  # (n,) bool
-
-    @classmethod
-    def of(cls, rows: Sequence[dict[int, int]], ends: set[int]) -> _Bytes:
-        table = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
-        for row, steps in zip(table, rows):
-            row[list(steps)] = list(steps.values())
-        accepts = np.zeros(len(table), dtype=bool)
-        accepts[list(ends)] = True
-        return cls(table, accepts)
-
-
-# An escape, a class in brackets, or any other character.
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
-
-
 def unanchored(pattern: str) -> str:
     """The pattern without ^ and $ around it: a whole text has to match in any case."""
-    pieces = _PIECE.findall(pattern)
+    pieces = PIECE.findall(pattern)
     pieces = pieces[pieces[:1] == ["^"] :]
     pieces = pieces[: len(pieces) - (pieces[-1:] == ["$"])]
     for piece in pieces:
@@ -261,39 +192,40 @@ def unanchored(pattern: str) -> str:
     return "".join(pieces)
 
 
-def compiled(pattern: str) -> _Bytes:
-    """The automaton of a regular expression, by outlines-core.
-
-    The library's automaton looks for the match that a backtracking search would find first: for
-    "a|ab" it never goes on to "ab", nor for "a??" to "a". With a NUL behind the pattern no match
-    ends before the NUL, and nothing is cut off. A state accepts where the NUL would match.
-
-    It also prepares for matches that begin later in a text, which makes 2^20 states of the 21 of
-    "a[ab]{20}". With an empty alternative, the last, there is a match at the start already, and
-    what begins later is cut off. But version 0.2.14 drops steps into the state right after a match
-    where that is no match itself: "ab|" loses its "ab". So there is a NUL before the pattern too,
-    whose step is dropped, and a token of the NUL and each byte, which steps over that state.
-    """
+def library() -> Any:
+    """outlines_core. Raises: UserError, it is not installed."""
     try:
-        from outlines_core import Index, Vocabulary
+        import outlines_core
+        import outlines_core.json_schema
     except ImportError as e:
         raise UserError(
             f"a regular expression or a JSON schema needs the package outlines-core ({e}); "
             "pip install outlines-core"
         ) from e
-    pattern = unanchored(pattern)
+    return outlines_core
+
+
+def compiled(pattern: str) -> Bytes:
+    """The automaton of a regular expression, by outlines-core 0.2.14.
+
+    The library's automaton looks for the match that a backtracking search would find first: for
+    "a|ab" it never goes on to "ab". With a NUL behind the pattern no match ends before it, and a
+    state accepts where the NUL would match. It also prepares for matches that begin later in a
+    text, 2^20 states for "a[ab]{20}": with an empty alternative, the last, there is a match at the
+    start already. But steps into the state right after that match are dropped: so there is a NUL
+    before the pattern too, whose step is, and a token of the NUL and each byte, which steps over.
+    """
+    outlines, pattern = library(), unanchored(pattern)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
     try:
-        # By itself first: "a)(b" is an error, though "(?:a)(b)" is not. No state but the first is
-        # looked at: the byte ff is never part of a text.
-        Index(f"{pattern}|", Vocabulary(1, {b"\xff": [0]}))
-        index = Index(f"\\x00(?:{pattern})\\x00|", Vocabulary(512, tokens))
+        # By itself first: "a)(b" is an error, though "(?:a)(b)" is not. The byte ff is in no text.
+        outlines.Index(f"{pattern}|", outlines.Vocabulary(1, {b"\xff": [0]}))
+        index = outlines.Index(f"\\x00(?:{pattern})\\x00|", outlines.Vocabulary(512, tokens))
     except ValueError as e:
-        reason = str(e).split(". ")[0]
         raise UserError(
-            f"the regular expression {_shortened(pattern)} cannot be used ({reason}); it needs "
-            "balanced brackets, something to match in each branch, no look-around or "
-            "back-reference, and no very large number of repetitions"
+            f"the regular expression {_shortened(pattern)} cannot be used ("
+            f"{str(e).split('. ')[0]}); it needs balanced brackets, something to match in each "
+            "branch, no look-around or back-reference, and no very large number of repetitions"
         ) from e
     found, finals = index.get_transitions(), index.get_final_states()
     after_nul = found.get(index.get_initial_state(), {})
@@ -308,25 +240,30 @@ def compiled(pattern: str) -> _Bytes:
                 number[state] = len(rows)
                 rows.append({b: s for b, s in found.get(state, {}).items() if b < 256})
             row[byte] = number[state]
-    return _Bytes.of(rows, ends)
+    return _bytes(rows, ends)
+
+
+def _bytes(rows: Sequence[dict[int, int]], ends: set[int]) -> Bytes:
+    table = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
+    for row, steps in zip(table, rows):
+        row[list(steps)] = list(steps.values())
+    return Bytes(table, np.isin(np.arange(len(table)), list(ends)))
 
 
 # --- the automaton over tokens ---
 
 
-def _over_tokens(automaton: _Bytes, tokenizer: Tokens, what: str) -> Automaton:
-    tokens = tokenizer.token_bytes()
-    dead = len(automaton.table) - 1
-    try:
-        step, token_class = _classes(automaton.table, tokens)  # (n, classes), (V,)
-    except MemoryError:
-        raise UserError(
-            f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f} GB; "
-            "it needs fewer choices, or smaller numbers of repetitions"
-        ) from None
-    least = _least(step, automaton.accepts)
+def over_tokens(automaton: Bytes, tokenizer: Tokens, what: str) -> Automaton:
+    """The same for the tokens of a tokenizer. Raises: UserError, no text matches `what`."""
+    tokens, eot = tokenizer.token_bytes(), tokenizer.eot
+    step, token_class = _classes(automaton.table, tokens, what)  # (n, classes), (V,)
+    least = np.where(automaton.accepts, 0, NEVER)  # the fewest tokens to a match
+    for n in range(1, len(step) + 1):
+        near = (least == NEVER) & (least[step] == n - 1).any(1)
+        if not near.any():
+            break
+        least[near] = n
     alive = least < NEVER
-    alive &= _reached(np.where(alive[step], step, dead))
     if not alive[0]:
         raise UserError(f"no text of the model's vocabulary of {len(tokens)} tokens matches {what}")
     if not alive[step[0]].any():
@@ -340,33 +277,29 @@ def _over_tokens(automaton: _Bytes, tokenizer: Tokens, what: str) -> Automaton:
     transition[:n, :-1] = renamed[step[alive]]
     # The last column is the end-of-text token's. Without one an ended row repeats the first token,
     # which nobody reads, so that there is always a token to draw.
-    eot = tokenizer.eot
     if eot is None:
         transition[:n, -1] = transition[:n, token_class[0]]
     else:
         transition[:n, -1][automaton.accepts[alive]] = end
     transition[end, -1] = end
     token_class[eot or 0] = step.shape[1]
-
     # Columns that differed only in states which are gone are one class.
     transition, same = np.unique(transition, axis=1, return_inverse=True)
-    token_class = same.reshape(-1)[token_class]
+    transition, token_class = np.ascontiguousarray(transition), same.reshape(-1)[token_class]
     least = np.concatenate([least[alive], [0, NEVER]])
-    return Automaton(np.ascontiguousarray(transition), token_class, least, eot is not None)
+    return Automaton(transition, token_class, least, eot is not None)
 
 
-def _classes(table: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def _classes(
+    table: np.ndarray, tokens: Sequence[bytes], what: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens that lead from every state to the same state as one another, as one column.
 
-    Args:
-        table: (n, 256), the last state is dead.
-        tokens: V of them. One without bytes is no text, and never allowed.
+    What a token does is what its bytes do one after the other: one composition for each *different*
+    map of states to states and each byte (the automaton's transition monoid), and never n x V.
 
     Returns:
-        (n, classes) the next state, (V,) the class of each token.
-
-    Raises:
-        MemoryError: more than MAX_ENTRIES.
+        (n, classes) the next state, (V,) the class of each token. One without bytes is no text.
     """
     columns, byte_class = np.unique(table.T, axis=0, return_inverse=True)
     kind = byte_class.reshape(-1).tolist()  # bytes that do the same are one kind
@@ -384,43 +317,15 @@ def _classes(table: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np
                 if composed[key] == len(maps):
                     maps.append(after)
                     if len(maps) * len(table) > MAX_ENTRIES:
-                        raise MemoryError
+                        raise UserError(
+                            f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f}"
+                            " GB; it needs fewer choices, or smaller numbers of repetitions"
+                        )
             at = composed[key]
         of_token[i] = at if token else -1
     maps.append(np.full_like(maps[0], len(table) - 1))
     used, token_class = np.unique(of_token, return_inverse=True)
     return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)
-
-
-def _least(step: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-    """The fewest tokens from each state to one that accepts, or NEVER: (n,)."""
-    least = np.where(accepts, 0, NEVER)
-    far = np.flatnonzero(~accepts)
-    for n in range(1, len(step) + 1):
-        near = (least[step[far]] == n - 1).any(1)
-        if not near.any():
-            break
-        least[far[near]] = n
-        far = far[~near]
-    return least
-
-
-def _reached(step: np.ndarray) -> np.ndarray:
-    """Which states the first one leads to, itself included: (n,) bool."""
-    reached = np.zeros(len(step), dtype=bool)
-    new = np.array([0])
-    while len(new):
-        reached[new] = True
-        new = np.unique(step[new])
-        new = new[~reached[new]]
-    return reached
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as e:
-        raise UserError(f"{text!r} cannot be written as UTF-8 ({e.reason})") from None
 
 
 def _shortened(text: str) -> str:

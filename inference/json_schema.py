@@ -1,19 +1,14 @@
 """A JSON schema as a regular expression, for inference/constrain.py.
 
-What the expression matches is valid by the schema, always: a keyword is honoured or refused, never
-dropped. It does not match all that is valid: an object has its properties in the schema's order and
-no others, numbers have up to 15 digits, white space is single spaces.
+outlines-core translates schemas, but drops keywords that it does not know (a minimum, not), and is
+wrong about some that it does (docs/CONSTRAINTS.md). So a schema is checked first, and what would go
+wrong is replaced by a marker, for which a pattern of our own is put into the result. What that
+matches is then valid by the schema, always: a keyword is honoured or refused, never dropped.
 
-Known are
-    any     type (or a list of types), enum, const, anyOf, $ref within the schema, not recursive
-    string  minLength and maxLength; or pattern, which the whole string then matches, and which must
-            not match characters that JSON escapes; or format: date, time, date-time, uuid
-    integer minimum, maximum, exclusiveMinimum, exclusiveMaximum
-    array   items, minItems, maxItems
-    object  properties, required, additionalProperties
-and what only describes (title, description, default, ...) is skipped. Refused are, among others,
-oneOf, allOf, not, if, and what may be any value: a finite automaton cannot count brackets, so that
-values nest only as deeply as the schema does.
+It does not match all that is valid: an object has its properties in the schema's order and no
+others, numbers have up to 15 digits, white space is single spaces, a pattern is for the whole
+string. Refused are, among others, oneOf, allOf, not, a $ref that recurs, and what may be any value:
+a finite automaton cannot count brackets, so that values nest only as deeply as the schema does.
 
 JSON: RFC 8259. JSON schema: draft 2020-12, "Core" and "Validation".
 """
@@ -22,45 +17,55 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from core.settings import UserError
 from inference import constrain
 
-_SPACE = " ?"  # where JSON allows white space, one space at most: some models never stop
-# A character of a string: no control character, and quotation mark and backslash escaped.
-_CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'
-_DIGITS = 15  # as many as a double holds exactly
-_DATE = (
+INTEGER = "(?:0|-?[1-9][0-9]{0,14})"  # 15 digits: as many as a double holds exactly
+NUMBER = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?(?:[eE][+-]?[0-9]{1,2})?"
+DATE = (  # of the Gregorian calendar, leap years included
     r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-"
     r"(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     r"|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
-)  # the Gregorian calendar, leap years included
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
-    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)  # RFC 3339, section 5.6; no leap second
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+)
+HOUR = "(?:[01][0-9]|2[0-3])"
+TIME = rf"{HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{HOUR}:[0-5][0-9])"  # RFC 3339
+UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+FORMATS = {"date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "uuid": UUID}
+
+COUNT = "an integer of at least 0", lambda n: type(n) is int and n >= 0
+BOUND = "a number", lambda n: type(n) in (int, float)
+ITEMS = "a list of one or more", lambda x: isinstance(x, list) and x
+KEYWORDS: dict[str, dict[str, Any]] = {  # of each type: what it must be, and whether it is
+    "string": {
+        "minLength": COUNT,
+        "maxLength": COUNT,
+        "pattern": ("a string", lambda s: isinstance(s, str)),
+        "format": (f"one of {', '.join(FORMATS)}", lambda s: s in list(FORMATS)),
+    },
+    "integer": dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUND),
+    "number": {},
+    "boolean": {},
+    "null": {},
+    "array": {"items": None, "minItems": COUNT, "maxItems": COUNT},
+    "object": {
+        "properties": ("an object of one property or more", lambda x: isinstance(x, dict) and x),
+        "required": ("a list", lambda x: isinstance(x, list)),
+        "additionalProperties": None,
+    },
 }
-_KEYWORDS: dict[str, set[str]] = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": set(),
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
-_NOTES = {
+NOTES = {  # which only describe, and are skipped
     "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default",
     "examples", "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
+
+
+def compile_schema(
+    schema: str | dict[str, Any], tokenizer: constrain.Tokens
+) -> constrain.Automaton:
+    """JSON values that a schema describes. Raises: UserError, as to_regex() and regex() do."""
+    return constrain.over_tokens(constrain.compiled(to_regex(schema)), tokenizer, "the JSON schema")
 
 
 def to_regex(schema: str | dict[str, Any]) -> str:
@@ -71,259 +76,171 @@ def to_regex(schema: str | dict[str, Any]) -> str:
     """
     try:
         root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
-        json.dumps(root, allow_nan=False)
+        text = json.dumps(root, allow_nan=False)
     except (TypeError, ValueError) as e:
         raise UserError(f"the JSON schema is not JSON ({e})") from e
-    return _Schema(root).value(root, "#", ())
+    own: dict[str, str] = {}  # pattern -> marker, which is in no text of the schema
+    prefix = next(f"own{n}x" for n in range(len(text)) if f"own{n}x" not in text)
+    checked = _checked(root, "#", root, (), lambda p: own.setdefault(p, f"{prefix}{len(own)}x"))
+    pattern = constrain.library().json_schema.build_regex_from_schema(json.dumps(checked))
+    for one, marker in own.items():
+        pattern = pattern.replace(f'"{marker}"', f"(?:{one})")
+    return pattern
 
 
-@dataclass(frozen=True)
-class _Schema:
-    root: Any
+def _wrong(where: str, what: str, *got: Any) -> UserError:
+    shown = f", got {json.dumps(got[0])}" if got else ""
+    return UserError(f"JSON schema, {where}: {what}{shown}")
 
-    def value(self, schema: Any, where: str, refs: tuple[str, ...]) -> str:
-        """The regular expression of one (sub)schema, in a group.
 
-        Args:
-            where: its place, for messages.
-            refs: the references that led here.
-        """
-        if not isinstance(schema, dict):
-            raise UserError(f"JSON schema, {where}: expected an object, got {json.dumps(schema)}")
-        keys = set(schema) - _NOTES
-        if "$ref" in keys:
-            self._known(keys, {"$ref"}, "$ref", where)
-            ref = schema["$ref"]
-            if ref in refs:
-                raise UserError(f"JSON schema, {where}: {ref} recurs, which is not supported")
-            return self.value(self._resolve(ref, where), str(ref), (*refs, ref))
-        if "anyOf" in keys:
-            self._known(keys, {"anyOf"}, "anyOf", where)
-            return _any(
-                self.value(one, f"{where}/anyOf/{i}", refs)
-                for i, one in enumerate(_list(schema, "anyOf", where))
-            )
-        if keys & {"enum", "const"}:
-            self._known(keys, {"enum", "const", "type"}, "enum or const", where)
-            return self._constants(schema, where)
-        types = self._type_names(schema, where)
-        known_keys = {"type"}.union(*(_KEYWORDS[t] for t in types))
-        self._known(keys, known_keys, " or ".join(types), where)
-        return _any(getattr(self, f"_{t}")(schema, where, refs) for t in types)
+def _check(schema: dict[str, Any], known: dict[str, Any], beside: str, where: str) -> None:
+    """Every keyword is known, and its value is what it must be."""
+    for key in sorted(schema):
+        if key not in known:
+            supported = ", ".join(sorted({*known, "type"}))
+            what = f"the keyword {key!r} is not supported for {beside}; supported: {supported}"
+            raise _wrong(where, what)
+        if known[key] is not None and not known[key][1](schema[key]):
+            raise _wrong(where, f"{key} must be {known[key][0]}", schema[key])
 
-    def _known(self, keys: set[str], known: set[str], beside: str, where: str) -> None:
-        if unknown := sorted(keys - known):
-            raise UserError(
-                f"JSON schema, {where}: the keyword {unknown[0]!r} is not supported for {beside}; "
-                f"supported: {', '.join(sorted(known | {'type'}))}"
-            )
 
-    def _type_names(self, schema: dict[str, Any], where: str) -> list[str]:
-        inferred = "object" if "properties" in schema else "array" if "items" in schema else None
-        types = schema.get("type", inferred)
-        types = types if isinstance(types, list) else [types]
-        if not types or not all(isinstance(t, str) and t in _KEYWORDS for t in types):
-            got = json.dumps(schema.get("type"))
-            known = ", ".join(_KEYWORDS)
-            raise UserError(f"JSON schema, {where}: type must be one of {known}, got {got}")
-        return types
+def _checked(schema: Any, where: str, root: Any, refs: tuple[str, ...], by: Any) -> dict[str, Any]:
+    """A schema that outlines-core translates rightly.
 
-    def _resolve(self, ref: Any, where: str) -> Any:
-        """What a JSON pointer (RFC 6901) within this schema points to."""
-        at = self.root
-        try:
-            if not ref.startswith("#"):
-                raise KeyError
-            for name in ref.removeprefix("#").split("/")[1:]:
-                at = at[name.replace("~1", "/").replace("~0", "~")]
-        except (AttributeError, KeyError, TypeError):
-            got = json.dumps(ref)
-            raise UserError(
-                f"JSON schema, {where}: $ref must point to a place in the schema, got {got}"
-            ) from None
-        return at
+    Args:
+        where: its place, for messages; root: the whole schema; refs: those that led here.
+        by: gives a marker for a pattern.
+    """
+    if not isinstance(schema, dict):
+        raise _wrong(where, "expected an object", schema)
+    schema = {key: value for key, value in schema.items() if key not in NOTES}
 
-    def _constants(self, schema: dict[str, Any], where: str) -> str:
-        values = _list(schema, "enum", where) if "enum" in schema else [schema["const"]]
-        if "const" in schema:
-            values = [v for v in values if json.dumps(v) == json.dumps(schema["const"])]
-        if "type" in schema:
-            types = self._type_names(schema, where)
-            values = [v for v in values if any(t in _types(v) for t in types)]
-        if not values:
-            raise UserError(f"JSON schema, {where}: no value fits")
-        return _any(_literal(json.dumps(v, ensure_ascii=False)) for v in values)
+    def part(name: str, inner: Any) -> dict[str, Any]:
+        return _checked(inner, f"{where}/{name}", root, refs, by)
 
-    def _string(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        lengths, others = schema.keys() & {"minLength", "maxLength"}, {"pattern", "format"}
-        if (lengths and schema.keys() & others) or others <= schema.keys():
-            raise UserError(
-                f"JSON schema, {where}: pattern, format and lengths cannot be combined; "
-                "put the length into the pattern"
-            )
-        if "format" in schema:
-            if schema["format"] not in list(_FORMATS):
-                raise UserError(
-                    f"JSON schema, {where}: format must be one of {', '.join(_FORMATS)}, "
-                    f"got {json.dumps(schema['format'])}"
-                )
-            return f'"{_FORMATS[schema["format"]]}"'
-        if "pattern" in schema:
-            return f'"{_safe_pattern(schema["pattern"], where)}"'
-        return f'"{_CHARACTER}{_repeat(*_bounds(schema, "minLength", "maxLength", where))}"'
-
-    def _integer(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        lows, highs = [], []
-        for key in schema.keys() & _KEYWORDS["integer"]:
-            bound = schema[key]
-            if not _types(bound) & {"number"}:
-                raise UserError(
-                    f"JSON schema, {where}: {key} must be a number, got {json.dumps(bound)}"
-                )
-            if "inimum" in key:
-                lows.append(math.floor(bound) + 1 if "exclusive" in key else math.ceil(bound))
-            else:
-                highs.append(math.ceil(bound) - 1 if "exclusive" in key else math.floor(bound))
-        if not lows and not highs:
-            return f"(?:0|-?[1-9][0-9]{{0,{_DIGITS - 1}}})"
-        most = 10 ** max(_DIGITS, *(len(str(abs(n))) for n in lows + highs)) - 1
-        low, high = max(lows, default=-most), min(highs, default=most)
-        if low > high:
-            raise UserError(f"JSON schema, {where}: no integer is in the range")
-        parts = []
-        if low < 0:
-            parts += [f"-{part}" for part in _range(max(1, -high), -low)]
-        if high >= 0:
-            parts += _range(max(0, low), high)
-        return _any(parts)
-
-    def _number(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        whole = f"-?(?:0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
-        return rf"{whole}(?:\.[0-9]{{1,{_DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?"
-
-    def _boolean(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return "(?:true|false)"
-
-    def _null(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return "null"
-
-    def _array(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        if "items" not in schema:
-            raise UserError(f"JSON schema, {where}: an array needs items")
-        low, high = _bounds(schema, "minItems", "maxItems", where)
-        if high == 0:
-            return r"\[\]"
-        item = self.value(schema["items"], f"{where}/items", refs)
-        more = _repeat(max(low - 1, 0), None if high is None else high - 1)
-        items = f"{item}(?:{_SPACE},{_SPACE}{item}){more}"
-        return rf"\[{_SPACE}(?:{items}{_SPACE}){'' if low else '?'}\]"
-
-    def _object(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        properties = schema.get("properties")
-        if not isinstance(properties, dict) or not properties:
-            raise UserError(f"JSON schema, {where}: an object needs properties")
-        required = _list(schema, "required", where) if schema.get("required") else []
-        if missing := [name for name in required if name not in list(properties)]:
-            raise UserError(
-                f"JSON schema, {where}: {json.dumps(missing[0])} is required, "
-                "and is not among the properties"
-            )
-        members = [
-            f"{_literal(json.dumps(name, ensure_ascii=False))}{_SPACE}:{_SPACE}"
-            + self.value(one, f"{where}/properties/{name}", refs)
-            for name, one in properties.items()
+    if "$ref" in schema:
+        _check(schema, {"$ref": None}, "$ref", where)
+        ref = schema["$ref"]
+        if ref in refs:
+            raise _wrong(where, f"{ref} recurs, which is not supported")
+        return _checked(_target(ref, where, root), str(ref), root, (*refs, ref), by)
+    if "anyOf" in schema:
+        _check(schema, {"anyOf": ITEMS}, "anyOf", where)
+        return {"anyOf": [part(f"anyOf/{i}", s) for i, s in enumerate(schema["anyOf"])]}
+    types = schema.get("type", "object" if "properties" in schema else None)
+    types = types if isinstance(types, list) else [types]
+    constant = schema.keys() & {"enum", "const"}
+    ok = types and all(isinstance(t, str) and t in KEYWORDS for t in types)
+    if not ok and ("type" in schema or not constant):
+        raise _wrong(where, f"type must be one of {', '.join(KEYWORDS)}", schema.get("type"))
+    if constant:
+        _check(schema, {"enum": ITEMS, "const": None, "type": None}, "enum or const", where)
+        values = [
+            v
+            for v in schema.get("enum", [schema.get("const")])
+            if types == [None] or _types(v) & {*types}
         ]
-        must = [name in required for name in properties]
-        # rest[i]: members from i on, each with a comma before it. The first member that is there
-        # has none: it is any of those up to the first that must be there.
-        rest = [""]
-        for member, needed in zip(reversed(members), reversed(must)):
-            one = f"(?:{_SPACE},{_SPACE}{member}){'' if needed else '?'}"
-            rest.insert(0, one + rest[0])
-        firsts = must.index(True) + 1 if any(must) else len(members)
-        inside = _any(members[i] + rest[i + 1] for i in range(firsts))
-        return rf"\{{{_SPACE}(?:{inside}{_SPACE}){'' if any(must) else '?'}\}}"
-
-
-def _any(parts: Iterable[str]) -> str:
-    return f"(?:{'|'.join(parts)})"
+        if not values or len(constant) > 1:
+            raise _wrong(where, "no value fits")
+        return {"enum": values}
+    known: dict[str, Any] = {"type": None}
+    for t in types:
+        known |= KEYWORDS[t]
+    _check(schema, known, " or ".join(types), where)
+    for low, high in (("minLength", "maxLength"), ("minItems", "maxItems")):
+        if schema.get(low, 0) > schema.get(high, math.inf):
+            raise _wrong(where, f"{low} is {schema[low]} and {high} only {schema[high]}")
+    parts: list[dict[str, Any]] = []
+    for t in types:
+        own = {key: schema[key] for key in schema if key in KEYWORDS[t]}
+        if t == "number" or t == "integer":
+            parts.append({"const": by(NUMBER if t == "number" else _integers(own, where))})
+            continue
+        if own.keys() & {"pattern", "format"}:
+            parts.append({"const": by(_string(own, where))})
+            continue
+        if t == "array":
+            if "items" not in own:
+                raise _wrong(where, "an array needs items")
+            own["items"] = part("items", own["items"])
+        if t == "object":
+            if "properties" not in own:
+                raise _wrong(where, "an object needs properties")
+            inner = own["properties"].items()
+            properties = {by(_literal(n)): part(f"properties/{n}", s) for n, s in inner}
+            if missing := [n for n in own.get("required", ()) if n not in list(own["properties"])]:
+                what = f"{json.dumps(missing[0])} is required, and is not among the properties"
+                raise _wrong(where, what)
+            required = [by(_literal(n)) for n in own.get("required", ())]
+            own = {"properties": properties, "required": required}
+        parts.append({"type": t, **own})
+    return {"anyOf": parts} if len(parts) > 1 else parts[0]
 
 
 def _literal(text: str) -> str:
-    """A pattern of just this text."""
+    """A pattern of a JSON string: the library does not escape the names of properties."""
+    text = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _repeat(low: int, high: int | None) -> str:
-    return f"{{{low},{'' if high is None else high}}}"
-
-
-def _list(schema: dict[str, Any], key: str, where: str) -> list[Any]:
-    if not isinstance(schema[key], list) or not schema[key]:
-        got = json.dumps(schema[key])
-        raise UserError(f"JSON schema, {where}: {key} must be a list of one or more, got {got}")
-    return schema[key]
-
-
-def _bounds(schema: dict[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
-    """Two keywords that count something: how many at least, and at most."""
-    least, most = schema.get(low, 0), schema.get(high)
-    for key, n in ((low, least), (high, most)):
-        if n is not None and (type(n) is not int or n < 0):
-            raise UserError(
-                f"JSON schema, {where}: {key} must be an integer of at least 0, got {json.dumps(n)}"
-            )
-    if most is not None and most < least:
-        raise UserError(f"JSON schema, {where}: {low} is {least} and {high} only {most}")
-    return least, most
+def _target(ref: Any, where: str, root: Any) -> Any:
+    """What a JSON pointer (RFC 6901) within the schema points to."""
+    try:
+        if not ref.startswith("#"):
+            raise KeyError
+        for name in ref.split("/")[1:]:
+            root = root[name.replace("~1", "/").replace("~0", "~")]
+    except (AttributeError, KeyError, TypeError):
+        raise _wrong(where, "$ref must point to a place in the schema", ref) from None
+    return root
 
 
 def _types(value: Any) -> set[str]:
     """The names of the JSON types that a value has."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return {"integer", "number"}
-    names = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
-    return {names[type(value)]}
+    names = {bool: "boolean", str: "string", list: "array", dict: "object", int: "integer"}
+    name = names.get(type(value), "null")
+    if type(value) is float:
+        name = "integer" if value.is_integer() else "number"
+    return {name, "number"} if name == "integer" else {name}
+
+
+def _string(schema: dict[str, Any], where: str) -> str:
+    """A string by its pattern or its format."""
+    if len(schema) > 1:
+        what = "pattern, format and lengths cannot be combined; put the length into the pattern"
+        raise _wrong(where, what)
+    if "format" in schema:
+        return f'"{FORMATS[schema["format"]]}"'
+    pattern = schema["pattern"]  # for the characters as they are, none of them escaped
+    table = constrain.compiled(pattern).table
+    if (table[:, [*range(0x20), ord('"'), ord("\\")]] < len(table) - 1).any():
+        what = f"the pattern {pattern!r} matches strings with a quotation mark, a backslash or a "
+        what += "control character, which JSON would escape; exclude them, as in "
+        raise _wrong(where, what + r'[^"\\\x00-\x1f]')
+    return f'"(?:{constrain.unanchored(pattern)})"'
+
+
+def _integers(bounds: dict[str, float], where: str) -> str:
+    """The integers between bounds."""
+    if not bounds:
+        return INTEGER
+    lows = [math.ceil(n) for k, n in bounds.items() if k == "minimum"]
+    lows += [math.floor(n) + 1 for k, n in bounds.items() if k == "exclusiveMinimum"]
+    highs = [math.floor(n) for k, n in bounds.items() if k == "maximum"]
+    highs += [math.ceil(n) - 1 for k, n in bounds.items() if k == "exclusiveMaximum"]
+    limit = 10 ** max(15, *(len(str(abs(n))) for n in lows + highs)) - 1
+    low, high = max(lows, default=-limit), min(highs, default=limit)
+    if low > high:
+        raise _wrong(where, "no integer is in the range")
+    negative = [f"-{n}" for n in _range(max(1, -high), -low)] if low < 0 else []
+    return "|".join(negative + (_range(max(0, low), high) if high >= 0 else []))
 
 
 def _range(low: int, high: int) -> list[str]:
     """Patterns of the integers from low to high, 0 <= low <= high, without leading zeros."""
-    parts = []
-    for digits in range(len(str(low)), len(str(high)) + 1):
-        first = max(low, 10 ** (digits - 1) if digits > 1 else 0)
-        parts += _same_length(str(first), str(min(high, 10**digits - 1)))
-    return parts
-
-
-def _same_length(low: str, high: str) -> list[str]:
-    """Patterns of the numbers from low to high, which have equally many digits."""
-    if not low:
-        return [""]
-    rest = len(low) - 1
-    if low[1:] == "0" * rest and high[1:] == "9" * rest:
-        return [f"[{low[0]}-{high[0]}][0-9]{{{rest}}}"]
-    if low[0] == high[0]:
-        return [low[0] + part for part in _same_length(low[1:], high[1:])]
-    parts = [low[0] + part for part in _same_length(low[1:], "9" * rest)]
-    if int(high[0]) - int(low[0]) > 1:
-        parts.append(f"[{int(low[0]) + 1}-{int(high[0]) - 1}][0-9]{{{rest}}}")
-    return parts + [high[0] + part for part in _same_length("0" * rest, high[1:])]
-
-
-def _safe_pattern(pattern: Any, where: str) -> str:
-    """A pattern for the characters of a JSON string as they are, none of them escaped."""
-    if not isinstance(pattern, str):
-        raise UserError(
-            f"JSON schema, {where}: pattern must be a string, got {json.dumps(pattern)}"
-        )
-    automaton = constrain.compiled(pattern)
-    escaped = [*range(0x20), ord('"'), ord("\\")]
-    if (automaton.table[:, escaped] < len(automaton.table) - 1).any():
-        raise UserError(
-            f"JSON schema, {where}: the pattern {pattern!r} matches strings with a quotation mark, "
-            "a backslash or a control character, which JSON would escape; exclude them, as in "
-            r'[^"\\\x00-\x1f]'
-        )
-    return f"(?:{constrain.unanchored(pattern)})"
+    tens, last_tens = low // 10, high // 10
+    if tens == last_tens:
+        return [f"{tens or ''}[{low % 10}-{high % 10}]"]
+    # The rest of the first ten, all of those between, a part of the last.
+    between = [f"{n}[0-9]" for n in _range(tens + 1, last_tens - 1)] if tens + 1 < last_tens else []
+    return [f"{tens or ''}[{low % 10}-9]", *between, f"{last_tens}[0-{high % 10}]"]

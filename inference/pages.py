@@ -1,19 +1,14 @@
 """The page pool: which page of a paged KV cache belongs to which sequence. Plain Python, no torch.
 
 A sequence holds a list of pages, and pages are taken one by one as it grows: at most page_size - 1
-places a sequence stand empty, whatever length it might have reached. Every page carries a count of
-the sequences that hold it, and that count is all there is to sharing:
+places a sequence stand empty, whatever length it might have reached.
 
-    fork      the copy holds the same pages, the last and partly filled one included
-    write     a page that others hold too is copied first, and the copy is written to; the others
-              keep the old one ("copy on write"). Full pages are never written to again
-    free      the counts go down; a page that nobody holds can be taken again
-
-A common prompt need not be computed twice. A full page can be given a name: a hash of its token ids
-and of the name of the page before it, so that equal names mean equal beginnings. A new sequence
-takes the named pages that its own tokens begin with. A named page that nobody holds keeps its
-content until its place is needed: pages without a name are taken first, then the one that was given
-back first, and of one sequence the last page before the first.
+A common prompt need not be computed twice. A full page, which is never written to again, can be
+given a name: a hash of its token ids and of the name of the page before it, so that equal names
+mean equal beginnings. A new sequence takes the named pages that its own tokens begin with, and
+every page counts the sequences that hold it. A named page that nobody holds keeps its content
+until its place is needed: pages without a name are taken first, then the one that was given back
+first, and of one sequence the last page before the first.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -24,15 +19,16 @@ back first, and of one sequence the last page before the first.
 Page 0 is the null page: nobody's, and never handed out. inference/cache.py writes padding there.
 
 Source  Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4. Names that are hashes over the
-        whole beginning are vLLM's "automatic prefix caching", which came after the paper.
+        PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; of its sharing only that of full
+        pages, so that no page is ever copied. Names that are hashes over the whole beginning are
+        vLLM's "automatic prefix caching", which came after the paper.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -96,7 +92,11 @@ class PagePool:
         """Tokens stored of a sequence."""
         return self._of(seq).length
 
-    # --- sequences come, split and go ---
+    def pages_for(self, tokens: int) -> int:
+        """How many pages so many tokens fill."""
+        return -(-tokens // self.page_size)
+
+    # --- sequences come and go ---
 
     def new(self, tokens: Sequence[int] = ()) -> int:
         """A new sequence, which holds the known pages that `tokens` begin with.
@@ -111,65 +111,47 @@ class PagePool:
                 break
             held.pages.append(self._page_named[name])
         held.length = len(held.pages) * self.page_size
-        return self._add(held)
-
-    def fork(self, seq: int) -> int:
-        """A new sequence with the tokens stored of `seq`, in the same pages."""
-        held = self._of(seq)
-        return self._add(_Held(held.pages[: self._pages_for(held.length)], held.length))
+        for page in held.pages:
+            self._free.pop(page, None)
+            self._holders[page] += 1
+        seq = self._next
+        self._next += 1  # numbers are not used again, so that a stale one is noticed
+        self._held[seq] = held
+        return seq
 
     def free(self, seq: int) -> None:
         """End a sequence. A page that nobody else holds can be taken again."""
         held = self._of(seq)
         del self._held[seq]
         for page in reversed(held.pages):
-            self._let_go(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free[page] = None
+                if page not in self._name_of:  # to the front: nothing in it is known
+                    self._free.move_to_end(page, last=False)
 
     # --- a step ---
 
-    def grow(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Give each sequence the places for so many tokens more, free for it alone to write to.
+    def grow(self, counts: Mapping[int, int]) -> None:
+        """Give each sequence the places for so many tokens more.
 
         Args:
             counts: sequence -> tokens that this step will store.
-
-        Returns:
-            (source, destination) pages, whose content must be copied before anything is written.
 
         Raises:
             OutOfPages: not enough for all of them together; nothing was changed.
             ValueError: no such sequence, or a negative count.
         """
-        needed, leave = 0, Counter[int]()
-        for seq, n in counts.items():
-            if n < 0:
-                raise ValueError(f"a sequence grows by 0 tokens or more, got {n}")
-            held = self._of(seq)
-            needed += max(0, self._pages_for(held.length + n) - len(held.pages))
-            if n and held.length % self.page_size:
-                page = held.pages[held.length // self.page_size]
-                # Of several that write to it, the last needs no copy if no other holds it.
-                if self._holders[page] - leave[page] > 1:
-                    leave[page] += 1
-                    needed += 1
-        if needed > len(self._free):
-            raise OutOfPages(needed, len(self._free))
-
-        copies = []
-        for seq, n in counts.items():
-            held = self._of(seq)
-            at, inside = divmod(held.length, self.page_size)
-            if n and inside:
-                page = held.pages[at]
-                if self._holders[page] > 1:
-                    held.pages[at] = self._take()
-                    copies.append((page, held.pages[at]))
-                    self._let_go(page)
-                else:  # it has a name if one that held it too, and is gone, filled it
-                    self._forget(page)
-            while len(held.pages) < self._pages_for(held.length + n):
-                held.pages.append(self._take())
-        return copies
+        if min(counts.values(), default=0) < 0:
+            raise ValueError(f"a sequence grows by 0 tokens or more, got {min(counts.values())}")
+        # What was reserved and not used yet is there already: then this is negative, or 0.
+        more = {seq: self.pages_for(self.length(seq) + n) - len(self.pages(seq))
+                for seq, n in counts.items()}  # fmt: skip
+        needed = sum(n for n in more.values() if n > 0)
+        if needed > self.n_free:
+            raise OutOfPages(needed, self.n_free)
+        for seq, n in more.items():
+            self._held[seq].pages.extend(self._take() for _ in range(n))
 
     def advance(self, counts: Mapping[int, int]) -> None:
         """The tokens of grow(counts) have been written."""
@@ -185,7 +167,7 @@ class PagePool:
             tokens: the ids of its tokens from the first on; they may be more than are stored.
 
         Raises:
-            ValueError: its tokens, or those of one that it shares pages with, were others before.
+            ValueError: its tokens were others before.
         """
         held, name = self._of(seq), b""
         for i in range(min(held.length, len(tokens)) // self.page_size):
@@ -204,34 +186,12 @@ class PagePool:
             raise ValueError(f"there is no sequence {seq}: it was freed, or never made")
         return self._held[seq]
 
-    def _add(self, held: _Held) -> int:
-        for page in held.pages:
-            self._free.pop(page, None)
-            self._holders[page] += 1
-        seq = self._next
-        self._next += 1  # numbers are not used again, so that a stale one is noticed
-        self._held[seq] = held
-        return seq
-
     def _take(self) -> int:
         page, _ = self._free.popitem(last=False)
-        self._forget(page)
+        if page in self._name_of:  # its content is lost from here on
+            del self._page_named[self._name_of.pop(page)]
         self._holders[page] = 1
         return page
-
-    def _forget(self, page: int) -> None:
-        if page in self._name_of:
-            del self._page_named[self._name_of.pop(page)]
-
-    def _let_go(self, page: int) -> None:
-        self._holders[page] -= 1
-        if not self._holders[page]:
-            self._free[page] = None
-            if page not in self._name_of:
-                self._free.move_to_end(page, last=False)
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
 
     def _name(self, before: bytes, tokens: Sequence[int], i: int) -> bytes:
         """The name of the i-th page: 128 bits of a hash that nobody can make collide."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attention import BACKENDS, Backend, Machine, Spec, packages, probe, visible
 from attention.spec import DTYPES
-from inference.cache import DynamicCache, StaticCache, StaticView, bucket
+from attention.views import StaticView
+from inference.cache import DynamicCache, PagedCache, StaticCache, StaticStep, bucket
 
 HERE = Machine.here("cpu", packages())
 
@@ -43,7 +44,8 @@ def test_a_dynamic_cache_gives_back_what_later_tokens_can_see(counts, window) ->
         seen_from = 0 if window is None else max(0, n - window + 1)
         for layer in range(2):
             new = k[layer, :, n : n + T].clone(), v[layer, :, n : n + T].clone()
-            got = step.view(layer).append(*new)
+            *got, reads = step.view(layer).append(*new)
+            assert reads is None
             assert torch.equal(got[0], k[layer, :, seen_from : n + T])
             assert torch.equal(got[1], v[layer, :, seen_from : n + T])
         step.advance()
@@ -101,7 +103,7 @@ def test_the_segments_of_a_window_cache_are_those_of_the_keys_it_gives() -> None
     cache = DynamicCache(1, max_len=20, window=3, pad=[4, 0])
     for T in (6, 1, 1, 3, 1):
         step = cache.reserve(T)
-        k, _ = step.view(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
+        k, _, _ = step.view(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
         assert step.segments is not None and step.segments.shape == k.shape[:2]
         first = cache.stored + T - k.shape[1]
         want = [[int(j >= pad) for j in range(first, cache.stored + T)] for pad in (4, 0)]
@@ -150,7 +152,8 @@ def test_a_static_cache_holds_each_rows_tokens_from_its_start(steps) -> None:
         assert step.positions(T).tolist() == [[len(row) + i for i in range(T)] for row in rows]
         k, v = random(2, T, 1, 2, seed=n), random(2, T, 1, 2, seed=n + 1000)
         for layer in (0, 1):
-            got_k, got_v = step.view(layer).append(k + layer, v + layer)
+            got_k, got_v, reads = step.view(layer).append(k + layer, v + layer)
+            assert (reads is None) == step.first
             if not step.first:
                 assert got_k.shape[1] == got_v.shape[1] == step.length == 100
         step.advance()
@@ -212,6 +215,12 @@ def filled(spec: Spec, starts: list[int], max_len: int, dtype: torch.dtype,
     return cache, k, v
 
 
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, step: StaticStep) -> Tensor:
+    """As the model does: store, then read."""
+    k, v, reads = step.view(0).append(k, v)
+    return BACKENDS[name].attend(q, k, v, spec, cache=reads)
+
+
 ASKED = Spec(4, 2, 32, "float32", grad=False, cache="static")
 READERS = [name for name, b in BACKENDS.items() if not b.why_not(ASKED, HERE)]
 
@@ -236,7 +245,7 @@ def test_attention_over_a_static_cache_is_each_rows_own(name, window, Tq) -> Non
         new = [random(3, Tq, Hkv, 32, seed=s).to(torch_dtype) for s in (4, 5)]
         step = cache.reserve(Tq)
         assert step.length == 128
-        out = BACKENDS[name].attend(q, *new, spec, cache=step.view(0))
+        out = attend(name, q, *new, spec, step)
         for b, n in enumerate(starts):
             row = [torch.cat([old[b : b + 1, :n], t[b : b + 1]], 1) for old, t in zip((k, v), new)]
             args = (q[b : b + 1], *row, q[b : b + 1])
@@ -254,7 +263,7 @@ def test_canary_what_a_row_has_not_stored_moves_nothing(name, window) -> None:
         spec = Spec(4, 2, 32, dtype, window=window, grad=False, cache="static")
         q, k, v = (random(2, 3, h, 32, seed=h).to(getattr(torch, dtype)) for h in (4, 2, 2))
         clean, _, _ = filled(spec, starts, 140, q.dtype)
-        want = BACKENDS[name].attend(q, k, v, spec, cache=clean.reserve(3, counts).view(0))
+        want = attend(name, q, k, v, spec, clean.reserve(3, counts))
         for what in ("behind", "padding", "other row", "before the window"):
             cache, _, _ = filled(spec, starts, 140, q.dtype)
             k2, v2 = k.clone(), v.clone()
@@ -267,7 +276,7 @@ def test_canary_what_a_row_has_not_stored_moves_nothing(name, window) -> None:
                     t[0], new[0] = 300.0, 300.0
                 elif window:
                     t[0, : 20 - window + 1], t[1, : 7 - window + 1] = 300.0, 300.0
-            got = BACKENDS[name].attend(q, k2, v2, spec, cache=cache.reserve(3, counts).view(0))
+            got = attend(name, q, k2, v2, spec, cache.reserve(3, counts))
             assert got.isfinite().all()
             if what != "other row":
                 assert torch.equal(got[0], want[0]), (dtype, what)
@@ -277,13 +286,41 @@ def test_canary_what_a_row_has_not_stored_moves_nothing(name, window) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_a_static_view_sees_is_visible(window) -> None:
     cache, _, _ = filled(Spec(1, 1, 2, "float32"), [0, 3, 12], 16, torch.float32)
-    seen = replace(cache.reserve(4).view(0), length=16).seen(4, window)
+    new = random(3, 4, 1, 2)
+    _, _, view = cache.reserve(4).view(0).append(new, new)
+    seen = replace(view, length=16).seen(4, window)
     assert seen.shape == (3, 1, 4, 16)
     for b, start in enumerate((0, 3, 12)):
         for i, j in itertools.product(range(4), range(16)):
             assert bool(seen[b, 0, i, j]) == visible(start + i, j, 0, window)
-    past = replace(cache.reserve(4).view(0), length=8).seen(4, window)  # row 2 is padding here
+    past = replace(view, length=8).seen(4, window)  # row 2 is padding here
     assert past.any(dim=-1).all()  # no query sees nothing at all
+
+
+# --- paged ---
+
+
+def test_padding_of_a_paged_step_has_position_0_and_lands_in_the_null_page() -> None:
+    """Whose place in the embedding there is, however far the row has come."""
+    cache = PagedCache(1, 1, 2, n_pages=9, page_size=4)
+    a, b = cache.pool.new(), cache.pool.new()
+    before = torch.zeros(4, 1, 2)
+    for counts, want in (((3, 1), [[0, 1, 2], [0, 0, 0]]), ((1, 3), [[3, 0, 0], [1, 2, 3]])):
+        step = cache.reserve([a, b], counts)
+        assert step.positions(3).tolist() == want
+        new = random(2, 3, 1, 2)
+        k_pages, _, view = step.view(0).append(new, new)
+        step.advance()
+        # Padding of row a would stand at place 4, of a page that it has not: nothing moves.
+        assert torch.equal(
+            k_pages[cache.pool.pages(a)[0]][: step.lengths[0]], before[: step.lengths[0]]
+        )
+        before = k_pages[cache.pool.pages(a)[0]].clone()
+        used = {*cache.pool.pages(a), *cache.pool.pages(b)}
+        assert {int(page) for page in view.page_table.flatten()} <= {0, *used}
+        assert not k_pages[[p for p in range(1, 9) if p not in used]].any()
+    assert torch.equal(cache.k[0, cache.pool.pages(a)[0], 3], new[0, 0])
+    assert torch.equal(cache.k[0, cache.pool.pages(b)[0], 1:], new[1])
 
 
 # --- the probe ---
@@ -305,13 +342,7 @@ def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(fault) -> None:
         if fault == "one place off":
             cache = replace(cache, start=cache.start + 1)
         elif fault == "the whole buffer":
-            cache.append(k, v)
-            return BACKENDS["manual"].attend(
-                q,
-                cache.k[:, : cache.length],
-                cache.v[:, : cache.length],
-                replace(spec, window=None),
-            )
+            spec, cache = replace(spec, window=None), None
         else:
             spec = replace(spec, window=None)
         return BACKENDS["manual"].attend(q, k, v, spec, cache=cache)

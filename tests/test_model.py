@@ -27,8 +27,6 @@ from core import cpu_matmul
 from core import loss as loss_module
 from core.loss import IGNORE, linear_cross_entropy
 from core.settings import UserError
-from inference import engine
-from inference.engine import sample_next
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -895,99 +893,6 @@ def test_the_math_kernel_is_warned_about_where_it_holds_more_than_1_gb() -> None
     assert "1.0 GB in each layer at batch size 80 and 640 tokens" in str(chosen)
     fused = replace(slow, dropout=0.0)
     assert GPT(fused).attention(shape=(1000, 640))[0].note == ""
-
-
-# --- generation ---
-
-
-def greedy(model: GPT, idx: Tensor, n: int) -> Tensor:
-    """The plain way: the whole text through the model for each token."""
-    for _ in range(n):
-        logits = model(idx[:, -model.config.block_size :])[0]
-        idx = torch.cat([idx, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return idx
-
-
-@pytest.mark.parametrize("sampling", [
-    {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4},
-    {"temperature": 0.0, "top_k": 3, "top_p": 0.5}])  # fmt: skip
-def test_greedy(sampling) -> None:
-    """5 + 30 tokens through a block_size of 16: the window slides."""
-    model, idx = build().eval(), tokens(T=5)
-    want = greedy(model, idx, 30)
-    got = engine.generate(model, idx, 30, **sampling)
-    assert got.shape == (2, 35) and got.dtype == torch.int64 and torch.equal(got, want)
-    assert torch.equal(torch.stack(list(engine.stream(model, idx, 30, **sampling)), 1), want[:, 5:])
-    assert torch.equal(engine.generate(model, idx, 0), idx)
-
-
-def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
-    model, idx = build().eval(), tokens(T=5)
-
-    def draw(seed: int) -> Tensor:
-        return engine.generate(model, idx, 30, generator=torch.Generator().manual_seed(seed))
-
-    state = torch.get_rng_state()
-    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
-    assert torch.equal(state, torch.get_rng_state())  # a generator of one's own is the only source
-    assert torch.is_grad_enabled() and not draw(1).requires_grad
-    for _ in engine.stream(model, idx, 2):
-        assert torch.is_grad_enabled()  # between the tokens the caller's mode holds
-
-
-def test_padding_of_the_vocabulary_is_never_drawn() -> None:
-    model, idx = build().eval(), tokens(T=5, vocab_size=9)
-    with torch.no_grad():
-        model.transformer.wte.weight[9:] *= 30  # what would be drawn
-    for sampling in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}):
-        assert engine.generate(model, idx, 20, vocab_size=9, **sampling).max() < 9
-    assert engine.generate(model, idx, 20).max() >= 9
-
-
-def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
-    """How often each token was drawn, as a share."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample_next(logits.expand(n, -1), generator=generator, **sampling)
-    assert drawn.shape == (n,) and drawn.dtype == torch.int64
-    return torch.bincount(drawn, minlength=logits.shape[-1]) / n
-
-
-@pytest.mark.parametrize("sampling, want", [
-    ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
-    ({"temperature": 0.5}, [0.16, 0.09, 0.0225, 0.01, 0.0025]),
-    ({"temperature": 2.0}, [0.4**0.5, 0.3**0.5, 0.15**0.5, 0.1**0.5, 0.05**0.5]),
-    ({"top_k": 2}, [0.4, 0.3, 0, 0, 0]),
-    ({"top_k": 5}, [0.4, 0.3, 0.15, 0.1, 0.05]),
-    ({"top_k": 9}, [0.4, 0.3, 0.15, 0.1, 0.05]),
-    ({"top_p": 0.39}, [0.4, 0, 0, 0, 0]),
-    ({"top_p": 0.41}, [0.4, 0.3, 0, 0, 0]),
-    ({"top_p": 0.69}, [0.4, 0.3, 0, 0, 0]),
-    ({"top_p": 0.71}, [0.4, 0.3, 0.15, 0, 0]),
-    ({"top_p": 1.0}, [0.4, 0.3, 0.15, 0.1, 0.05]),
-    ({"top_k": 2, "top_p": 0.6}, [0.4, 0.3, 0, 0, 0]),  # 0.4 / 0.7 is less than 0.6
-    ({"top_k": 2, "top_p": 0.5}, [0.4, 0, 0, 0, 0]),  # and more than 0.5
-])  # fmt: skip
-def test_the_shares_of_what_is_drawn(sampling, want) -> None:
-    """Shuffled, so that order is no help. Each share is a binomial mean: 5 of its deviations."""
-    p = torch.tensor(want) / sum(want)
-    order = torch.tensor([3, 0, 4, 2, 1])
-    logits = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()[order] + 7
-    got = draws(logits, **sampling)
-    assert ((got - p[order]).abs() <= 5 * (p[order] * (1 - p[order]) / 40_000).sqrt()).all()
-    assert torch.equal(got > 0, p[order] > 0)  # the set itself is exact
-
-
-def test_of_equal_logits_no_more_than_k_stay() -> None:
-    assert int((draws(torch.zeros(8), top_k=3) > 0).sum()) == 3
-    one = draws(torch.tensor([1.0, 2.0, 2.0, 2.0]), top_k=1)
-    assert int((one > 0).sum()) == 1 and one[0] == 0
-
-
-def test_each_row_is_drawn_from_its_own_logits() -> None:
-    logits = torch.full((3, 4), -1e9)
-    logits[[0, 1, 2], [2, 0, 3]] = 0.0
-    for sampling in ({}, {"top_k": 2}, {"top_p": 0.9}, {"temperature": 0}):
-        assert sample_next(logits, **sampling).tolist() == [2, 0, 3]
 
 
 # --- mistakes in the configuration ---

@@ -15,6 +15,7 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
 import sample
+from inference import serve, texts
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -90,6 +91,16 @@ def test_a_stream_comes_token_by_token(trained, monkeypatch):
     assert seen == [3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("how", [(), ("--stream",), ("--kv_cache=paged",)], ids=str)
+def test_no_two_texts_have_a_seed_in_common(how, trained):
+    """Sample i of prompt j is text n = i + j * num_samples, and has seed + n: none begins alike."""
+    words = of(trained, "--start=Ann", "--start=Ann", "--num_samples=2", "--seed=5", *how)
+    four = text_of(*words)
+    assert len(set(four)) == 4
+    for n, text in enumerate(four):
+        assert text_of(*of(trained, "--start=Ann", f"--seed={5 + n}")) == [text]
+
+
 def test_temperature_0_takes_the_likeliest_whatever_the_seed(trained):
     (a,), (b,) = (text_of(*of(trained, "--temperature=0", f"--seed={s}")) for s in (1, 2))
     assert a == b
@@ -115,7 +126,8 @@ def test_every_prompt_is_answered(form, trained):
     assert len(texts) == 6
     for p, pair in zip(prompts, (texts[:2], texts[2:4], texts[4:])):
         assert all(t.startswith(p) for t in pair)
-    assert texts[2:3] == text_of(*of(trained, "--start=The king"))  # whatever stood before it
+    alone = text_of(*of(trained, "--start=The king", "--seed=1339"))  # whatever stood before it
+    assert texts[2:3] == alone
 
 
 def test_prompts_in_mixed_forms(trained):
@@ -185,7 +197,7 @@ def test_prompts_from_a_file(form, kv, trained, tmp_path):
         assert (code, shown) == (0, "")
         rows = rows_of(out.read_text())
         assert [row["prompt"] for row in rows] == [w for w in wanted for _ in range(2)]
-        assert [row["seed"] for row in rows] == [1337, 1338] * 4
+        assert [row["seed"] for row in rows] == list(range(1337, 1345))
         for row in rows:
             assert row["tokens"] == len(row["text"]) == 20 and row["finish"] == "length"
             alone = of(trained, f"--start={row['prompt']}", f"--seed={row['seed']}", n=20)
@@ -212,7 +224,7 @@ def test_ctrl_c_keeps_the_paged_texts_that_have_begun(trained, tmp_path, monkeyp
     words = of(trained, "--num_samples=6", "--batch_size=2", "--kv_cache=paged", "--stop=t")
     words = ("--device=cpu", *words, "--start=Ann", f"--out={path}")
     enter(sample.main, [*words])
-    whole, stream = rows_of(path.read_text()), sample.serve.stream
+    whole, stream = rows_of(path.read_text()), serve.stream
     assert len(whole) == 6 and {row["finish"] for row in whole} == {"stop"}
 
     def interrupt(*args: Any, **options: Any) -> Any:
@@ -223,7 +235,7 @@ def test_ctrl_c_keeps_the_paged_texts_that_have_begun(trained, tmp_path, monkeyp
                 raise KeyboardInterrupt
             yield number, token
 
-    monkeypatch.setattr("sample.serve.stream", interrupt)
+    monkeypatch.setattr("inference.serve.stream", interrupt)
     code, _, err = enter(sample.main, [*words])
     rows = rows_of(path.read_text())
     assert code == 130 and "4 texts, " in err
@@ -314,9 +326,9 @@ def test_a_text_ends_before_the_stop_string(how, trained):
 def test_what_is_shown_before_a_stop_string(pieces, stop) -> None:
     """However the text is cut; and nothing is held back that cannot be its beginning."""
     text = "".join(pieces)
-    assert "".join(sample.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
+    assert "".join(texts.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
     if stop == "x":
-        assert list(sample.before(stop, pieces)) == [p for p in pieces if p]
+        assert list(texts.before(stop, pieces)) == [p for p in pieces if p]
 
 
 # --- caches, precision, speed ---
@@ -476,7 +488,10 @@ def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
 
 
 def test_samples_share_their_prompts_pages(bpe, tmp_path):
-    """A page of the prompt's 25 tokens is full: two samples of three need not store it."""
+    """A page of the prompt's 25 tokens is full: two samples of three need not store it.
+
+    They begin a step after the first, and hold two pages when it has taken its third.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(64, 50304, n_layer=1, n_head=1, n_embd=8))
     path = nanogpt_file(tmp_path / "ckpt.pt", model)
@@ -484,7 +499,7 @@ def test_samples_share_their_prompts_pages(bpe, tmp_path):
     texts = text_of(*words)
     assert text_of(*words, "--kv_cache=paged") == texts and len(set(texts)) == 3
     _, _, err = enter(sample.main, ["--device=cpu", "--kv_cache=paged", *words])
-    assert "7 of 9 pages in use at most, 2 saved by sharing" in err
+    assert "5 of 9 pages in use at most, 2 saved by sharing" in err
     said = refused(*words, "--kv_cache=paged", "--n_pages=3")
     assert "prompt 0 needs 3 pages of 16 tokens, for its 25 tokens and 9 new ones" in said
 
@@ -492,13 +507,26 @@ def test_samples_share_their_prompts_pages(bpe, tmp_path):
 def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     path = gpt2_like(tmp_path / "ckpt.pt")
     tokens = iter([[65], [66], [50256], [67]])
-    monkeypatch.setattr("inference.engine.pick", lambda *a: torch.tensor(next(tokens)))
+    monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):
     said = refused(f"--init_from={gpt2_like(tmp_path / 'ckpt.pt', 100)}")
     assert "vocabulary of 100 tokens" in said and "tokenizer" in said
+
+
+def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path):
+    """A nanoGPT character model brings none: the folder of what it was trained on has it."""
+    saved = checkpoint.load(checkpoint.latest(trained))
+    folder = trained.parent / "data" / "tiny"
+    path = nanogpt_file(tmp_path / "ckpt.pt", saved.model())
+    words = [f"--init_from={path}", "--start=Ann", "--max_new_tokens=40", "--seed=3"]
+    assert "--dataset=data/shakespeare_char" in refused(*words)
+    texts = text_of(*words, f"--dataset={folder}")
+    assert texts == text_of(*of(trained, "--start=Ann", "--seed=3"))
+    said = refused(*words, f"--dataset={tmp_path / 'gone'}")
+    assert f"there is no dataset in {tmp_path / 'gone'}" in said
 
 
 def test_from_a_folder_of_transformers(bpe, tmp_path):

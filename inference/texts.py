@@ -1,0 +1,155 @@
+"""Prompts to texts, for sample.py: by which loop they are written, and where each of them ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from core.runtime import synchronize
+from inference import constrain, engine, serve
+from inference.sampling import ENDED, Stats
+
+if TYPE_CHECKING:
+    from model import GPT
+
+
+@dataclass
+class Prompt:
+    """What one text begins with, and where that came from."""
+
+    text: str
+    where: str = ""  # "prompts.txt:3: ", for messages
+    ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Text:
+    """One text that is being written."""
+
+    prompt: Prompt
+    seed: int
+    new: list[int] = field(default_factory=list)
+    finish: str = "waiting"  # then "interrupted", as long as it is not "stop" or "length"
+
+    @property
+    def done(self) -> bool:
+        return self.finish in ("stop", "length")
+
+
+@dataclass
+class Writer:
+    """Writes the texts, some of them at a time."""
+
+    model: GPT
+    tokenizer: Any
+    texts: list[Text]
+    config: Any  # a SampleConfig
+    constraint: constrain.Automaton | None
+    stats: Stats = field(default_factory=Stats)
+    seconds: float = 0.0
+    first: float = 0.0  # seconds to the first token
+
+    def steps(self) -> Generator[None, None, None]:
+        """After each step all that is new is in the texts."""
+        device = self.model.transformer.wte.weight.device
+        begin = time.perf_counter()
+        try:
+            for tokens in self.tokens(device):
+                self.first = self.first or time.perf_counter() - begin
+                for text, token in tokens:
+                    self.add(text, token)
+                yield
+        finally:
+            synchronize(device)
+            self.seconds = time.perf_counter() - begin
+
+    def tokens(self, device: torch.device) -> Iterator[Iterable[tuple[Text, int]]]:
+        """The tokens of each step, and which text's they are; ENDED after its last."""
+        config, texts = self.config, self.texts
+        size = 1 if config.stream else config.batch_size
+        options: dict[str, Any] = {
+            "temperature": config.temperature,
+            "top_k": config.top_k,
+            "top_p": config.top_p,
+            "vocab_size": self.tokenizer.vocab_size,
+            "overflow": config.overflow,
+            "constraint": self.constraint,
+            "stop": lambda _, new: self.stops(new),
+            "stats": self.stats,
+        }
+        generators = (torch.Generator(device).manual_seed(text.seed) for text in texts)
+        if config.kv_cache == "paged":
+            ids = [text.prompt.ids for text in texts]
+            options["n_pages"] = config.n_pages or serve.enough_pages(
+                self.model, map(len, ids), config.max_new_tokens, size
+            )
+            options |= {"generator": generators, "slots": size}
+            for n, token in serve.stream(self.model, ids, config.max_new_tokens, **options):
+                yield [(texts[n], token)]
+            return
+        options |= {"kv_cache": config.kv_cache, "compile": config.compile}
+        for at in range(0, len(texts), size):
+            batch = texts[at : at + size]
+            options["generator"] = list(islice(generators, len(batch)))
+            ids = [text.prompt.ids for text in batch]
+            for step in engine.stream(self.model, ids, config.max_new_tokens, **options):
+                yield zip(batch, step.tolist(), strict=True)
+            yield [(text, ENDED) for text in batch]
+
+    def add(self, text: Text, token: int) -> None:
+        if token == ENDED:
+            if not text.done:
+                text.finish = "length" if self.constraint is None else "stop"
+            return
+        text.new.append(token)
+        text.finish = "stop" if self.stops(text.new) else "interrupted"
+        if token == self.tokenizer.eot:
+            text.new.pop()
+
+    def stops(self, new: list[int]) -> bool:
+        """Whether a text ends here: by the model's own token, or with --stop in its last tokens."""
+        if new[-1] == self.tokenizer.eot or self.config.stop is None:
+            return new[-1] == self.tokenizer.eot
+        n = len(self.config.stop.encode())  # no token is shorter than a byte
+        return self.config.stop in self.tokenizer.decode(new[-n:])
+
+    def report(self) -> str:
+        """One line: tokens/s, time to the first token, memory of the cache."""
+        n_texts = sum(text.finish != "waiting" for text in self.texts)
+        n_tokens = sum(len(text.new) for text in self.texts)
+        stats = self.stats
+        cache = f"{stats.cache_bytes / 1e6:.1f} MB" if stats.cache_bytes else "not used"
+        if stats.pages:
+            cache += (
+                f", {stats.pages} of {stats.all_pages} pages in use at most, "
+                f"{stats.shared_pages} saved by sharing"
+            )
+        return (
+            f"{n_texts} text{'s' * (n_texts != 1)}, {n_tokens} tokens in {self.seconds:.2f} s: "
+            f"{n_tokens / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
+            f"{1e3 * self.first:.0f} ms; KV cache ({self.config.kv_cache}): {cache}"
+        )
+
+
+def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces of a text up to `stop`; what may be its beginning is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if stop is None:
+            sure = len(held)
+        elif stop in held:
+            yield held.partition(stop)[0]
+            return
+        else:
+            sure = len(held) - next(n for n in range(len(stop), -1, -1) if held.endswith(stop[:n]))
+        if sure:
+            yield held[:sure]
+            held = held[sure:]
+    if held:
+        yield held
