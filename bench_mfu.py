@@ -35,10 +35,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 import data
-from bench import answers, fitting, records, report, rivals, roofline, rows, tables
+from bench import answers, fitting, records, roofline, rows, tables
+from bench import baselines as rivals
+from bench import pictures as report
+from bench.config import BenchConfig, names, settings_of, settle, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Outcome, Worker, measure
-from bench.settle import BenchConfig, names, settings_of, settle, vocabulary
 from core import flops
 from core.runtime import pick_device
 from core.settings import UserError, exit_on_user_error

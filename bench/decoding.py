@@ -31,7 +31,8 @@ from torch import Tensor
 
 import attention
 from attention.probe import KERNELS
-from bench import machine, rivals
+from bench import baselines as rivals
+from bench import machine
 from bench.training import build
 from core.runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
 from core.settings import from_dict

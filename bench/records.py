@@ -68,7 +68,7 @@ def write(folder: Path, content: dict[str, Any]) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    from bench import report
+    from bench import pictures as report
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ import data
 import train
 from attention import Resolution
 from attention.probe import KERNELS
-from bench import machine, rivals
+from bench import baselines as rivals
+from bench import machine
 from bench.profiling import ATTENTION, Scopes, read
 from core.runtime import (
     allow_tf32,

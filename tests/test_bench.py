@@ -28,11 +28,13 @@ import torch
 import attention
 import bench_mfu
 from attention.spec import Backend, Caps
-from bench import decoding, fitting, machine, process, rivals, rows, settle, training
+from bench import baselines as rivals
+from bench import config as settle
+from bench import decoding, fitting, machine, process, rows, training
+from bench.config import BenchConfig
 from bench.decoding import mbu
 from bench.kernels import Kernels, flops_of
 from bench.process import Failure, Outcome, measure
-from bench.settle import BenchConfig
 from bench.stats import Summary, differ, exceeds_noise
 from core import flops
 from core.settings import UserError

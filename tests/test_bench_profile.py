@@ -21,7 +21,8 @@ from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
 
 import bench_mfu
-from bench import profiling, report, roofline, rows, training
+from bench import pictures as report
+from bench import profiling, roofline, rows, training
 from bench.profiling import RANGE, Owner, Scopes, read
 from bench.roofline import work
 from core import flops

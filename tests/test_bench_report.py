@@ -14,8 +14,9 @@ import browser as browsers
 import pytest
 
 import bench_mfu
-from bench import answers, records, report, tables
-from bench.settle import BenchConfig, settings_of
+from bench import answers, records, tables
+from bench import pictures as report
+from bench.config import BenchConfig, settings_of
 from core.settings import UserError
 
 

@@ -17,7 +17,7 @@ from test_readme import commands
 import bench_mfu
 from attention import Spec, visible
 from attention.__main__ import ALIASES, Options, split_name
-from bench.settle import settle
+from bench.config import settle
 from core import settings
 from core.settings import UserError
 from docs import build, figures

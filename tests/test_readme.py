@@ -13,9 +13,9 @@ import bench_mfu
 from attention import support
 from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options, split_name
+from bench.config import settle
 from bench.curves import CurvesConfig
 from bench.serving import ServingConfig
-from bench.settle import settle
 from core.settings import read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
