@@ -1,4 +1,5 @@
-"""Other people's GPT-2 at the same sizes, in the same rounds, so that a ratio can be claimed.
+"""Baselines: other people's GPT-2 at the same sizes, in the same rounds, so that a ratio can be
+claimed; and the training step as everybody would write it.
 
     --rival nanogpt=PATH    karpathy/nanoGPT: the model.py of the checkout in PATH is imported from
                             there, and stepped as its train.py does
@@ -8,11 +9,11 @@
 
 In the mode decode each writes with its own generate(). nanoGPT has no cache and no logits
 processors, and samples; transformers takes the likeliest token, with sdpa, its default, and has a
-row for each cache of its that is also one of ours. Its static cache is compiled where ours is.
+row for each of its caches that is also one of ours. Its static cache is compiled where ours is.
 
 Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
 window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
-parameters; its MFU is reckoned with the same FLOPs as everyone's.
+parameters; its MFU is computed with the same FLOPs as everyone's.
 """
 
 from __future__ import annotations
@@ -25,25 +26,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from core.runtime import synchronize, why_not_compile
+import train
+from bench.setup import Setup
+from core.runtime import synchronize
 from core.settings import UserError
 from train import TrainConfig
 
 HF = ("eager", "sdpa", "flash_attention_2")
 CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
+Mark = Callable[[str], None]
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
-def contenders(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """--rival's words -> {name of the row: what build() and writer() want}.
+def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
+    """--rival's words -> {name of the row: what build() wants}.
 
     Args:
         implementations: of transformers' attention, a row each.
 
     Raises:
-        UserError: an unknown rival, or a path that is no checkout.
+        UserError: an unknown baseline, or a path that is no checkout.
     """
     found: dict[str, str] = {}
     for word in asked:
@@ -60,14 +65,14 @@ def contenders(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) ->
     return found
 
 
-def can_write(rival: str, cache: str, processor: bool) -> bool:
+def can_write(baseline: str, cache: str, processor: bool) -> bool:
     """Whether its generate() knows such a cache, and logits processors."""
-    name = rival.partition("=")[0]
+    name = baseline.partition("=")[0]
     return cache in CACHES[name] and not (processor and name == "nanogpt")
 
 
 def check(name: str, config: TrainConfig) -> None:
-    """Raises: UserError where the rival cannot do what is asked."""
+    """Raises: UserError where the baseline cannot do what is asked."""
     wanted = {
         "attention_window": config.attention_window,
         "n_kv_head": None if config.n_kv_head == config.n_head else config.n_kv_head,
@@ -78,203 +83,196 @@ def check(name: str, config: TrainConfig) -> None:
         raise UserError(f"it has no {' and no '.join(lacks)}")
 
 
-def build(rival: str, config: TrainConfig, vocab_size: int, device: torch.device,
-          autocast: Any, scaler: Any) -> Any:  # fmt: skip
-    """The rival's model and optimizer.
+def build(baseline: str, setup: Setup) -> Baseline:
+    """The baseline, its new model on the device.
 
     Raises:
         UserError: it cannot do what is asked.
     """
-    kinds = {"nanogpt": NanoGPT, "hf": HuggingFace}
-    return _made(kinds, rival, config, vocab_size, device, scaler)
+    name, _, what = baseline.partition("=")
+    if name == "plain":
+        return Plain(setup)
+    check(name, setup.config)
+    return NanoGPT(what, setup) if name == "nanogpt" else HuggingFace(what, setup)
 
 
-def writer(rival: str, config: TrainConfig, vocab_size: int, device: torch.device,
-           dtype: torch.dtype) -> Any:  # fmt: skip
-    """The rival's model for generation, in `dtype`; see bench/decoding.py, Ours.
-
-    Raises:
-        UserError: it cannot do what is asked.
-    """
-    kinds = {"nanogpt": NanoGPTWriter, "hf": HuggingFaceWriter}
-    return _made(kinds, rival, config, vocab_size, device, dtype)
-
-
-def _made(kinds: dict[str, Any], rival: str, config: TrainConfig, *how: Any) -> Any:
-    name, _, what = rival.partition("=")
-    check(name, config)
-    return kinds[name](what, config, *how)
-
-
-def nanogpt_model(path: str, config: TrainConfig, vocab_size: int) -> Any:
-    """A new model by the model.py at `path`, on the CPU."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    assert spec and spec.loader
-    theirs = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
-    spec.loader.exec_module(theirs)
-    same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-    sizes = {name: getattr(config, name) for name in same}
-    return theirs.GPT(theirs.GPTConfig(vocab_size=vocab_size, **sizes))
-
-
-def hf_model(implementation: str, config: TrainConfig, vocab_size: int, device: torch.device,
-             use_cache: bool) -> tuple[Any, str]:  # fmt: skip
-    """A new GPT-2 of transformers on the CPU, and its title.
-
-    Raises:
-        UserError: a package is missing, or `implementation` does not run on `device`.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("package 'transformers' is not installed (pip install transformers)")
-    import transformers
-
-    if implementation == "flash_attention_2" and device.type != "cuda":
-        raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-    settings: Any = transformers.GPT2Config(
-        vocab_size=vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
-        n_layer=config.n_layer, n_head=config.n_head, resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout, attn_pdrop=config.dropout, use_cache=use_cache,
-        activation_function="gelu" if config.gelu == "exact" else "gelu_new",
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(
-            settings, attn_implementation=implementation
-        )
-    except ImportError as e:
-        raise UserError(" ".join(str(e).split())) from e
-    return model, f"transformers {transformers.__version__}"
-
-
-# ----------------------------------------------------------------------------- training
-
-
-class Rival:
-    """A model, its optimizer, and how its own loop steps."""
+class Baseline:
+    """A model, its optimizer, and how its own loops step and write."""
 
     title: str
     model: Any
     optimizer: Any
+    run: Any  # the model, compiled or not
     loss: Callable[[Tensor, Tensor], Tensor]
+    make_optimizer: Callable[[], Any]
 
-    def __init__(self, config: TrainConfig, device: torch.device, scaler: Any) -> None:
-        self.config, self.scaler = config, scaler
-        self.compiled = why_not_compile(config.compile, device) is None
-        self.run: Any = torch.compile(self.model) if self.compiled else self.model
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config = setup, setup.config
+        self.compiled = setup.compiled
 
-    def step(self, x: Tensor, y: Tensor, micro: int, autocast: Any,
-             mark: Callable[[str], None]) -> Tensor:  # fmt: skip
+    def for_training(self) -> Baseline:
+        self.model.train()
+        self.optimizer = self.make_optimizer()
+        self.run = torch.compile(self.model) if self.compiled else self.model
+        return self
+
+    def for_decoding(self) -> Baseline:
+        self.model.to(self.setup.dtype).eval()
+        return self
+
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """One step as its own loop does it, with the marks of train.train_step."""
+        scaler = self.setup.scaler
         loss = torch.zeros((), device=x.device)
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
-            with autocast:
+            with self.setup.autocast:
                 part = self.loss(mx, my) / micro
             mark("backward")
-            self.scaler.scale(part).backward()
+            scaler.scale(part).backward()
             loss += part.detach()
         mark("update")
         if self.config.grad_clip:
-            self.scaler.unscale_(self.optimizer)
+            scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        scaler.step(self.optimizer)
+        scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         mark("end")
         return loss
 
 
-class NanoGPT(Rival):
+class Plain(Baseline):
+    """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
+    logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
+
+    It is told to run in float32 with the backend manual (bench/modes.py, converge).
+    """
+
+    title = "plain PyTorch, float32"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.model = setup.model()
+
+    def make_optimizer(self) -> Any:
+        ours = train.build_optimizer(self.model, self.config, self.setup.device)
+        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
+        betas = (self.config.beta1, self.config.beta2)
+        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
+
+
+class NanoGPT(Baseline):
     """The model of a nanoGPT checkout, with the optimizer that it configures."""
 
-    def __init__(self, path: str, config: TrainConfig, vocab_size: int, device: torch.device,
-                 scaler: Any) -> None:  # fmt: skip
-        self.title = "nanoGPT"
-        self.model = nanogpt_model(path, config, vocab_size).to(device)
-        self.optimizer = self.model.configure_optimizers(
-            config.weight_decay, config.learning_rate, (config.beta1, config.beta2), device.type
-        )
-        super().__init__(config, device, scaler)
+    title = "nanoGPT"
+
+    def __init__(self, path: str, setup: Setup) -> None:
+        super().__init__(setup)
+        spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+        assert spec and spec.loader
+        theirs = importlib.util.module_from_spec(spec)
+        sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
+        spec.loader.exec_module(theirs)
+        same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+        sizes = {name: getattr(self.config, name) for name in same}
+        config = theirs.GPTConfig(vocab_size=setup.vocab_size, **sizes)
+        self.model = theirs.GPT(config).to(setup.device)
+
+    def make_optimizer(self) -> Any:
+        c = self.config
+        args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
+        return self.model.configure_optimizers(*args)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-
-class HuggingFace(Rival):
-    """transformers' GPT-2."""
-
-    def __init__(self, implementation: str, config: TrainConfig, vocab_size: int,
-                 device: torch.device, scaler: Any) -> None:  # fmt: skip
-        model, self.title = hf_model(implementation, config, vocab_size, device, False)
-        self.model = model.to(device)
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay, fused=device.type in ("cuda", "cpu"),
-        )  # fmt: skip
-        super().__init__(config, device, scaler)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        # It shifts the labels by itself; the last position then counts for nothing.
-        return self.run(input_ids=x, labels=x).loss
-
-
-# ----------------------------------------------------------------------------- generation
-
-
-class NanoGPTWriter:
-    """nanoGPT's generate(): the whole text is read anew for every token."""
-
-    title = "nanoGPT"
-
-    def __init__(self, path: str, config: TrainConfig, vocab_size: int, device: torch.device,
-                 dtype: torch.dtype) -> None:  # fmt: skip
-        self.device = device
-        self.model = nanogpt_model(path, config, vocab_size).to(device, dtype).eval()
-
-    def write(self, prompt: Tensor, new: int, cache: str,
-              processor: Processor | None) -> tuple[float, float, int]:  # fmt: skip
+    def write(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> tuple[float, float, int]:
+        """Its generate(), which reads the whole text anew for every token; see decoding.Ours."""
         assert cache == "none" and processor is None
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
             if len(began) == 1:  # the first token is drawn, but on a GPU perhaps not there yet
-                synchronize(self.device)
+                synchronize(self.setup.device)
             began.append(time.perf_counter())
 
-        # It tells nobody of a token; but where the model is called again, there is one more.
+        # It has no streamer; but when the model is called again, there is one more token.
         hook = self.model.register_forward_pre_hook(note)
         try:
             text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
         finally:
             hook.remove()
-        synchronize(self.device)
+        synchronize(self.setup.device)
         end = time.perf_counter()
         assert len(began) == new and text.shape[1] == prompt.shape[1] + new, text.shape
         return began[1], end, 0
 
 
-class HuggingFaceWriter:
-    """transformers' generate(), greedy; its streamer is told of every token."""
+class HuggingFace(Baseline):
+    """transformers' GPT-2."""
 
-    def __init__(self, implementation: str, config: TrainConfig, vocab_size: int,
-                 device: torch.device, dtype: torch.dtype) -> None:  # fmt: skip
-        model, self.title = hf_model(implementation, config, vocab_size, device, True)
-        self.model = model.to(device, dtype).eval()
-        self.compile = config.compile is True
+    def __init__(self, implementation: str, setup: Setup) -> None:
+        super().__init__(setup)
+        if importlib.util.find_spec("transformers") is None:
+            raise UserError("package 'transformers' is not installed (pip install transformers)")
+        import transformers
 
-    def write(self, prompt: Tensor, new: int, cache: str,
-              processor: Processor | None) -> tuple[float, float, int]:  # fmt: skip
+        config, device = self.config, setup.device
+        if implementation == "flash_attention_2" and device.type != "cuda":
+            raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
+        same = {name: getattr(config, name) for name in ("n_embd", "n_layer", "n_head")}
+        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        settings: Any = transformers.GPT2Config(
+            vocab_size=setup.vocab_size,
+            n_positions=config.block_size,
+            activation_function="gelu" if config.gelu == "exact" else "gelu_new",
+            bos_token_id=None,
+            eos_token_id=None,
+            **same,
+        )
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                settings, attn_implementation=implementation
+            )
+        except ImportError as e:
+            raise UserError(" ".join(str(e).split())) from e
+        self.model = model.to(device)
+        self.title = f"transformers {transformers.__version__}"
+
+    def make_optimizer(self) -> Any:
+        c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
+        how = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
+        return torch.optim.AdamW(self.model.parameters(), fused=fused, **how)  # type: ignore[arg-type]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        # It shifts the labels by itself; the last position then counts for nothing.
+        return self.run(input_ids=x, labels=x, use_cache=False).loss
+
+    def write(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> tuple[float, float, int]:
+        """Its generate(), greedy; its streamer is told of every token. See decoding.Ours."""
         from transformers import LogitsProcessorList
 
         reader = Reader()
-        processors: Any = [processor] if processor else []
         found = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False,
-            cache_implementation=cache, disable_compile=not self.compile, streamer=reader,
-            logits_processor=LogitsProcessorList(processors), return_dict_in_generate=True,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            cache_implementation=cache,
+            disable_compile=self.config.compile is not True,
+            streamer=reader,
+            logits_processor=LogitsProcessorList([processor] if processor else []),
+            return_dict_in_generate=True,
+        )
         times = reader.times[1:]  # it is told of the prompt first
         assert len(times) == new and found.sequences.shape[1] == prompt.shape[1] + new
         layers = found.past_key_values.layers

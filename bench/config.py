@@ -1,35 +1,38 @@
-"""The knobs of bench_mfu.py: train.py's, and its own."""
+"""The knobs of bench_mfu.py: its own, and train.py's for the model that is measured."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import attention
 import data
 from core.runtime import pick_device
-from core.settings import UserError, read
+from core.settings import Loaded, UserError, read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_CONFIG = ROOT / "bench" / "cpu.py"
-ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "rivals": "rival"}
+CPU_CONFIG = "bench/cpu.py"
+RECORDS = "bench/records"
+ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "rival": "baseline",
+           "rivals": "baseline", "baselines": "baseline"}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class BenchConfig(TrainConfig):
-    """Measure attention backends. The model's knobs are train.py's, and its config files serve;
-    those of a run (out_dir, eval_interval, wandb_log and the like) change nothing here."""
+class Knobs:
+    """Measure attention backends side by side. The model's knobs are train.py's, and its config
+    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
 
-    # --- data ---
-    batch_size: int | Literal["auto"] = 12  # type: ignore[assignment]  # auto: the largest that fits
     # --- what is measured ---
+    batch_size: int | Literal["auto"] = (
+        12  # sequences in a micro-batch; auto: the largest that fits
+    )
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
-    rival: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: their own models
+    baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
-    roofline: str | None = None  # train: only reckon the roofline of this GPU: "NVIDIA H200"
-    products_tflops: float | None = None  # a rate for a second ceiling; none: large products' here
+    roofline: str | None = None  # train: only compute the roofline of this GPU: "NVIDIA H200"
+    products_tflops: float | None = None  # a rate for a second ceiling; none: large matmuls' here
     sweep: bool = True  # train: also time attention alone over lengths and batch sizes
     lengths: tuple[int, ...] = ()  # kernel, sweep: tokens; none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[int, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
@@ -37,38 +40,36 @@ class BenchConfig(TrainConfig):
     head_dims: tuple[int, ...] = ()  # kernel; none: n_embd / n_head
     windows: tuple[int | None, ...] = ()  # kernel: of keys, or none; none: the model's
     prompts: tuple[int, ...] = ()  # decode: tokens of the prompt; none: about block_size / 2
-    kv_caches: tuple[Literal["none", "dynamic", "static", "paged"], ...] = (  # decode
-        "none",
-        "dynamic",
-        "static",
-        "paged",
-    )
+    kv_caches: tuple[Literal["none", "dynamic", "static", "paged"], ...] = (
+        "none", "dynamic", "static", "paged")  # decode  # fmt: skip
     processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
-    new_tokens: int = 16  # decode: tokens to generate after it
-    steps: int = 100  # converge: steps that each backend trains; a multiple of 10
-    tolerance: float = 0.01  # converge: how far a final loss may be from manual's
-    # --- how ---
+    new_tokens: int = 16  # decode: tokens to generate after the prompt
+    steps: int = 100  # converge: steps that each one trains; a multiple of 10
+    seeds: int = 1  # converge: runs of each; from 2 on, the seeds' scatter is the tolerance
+    paths: tuple[Literal["float32", "bfloat16", "bfloat16-residual"], ...] = ()
+    """converge: compare these training paths with a plain float32 one, not backends with manual"""
+    tolerance: float = 0.01  # converge: how far one seed's final loss may be from the baseline's
+    # --- how it is measured ---
     rounds: int = 5  # of each backend, in turn
-    seconds: float = 1.0  # of measured steps in a round, at least one step; kernel: a tenth of it
+    seconds: float = 1.0  # of measured steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: int = 2  # steps before the first round, and as many to compile
     fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
     noise: float = 0.05  # a row whose quartiles are further apart is noisy
     memory_gb: float | None = None  # CPU: what a process may take; none: 70 % of what is free
+    bandwidth_gbs: float | None = None  # the memory's GB/s, for MBU and rooflines; none: measured
     slowest_step: float = 10.0  # seconds; batch_size=auto looks no further than such a step
     timeout: float = 900.0  # seconds that one answer of a process may take
-    # --- what is left ---
+    # --- what is kept ---
     json: bool = False  # one JSON object as the last line
     record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
-    records_dir: str = str(ROOT / "bench" / "records")  # the folder of the records
-    html: str | None = None  # also write a self-contained page to this file
+    records_dir: str = RECORDS  # the folder of the records
 
     def __post_init__(self) -> None:
-        self.train(1 if self.fixed_batch is None else self.fixed_batch)  # checks train.py's
-        for name in ("rounds", "warm_up_steps", "steps"):
+        for name in ("rounds", "warm_up_steps", "steps", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seconds", "tolerance", "noise", "memory_gb", "slowest_step", "timeout",
-                     "products_tflops"):  # fmt: skip
+        for name in ("seconds", "tolerance", "noise", "memory_gb", "bandwidth_gbs", "slowest_step",
+                     "timeout", "products_tflops"):  # fmt: skip
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")
         for name in ("lengths", "batch_sizes", "heads", "head_dims", "windows", "prompts"):
@@ -79,24 +80,41 @@ class BenchConfig(TrainConfig):
                 raise ValueError(f"{name} must name at least one")
         if self.new_tokens < 2:
             raise ValueError(f"new_tokens must be at least 2, got {self.new_tokens}")
-        if self.init_from != "scratch":
-            raise ValueError(
-                f"init_from must be 'scratch', got {self.init_from!r}: what weights hold changes "
-                "no time, so give the sizes instead"
-            )
 
     @property
     def fixed_batch(self) -> int | None:
         """The batch size, None where it is "auto"."""
         return None if self.batch_size == "auto" else self.batch_size
 
-    def train(self, batch_size: int, **changes: Any) -> TrainConfig:
-        """train.py's part of it."""
-        mine = {f.name: getattr(self, f.name) for f in fields(TrainConfig)}
-        return TrainConfig(**{**mine, "batch_size": batch_size, **changes})
+
+@dataclass(frozen=True)
+class BenchConfig(Knobs):
+    """What a run of the bench is told: its own knobs, and the training step that it measures."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)  # its batch_size is no one's
+
+    def training(self, batch_size: int, **changes: Any) -> TrainConfig:
+        """train.py's settings at this batch size."""
+        return replace(self.train, batch_size=batch_size, **changes)
+
+    def flat(self) -> dict[str, Any]:
+        """All of them in one dict, as JSON takes them and a record keeps them."""
+        mine = asdict(self)
+        return {**mine.pop("train"), **mine, "records_dir": Path(self.records_dir).name}
 
 
-def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
+# What the command line and the config files may name: the knobs of both, side by side, ours first.
+Flat = make_dataclass(
+    "Flat",
+    [("batch_size", int | Literal["auto"], 12)],
+    bases=(TrainConfig, Knobs),
+    # train.py's own checks are made by compose()
+    namespace={"__post_init__": Knobs.__post_init__, "__doc__": Knobs.__doc__},
+    frozen=True,
+)
+
+
+def load_config(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
     """The settings, and where each that was given came from.
 
     `--config=FILE` names a config file as the bare word does. On the CPU, where no file is named,
@@ -108,7 +126,7 @@ def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
     """
     files: list[str] = []
     options: list[str] = []
-    rivals: list[str] = []
+    baselines: list[str] = []
     rest = list(argv)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -119,18 +137,42 @@ def settle(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
             equals, value = "=", rest.pop(0)
         if name == "--config" and equals:
             files.append(value)
-        elif name in ("--rival", "--rivals") and equals:  # it may be given more than once
-            rivals.append(value)
+        elif ALIASES.get(name[2:], name[2:]) == "baseline" and equals:  # may be given repeatedly
+            baselines.append(value)
         else:
             options.append(name + equals + value)
-    if rivals:
-        options.append(f"--rival={','.join(rivals)}")
+    if baselines:
+        options.append(f"--baseline={','.join(baselines)}")
     given = [o.removeprefix("--device=") for o in options if o.startswith("--device=")]
     elsewhere = any(o.startswith("--roofline=") for o in options)
     if not files and not elsewhere and pick_device(given[-1] if given else "auto").type == "cpu":
-        files = [str(CPU_CONFIG)]
-    loaded = read(BenchConfig, [*files, *options], aliases=ALIASES)
-    return loaded.settings, loaded.origins
+        files = [CPU_CONFIG if Path(CPU_CONFIG).is_file() else str(ROOT / CPU_CONFIG)]
+    loaded: Loaded[Any] = read(Flat, [*files, *options], aliases=ALIASES)
+    return compose(loaded.settings), loaded.origins
+
+
+def compose(flat: Any) -> BenchConfig:
+    """The two configs that the flat one holds.
+
+    Raises:
+        UserError: train.py would refuse its part, or it asks for pretrained weights.
+    """
+    mine = {f.name: getattr(flat, f.name) for f in fields(Knobs)}
+    of_train = {f.name: getattr(flat, f.name) for f in fields(TrainConfig)}
+    if mine["batch_size"] == "auto":
+        of_train["batch_size"] = 1
+    if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
+        mine["records_dir"] = str(ROOT / RECORDS)
+    try:
+        train = TrainConfig(**of_train)
+    except ValueError as e:
+        raise UserError(str(e)) from e
+    if train.init_from != "scratch":
+        raise UserError(
+            f"init_from must be 'scratch', got {train.init_from!r}: what weights hold changes no "
+            "time, so give the sizes instead"
+        )
+    return BenchConfig(**mine, train=train)
 
 
 def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
@@ -139,9 +181,9 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
     Raises:
         UserError: an unknown name.
     """
-    asked: tuple[str, ...] = config.backends
-    if asked == ("all",) and config.attention_backend != "auto":
-        asked = (config.attention_backend,)
+    asked = config.backends
+    if asked == ("all",) and config.train.attention_backend != "auto":  # --attention_backend=sdpa
+        asked = (config.train.attention_backend,)
     chosen: list[str] = []
     left_out: dict[str, str] = {}
     for word in asked:
@@ -166,15 +208,10 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
 
 def vocabulary(config: BenchConfig) -> tuple[int, str]:
     """The model's vocabulary, and where it comes from."""
-    if config.vocab_size:
-        return config.vocab_size, "--vocab_size"
-    folder = Path(config.data_dir) / config.dataset
+    if config.train.vocab_size:
+        return config.train.vocab_size, "--vocab_size"
+    folder = Path(config.train.data_dir) / config.train.dataset
     if (folder / "meta.json").is_file():
         V = data.read_meta(folder)["vocab_size"]
         return (V if V <= 1024 else -(-V // 64) * 64), f"the dataset in {folder}"
     return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"
-
-
-def settings_of(config: BenchConfig) -> dict[str, Any]:
-    """All of them, as JSON takes them."""
-    return asdict(replace(config, records_dir=Path(config.records_dir).name))

@@ -1,28 +1,22 @@
-"""The pictures of a record, and the page that holds it all.
-
-The page is one HTML file: pictures inside, no script, nothing from the network; it follows the
-reader's light or dark mode, and on a phone its tables scroll by themselves.
-"""
+"""The pictures of a record, as PNG: speed, length, error, loss, generation."""
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 from typing import Any
 
-from bench.records import facts, sections, title
 from bench.rows import Row
 
 # One colour a backend in every picture, told apart by people who see few colours as well.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f",
            "#9467bd", "#bcbd22", "#17becf", "#e377c2", "#2ca02c", "#d62728"]  # fmt: skip
 MARKERS = "osD^vPX*<>hdp8"
-LIGHT = {"ink": "#1f2430", "paper": "#ffffff", "grid": "#c9ced6"}
-DARK = {"ink": "#e6e9ef", "paper": "#171a21", "grid": "#3a404d"}
+STYLE: Any = {"font.size": 10, "axes.grid": True, "grid.linewidth": 0.6, "grid.color": "#c9ced6",
+              "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+              "legend.frameon": False}  # fmt: skip
 
 
-def pictures(content: dict[str, Any], theme: dict[str, str] = LIGHT) -> dict[str, bytes]:
+def draw(content: dict[str, Any]) -> dict[str, bytes]:
     """Name -> PNG, of those that the rows can fill."""
     import matplotlib
 
@@ -42,17 +36,9 @@ def pictures(content: dict[str, Any], theme: dict[str, str] = LIGHT) -> dict[str
         "decode": (decode, of["decode"]) if of["decode"] else None,
     }
     made = {}
-    ink = theme["ink"]
-    style: Any = {
-        "font.size": 10, "text.color": ink, "axes.labelcolor": ink, "axes.edgecolor": ink,
-        "xtick.color": ink, "ytick.color": ink, "figure.facecolor": theme["paper"],
-        "axes.facecolor": theme["paper"], "grid.color": theme["grid"], "axes.grid": True,
-        "grid.linewidth": 0.6, "axes.axisbelow": True, "axes.spines.top": False,
-        "axes.spines.right": False, "legend.frameon": False, "legend.labelcolor": ink,
-    }  # fmt: skip
     for name, drawing in wanted.items():
         if drawing and drawing[1]:
-            with plt.rc_context(style):
+            with plt.rc_context(STYLE):
                 figure = drawing[0](plt, drawing[1], look, content)
                 file = io.BytesIO()
                 figure.savefig(file, dpi=110, format="png", metadata={"Software": None})
@@ -87,8 +73,7 @@ def speed(plt: Any, rows: list[Row], look: dict[str, Any], content: dict[str, An
                        va="center", fontsize=8)  # fmt: skip
         right.annotate(f"{b:.1f}", (b, i - 0.18), xytext=(3, 0), textcoords="offset points",
                        va="center", fontsize=8)  # fmt: skip
-    measured = content["machine"]["peak_source"].startswith("measured")
-    of = "measured peak" if measured else "peak"
+    of = "measured peak" if content["machine"]["peak_measured"] else "peak"
     right.set(title=f"% of {of}: mfu, mfu_causal", xlim=(0, 1.12 * max(*mfu, 1)))
     return figure
 
@@ -143,21 +128,21 @@ def error(plt: Any, rows: list[Row], look: dict[str, Any], content: dict[str, An
 
 
 def loss(plt: Any, rows: list[Row], look: dict[str, Any], content: dict[str, Any]) -> Any:
-    """The loss curves, and how far each is from manual's."""
+    """The loss curves of the first seed, and how far each is from the baseline's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    base = next((r["losses"] for r in rows if r["backend"] == "manual"), None)
+    base = next((r["losses"] for r in rows if r.get("verdict") == "baseline"), None)
     for r in rows:
         colour, _ = look[r["backend"]]
         steps = range(1, len(r["losses"]) + 1)
         left.plot(steps, r["losses"], color=colour, linewidth=1.2, label=r["backend"])
-        if base and r["backend"] != "manual":
+        if base and r.get("verdict") != "baseline":
             off = [100 * abs(a / b - 1) + 1e-9 for a, b in zip(r["losses"], base)]
             right.plot(steps, off, color=colour, linewidth=1, label=r["backend"])
     right.axhline(100 * content["settings"]["tolerance"], linestyle="--", linewidth=1,
                   color=plt.rcParams["text.color"])  # fmt: skip
     right.set_yscale("log")
     left.set(xlabel="step", title="loss (nats a token)")
-    right.set(xlabel="step", title="% from manual's loss; dashed: the tolerance")
+    right.set(xlabel="step", title="% from the baseline's loss; dashed: the tolerance")
     left.legend()
     return figure
 
@@ -180,96 +165,3 @@ def decode(plt: Any, rows: list[Row], look: dict[str, Any], content: dict[str, A
     title = f"tokens a second of {B} sequences together, prompt {P}"
     ax.set(yticks=range(len(rows)), yticklabels=labels, title=title, xlim=(0, None))
     return figure
-
-
-# ----------------------------------------------------------------------------- the page
-
-CAPTIONS = {
-    "speed": "Training: tokens a second and the share of the peak, by backend",
-    "length": "Attention alone: time and memory against the length",
-    "error": "Attention alone: error against float64, by backend",
-    "loss": "Training loss with each backend",
-    "decode": "Generation: tokens a second",
-}
-CSS = """
-:root { color-scheme: light dark; --ink: #1f2430; --paper: #fff; --soft: #f3f5f8; --line: #d9dde4;
-        --link: #0b63b0; --warn: #9a5b00 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ef; --paper: #171a21; --soft: #20242d; --line: #3a404d; --link: #7cb8f2;
-          --warn: #f0b65a } }
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 66rem; background: var(--paper); color: var(--ink);
-       font: 16px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2rem }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem }
-dt { font-weight: 600 } dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
-.answers { background: var(--soft); border: 1px solid var(--line); border-radius: .5rem;
-           padding: .9rem 1rem }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem }
-table { border-collapse: collapse; font-size: .875rem; width: 100%;
-        font-variant-numeric: tabular-nums }
-th, td { padding: .4rem .7rem; text-align: right; white-space: nowrap }
-th { background: var(--soft); border-bottom: 1px solid var(--line) }
-tr + tr td { border-top: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left; font-weight: 600; position: sticky; left: 0;
-                                 background: var(--paper) }
-th:first-child { background: var(--soft) }
-td.text, th.text { text-align: left } td.why { white-space: normal; min-width: 16rem }
-tr.warn td { color: var(--warn) }
-figure { margin: 1rem 0 } img { width: 100%; height: auto; border-radius: .5rem }
-figcaption { font-size: .875rem } code { font-size: .875rem; overflow-wrap: anywhere }
-@media (max-width: 34rem) { figure { overflow-x: auto } img { width: 40rem; max-width: none }
-  dl { grid-template-columns: 1fr } dd { margin-bottom: .4rem } }
-"""
-
-
-def page(content: dict[str, Any]) -> str:
-    """The whole record as one self-contained HTML file."""
-    e = html.escape
-    parts = [f"<h1>{e(title(content))}</h1>"]
-    said = (a.partition(": ") for a in content["answers"])
-    parts.append('<dl class="answers">')
-    parts += [f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, _, text in said]
-    parts.append("</dl>")
-    light, dark = pictures(content), pictures(content, DARK)
-    for name, picture in light.items():
-        parts.append(
-            f'<figure><picture><source media="(prefers-color-scheme: dark)" '
-            f'srcset="{_uri(dark[name])}">'
-            f'<img src="{_uri(picture)}" alt="{e(CAPTIONS[name])}"></picture>'
-            f"<figcaption>{e(CAPTIONS[name])}</figcaption></figure>"
-        )  # fmt: skip
-    for name, (head, lines) in sections(content):
-        parts.append(f'<h2>{e(name)}</h2><div class="scroll"><table><thead><tr>')
-        parts += [f"<th{_kind(c)}>{e(c)}</th>" for c in head]
-        parts.append("</tr></thead><tbody>")
-        for line in lines:
-            warn = " class=warn" if "FAIL" in line or any("noisy" in c for c in line) else ""
-            tds = "".join(f"<td{_kind(c)}>{e(v)}</td>" for c, v in zip(head, line, strict=True))
-            parts.append(f"<tr{warn}>{tds}</tr>")
-        parts.append("</tbody></table></div>")
-    parts.append("<h2>What was measured with what</h2><dl>")
-    for k, v in facts(content):
-        shown = f"<code>{e(v)}</code>" if k == "command" else e(v)
-        parts.append(f"<dt>{e(k)}</dt><dd>{shown}</dd>")
-    parts.append("</dl><details><summary>All settings</summary><dl>")
-    parts += [f"<dt>{e(k)}</dt><dd>{e(str(v))}</dd>" for k, v in content["settings"].items()]
-    parts.append("</dl></details>")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{e(title(content))}</title><style>{CSS}</style></head><body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
-
-
-def _kind(column: str) -> str:
-    if column == "why":
-        return ' class="text why"'
-    texts = ("kernel", "status", "quartiles", "verdict", "cache", "processor", "limit", "mostly")
-    return ' class="text"' if column in texts else ""
-
-
-def _uri(picture: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture).decode()

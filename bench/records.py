@@ -1,7 +1,7 @@
 """A record: what was measured, where and with what, every round of it.
 
-A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, the words) and the
-pictures. Two records are compared row by row. On one machine their rates may be; between two
+A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, what they say) and
+the pictures. Two records are compared row by row. On one machine their rates may be; between two
 machines a rate says nothing about the code, so there it is each backend's ratio to manual, round by
 round within a record, that is compared.
 """
@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench import tables
+from bench import pictures, tables
 from bench.rows import Row
 from bench.stats import Summary, exceeds_noise
 from core.settings import UserError
@@ -68,16 +68,14 @@ def write(folder: Path, content: dict[str, Any]) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    from bench import pictures as report
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         (folder / "record.json").write_text(text, encoding="utf-8")
-        pictures = report.pictures(content)
-        for name, picture in pictures.items():
+        drawn = pictures.draw(content)
+        for name, picture in drawn.items():
             (folder / f"{name}.png").write_bytes(picture)
-        (folder / "README.md").write_text(readme(content, list(pictures)), encoding="utf-8")
+        (folder / "README.md").write_text(readme(content, list(drawn)), encoding="utf-8")
     except OSError as e:
         raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
 
@@ -117,11 +115,9 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     shape = (f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
              f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
              f"{m['dtype']}")  # fmt: skip
-    rounds = f"{s['rounds']} rounds" + (
-        ", each in new processes" if content["fresh_rounds"] else ""
-    )
+    rounds = f"{s['rounds']} rounds" + ", each in new processes" * content["fresh_rounds"]
     if content["mode"] == "converge":
-        rounds = f"{s['steps']} steps"
+        rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
     warm_up = {  # converge has none: there every step counts
         "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
         "kernel": "; warm-up: a call, and another in each round",
@@ -141,9 +137,12 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         "peak": f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})",
         "MFLOP a token": f"{per_token['mfu'] / 1e6:,.2f} (mfu), "
         f"{per_token['mfu_causal'] / 1e6:,.2f} (mfu_causal){counted}",
-        "bandwidth": f"{m['bandwidth'] / 1e9:,.4g} GB/s (measured)",
+        "bandwidth": "not measured",
         "rounds": rounds + warm_up.get(content["mode"], ""),
     }
+    if m["bandwidth"]:
+        source = m.get("bandwidth_source", "measured")
+        found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
     no_use = {
         "kernel": ("model", "MFLOP a token", "bandwidth"),
         "decode": ("peak", "MFLOP a token"),
@@ -155,7 +154,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
     """The tables of a record, with their titles."""
     titles = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
-              "decode": "Generation", "converge": "Convergence against manual"}  # fmt: skip
+              "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
     found = []
     for mode, name in titles.items():
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
@@ -200,7 +199,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         )
     same, other = a["settings"], b["settings"]
     changed = [n for n in same if n in other and same[n] != other[n]]
-    changed = [n for n in changed if n not in ("record", "html", "json")]
+    changed = [n for n in changed if n not in ("record", "json")]
     changed += [n for n in ("dtype", "packages") if a["machine"][n] != b["machine"][n]]
     if changed:
         told = ", ".join(
@@ -208,7 +207,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             for n in changed
         )
         notes.append(f"not only the code differs: {told}")
-    head = ["backend", "where", "A", "B", "B / A", "noise", "verdict"]
+    unit = " x manual" if differs else "/s"
+    head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
     lines = []
     of_b = {_key(r): r for r in b["rows"] if r["status"] == "ok"}
     of_a = {_key(r): r for r in a["rows"] if r["status"] == "ok"}
@@ -220,14 +220,13 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             continue
         x, y = (Summary.of(s) for s in speed if s)
         sure = exceeds_noise(x, y)
-        word = "one round, noise unknown" if sure is None else "within the noise"
+        word = "noise unknown" if sure is None else "within noise"
         if sure:
             word = "B faster" if y.median > x.median else "B slower"
         noise = "-" if sure is None else f"{(x.spread or 0) + (y.spread or 0):.1%}"
-        unit = " x manual" if differs else _unit(row)
         where = f"{row['mode']} {tables.point(row)}".strip()
-        lines.append([row["backend"], where, _rate(x, unit), _rate(y, unit),
-                      f"{y.median / x.median:.3f}", noise, word])  # fmt: skip
+        ratio = f"{y.median / x.median:.3f}"
+        lines.append([row["backend"], where, _rate(x), _rate(y), ratio, noise, word])
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
@@ -237,8 +236,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
     return notes, (head, lines)
 
 
-def _rate(x: Summary, unit: str) -> str:
-    return (f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}") + unit
+def _rate(x: Summary) -> str:
+    return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
 
 
 def _value(content: dict[str, Any], name: str) -> Any:
@@ -247,10 +246,6 @@ def _value(content: dict[str, Any], name: str) -> Any:
 
 def _key(row: Row) -> tuple[str, str, str]:
     return row["mode"], row["backend"], json.dumps(row["point"], sort_keys=True)
-
-
-def _unit(row: Row) -> str:
-    return " tok/s" if row["mode"] in ("train", "converge", "decode") else " calls/s"
 
 
 def _speed(row: Row, beside: dict[tuple[str, str, str], Row]) -> list[float] | None:

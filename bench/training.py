@@ -1,12 +1,12 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.train_step, the very function that train.py runs; a rival's is its own loop's. In
-the mode train its tokens are random, since no kernel's time depends on them, and lie on the device
-already; in the mode converge they are the dataset's.
+A step is train.train_step, the very function that train.py runs; a baseline's is its own loop's.
+In the mode train its tokens are random, since no kernel's time depends on them, and lie on the
+device already; in the mode converge they are the dataset's.
 
 The parts of a step: this project's model takes the gradient of the head and of the loss within its
-forward pass (model.py, linear_cross_entropy), so `forward` holds a third of the head's work that in
-the rivals' models belongs to `backward`. Only the whole step compares between models; between two
+forward pass (linear_cross_entropy), so `forward` holds a third of the head's work that belongs to
+`backward` in the baselines' models. Only the whole step compares between models; between two
 attention backends the parts do too.
 """
 
@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +26,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import train
-from attention import Resolution
 from attention.probe import KERNELS
-from bench import baselines as rivals
-from bench import machine
+from bench import baselines, machine
 from bench.profiling import ATTENTION, Scopes, read
-from core.runtime import (
-    allow_tf32,
-    dtype_name,
-    keep_freed_memory,
-    pick_dtype,
-    synchronize,
-    why_not_compile,
-    why_not_onednn,
-)
-from core.settings import Loaded, from_dict
-from model import GPT
-from train import TrainConfig
+from bench.setup import Setup
+from core.runtime import keep_freed_memory, synchronize
 
 Mark = Callable[[str], None]
-
-
-def random_batch(config: TrainConfig, V: int, n: int,
-                 device: torch.device) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same n sequences of random tokens for all, and their targets: (n, T) int64 each."""
-    draw = torch.Generator().manual_seed(config.seed)
-    tokens = torch.randint(V, (n, config.block_size + 1), generator=draw)
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    return x.contiguous().to(device), y.contiguous().to(device)
 
 
 def gradient_norm(params: Iterable[Tensor]) -> float:
@@ -70,23 +48,16 @@ def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profi
 
 
 class Reference:
-    """Loss and gradient norm by manual in float32 of the batch that all begin with, and its FLOPs
+    """Loss and gradient norm, by manual in float32, of the batch that all begin with, and its FLOPs
     as torch counts them. One sequence at a time, so that manual needs little memory."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        config = replace(
-            from_dict(TrainConfig, job["train"]),
-            attention_backend="manual",
-            attention_fallback=False,
-            gradient_checkpointing=False,
-        )
-        device = torch.device(job["device"])
-        allow_tf32(False)
-        torch.manual_seed(config.seed)
-        model = build(config, job["vocab_size"]).to(device)
+        changes = {"attention_backend": "manual", "attention_fallback": False}
+        setup = Setup(job, **changes, gradient_checkpointing=False, tf32=False)
+        config, model = setup.config, setup.model()
         params = list(model.parameters())
-        x, y = random_batch(config, job["vocab_size"], config.batch_size, device)
-        model(x[:1], y[:1])  # the backend's probe is none of the model's work
+        x, y = setup.random_tokens(config.batch_size)
+        model(x[:1], y[:1])  # the probe of the backend is none of the model's work
         # torch knows no addmm_, the in-place form with which the loss sums the head's gradient
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_})
         total = 0.0
@@ -99,7 +70,7 @@ class Reference:
             "loss": total,
             "gradient_norm": gradient_norm(params),
             "flops_per_token": counter.get_total_flops() / config.block_size,
-            # the formula has six operations for them too, torch's counter products only
+            # the formula has six operations for them too, torch's counter has matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
 
@@ -108,100 +79,76 @@ def _addmm_(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[1]  # they are shapes
 
 
-def build(config: TrainConfig, vocab_size: int) -> GPT:
-    """A new model by train.py, on the CPU."""
-    config = replace(config, vocab_size=vocab_size, init_from="scratch")
-    return train.build_model(Loaded(config, {}), {"vocab_size": vocab_size, "tokenizer": None})
-
-
 class Ours:
     """This project's model and optimizer, with the attention backend that was named."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int, device: torch.device,
-                 autocast: Any, scaler: Any) -> None:  # fmt: skip
-        self.config, self.scaler = config, scaler
-        self.model = build(config, vocab_size).to(device)
+    def __init__(self, setup: Setup) -> None:
+        self.setup, config, device = setup, setup.config, setup.device
+        micro = config.gradient_accumulation_steps
+        self.model = setup.model()
         self.optimizer = train.build_optimizer(self.model, config, device)
-        self.model.compiled = why_not_compile(config.compile, device) is None
-        with autocast:
-            self.chosen: Resolution | None = self.model.attention(
-                shape=(config.batch_size, config.block_size)
-            )[0]
-        dtype = pick_dtype(config.dtype, device)
-        self.compiled = self.model.compiled
-        no_onednn = why_not_onednn(config.onednn, device, dtype, self.compiled)
-        self.model.use_onednn(no_onednn is None)
+        self.compiled = self.model.compiled = setup.compiled
+        with setup.autocast:
+            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
+        self.model.use_onednn(setup.onednn(self.compiled))
+        self.run: Any = self.model
         if self.compiled:
-            micro_steps = config.gradient_accumulation_steps
-            train.check_compile_mode(config.compile_mode, device, micro_steps)
-        mode = config.compile_mode
-        self.run: Any = torch.compile(self.model, mode=mode) if self.compiled else self.model
-        self.bad = torch.zeros((), device=device)
-        self.title = self.chosen.backend.title if self.chosen else ""
+            train.check_compile_mode(config.compile_mode, device, micro)
+            self.run = torch.compile(self.model, mode=config.compile_mode)
+        self.bad = torch.zeros((), device=device)  # becomes 1 at a gradient that is not finite
+        self.title = self.chosen.backend.title
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-    def step(self, x: Tensor, y: Tensor, micro: int, autocast: Any, mark: Mark) -> Tensor:
-        return train.train_step(self.run, self.optimizer, self.scaler, autocast, x, y, micro,
-                                self.config.grad_clip, self.bad, mark)  # fmt: skip
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
+        s = self.setup
+        return train.train_step(self.run, self.optimizer, s.scaler, s.autocast, x, y, micro,
+                                s.config.grad_clip, self.bad, mark)  # fmt: skip
 
 
 class Training:
-    """Steps of one contender: an attention backend of ours, or a rival's model."""
+    """Training steps of one candidate, an attention backend of ours, or of one baseline."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        config = from_dict(TrainConfig, job["train"])
-        self.config, self.job = config, job
-        device = self.device = torch.device(job["device"])
+        self.job, self.converge = job, job["job"] == "converge"
+        self.base = machine.memory(torch.device(job["device"]), peak=False)
+        setup = self.setup = Setup(job)
+        config, device = setup.config, setup.device
+        self.config, self.device = config, device
         self.clock = machine.Clock(device)
-        if config.keep_freed_memory and device.type == "cpu" and not job["rival"]:
+        if config.keep_freed_memory and device.type == "cpu" and not job["baseline"]:
             keep_freed_memory()
-        allow_tf32(config.tf32)
-        dtype = pick_dtype(config.dtype, device)
-        self.autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-        scaler = self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.base = machine.memory(device, peak=False)
-        if job.get("profile") and why_not_compile(config.compile, device) is None:
+        if job["profile"] and setup.compiled:
             from torch._inductor import config as inductor  # it imports for a second
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
-        torch.manual_seed(config.seed)
-        parts = (config, job["vocab_size"], device, self.autocast, scaler)
-        if job["rival"]:
-            self.ours = None
-            self.who: Any = rivals.build(job["rival"], *parts)
-        else:
-            self.ours = self.who = Ours(*parts)
+        self.ours = None if job["baseline"] else Ours(setup)
+        self.who: Any = self.ours or baselines.build(job["baseline"], setup).for_training()
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
-        if job["job"] == "converge":
+        if self.converge:
             folder = Path(config.data_dir) / config.dataset
-            tokens = data.load(folder, "train", config.block_size, job["vocab_size"])
+            tokens = data.load(folder, "train", config.block_size, setup.vocab_size)
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, device)
         else:
-            self.batch = random_batch(config, job["vocab_size"], n, device)
-        self.about = {
-            "title": self.who.title,
-            "compiled": self.who.compiled,
-            "dtype": dtype_name(dtype),
-            "base_bytes": self.base,
-        }
+            self.batch = setup.random_tokens(n)
+        self.about = {"title": self.who.title, "compiled": self.who.compiled,
+                      "dtype": setup.dtype_name, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
-        """One step of training as the contender's own loop does it; the loss, float32 ().
+        """One step of training as its own loop does it; the loss, float32 ().
 
         Args:
             mark: told what begins, as train.train_step tells it.
         """
-        return self.who.step(x, y, self.micro, self.autocast, mark)
+        return self.who.step(x, y, self.micro, mark)
 
     def timed(self, steps: int) -> dict[str, Any]:
         """Mean milliseconds of `steps` steps, whole and in parts, and the losses."""
-        converge = self.job["job"] == "converge"
         numbers = range(self.done, self.done + steps)
-        batches = [self.batches.get(n) for n in numbers] if converge else [self.batch] * steps
+        batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
         stamps: list[list[Any]] = []  # of each step: at each forward and backward, update, end
         losses = []
@@ -211,7 +158,7 @@ class Training:
 
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
-            if converge:
+            if self.converge:
                 for group in self.who.optimizer.param_groups:
                     group["lr"] = train.learning_rate(n, self.config)
             stamps.append([])
@@ -227,7 +174,7 @@ class Training:
             answer["optimizer_ms"] = sum(ms(s[-2], s[-1]) for s in stamps) / steps
         if not math.isfinite(float(losses[-1])):
             raise FloatingPointError(f"the loss became {float(losses[-1])}")
-        if converge:
+        if self.converge:
             answer["losses"] = [float(loss) for loss in losses]
         return answer
 
@@ -239,20 +186,17 @@ class Training:
         if "steps" in request:
             answer = self.timed(request["steps"])
         else:
-            if (
-                self.device.type != "mps"
-            ):  # its memory was given back, a GPU's clock may have fallen
+            if self.device.type != "mps":  # memory was given back, a GPU's clock may have fallen
                 self.step(*self.batch)
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Compile, fill the caches, learn how long a step takes; and look at what may be looked at
-        once: the first loss, the memory at half the batch, the kernels' names."""
+        """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
+        the first loss, the memory at half the batch, the kernels' names."""
         answer: dict[str, Any] = {}
-        converge = self.job["job"] == "converge"
         began = time.perf_counter()
-        if not converge:  # there every step counts, and none comes before the first
+        if not self.converge:  # there every step counts, and none comes before the first
             x, y = self.batch
             b = self.config.batch_size
 
@@ -266,12 +210,8 @@ class Training:
             synchronize(self.device)
             answer["first_step_s"] = time.perf_counter() - began
             # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
-            if (
-                b > 1
-                and self.micro == 1
-                and not self.who.compiled
-                and machine.reset_peak(self.device)
-            ):
+            plain = b > 1 and self.micro == 1 and not self.who.compiled
+            if plain and machine.reset_peak(self.device):
                 self.step(x[: b // 2], y[: b // 2])
                 synchronize(self.device)
                 answer["half_bytes"], answer["half"] = machine.memory(self.device), b // 2
@@ -285,10 +225,10 @@ class Training:
                 answer["profile"] = self.profile(request["profile"])
             machine.reset_peak(self.device)
         elif self.who.compiled:  # compiling belongs to no step: a pass that leaves no trace
-            with self.autocast:
+            with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        if self.ours and self.ours.chosen:
+        if self.ours:
             answer.setdefault("kernels", list(self.ours.chosen.kernels))
         answer.setdefault("peak_bytes", machine.memory(self.device))
         return answer
@@ -299,7 +239,7 @@ class Training:
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
-        V, n = self.job["vocab_size"], len(self.batch[0])
+        V, n = self.setup.vocab_size, len(self.batch[0])
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
@@ -344,7 +284,7 @@ class Training:
         if self.ours is None:
             return {}
         norm = gradient_norm(self.ours.model.parameters())
-        return {"gradient_norm": norm / self.scaler.get_scale()}
+        return {"gradient_norm": norm / self.setup.scaler.get_scale()}
 
     def kernels(self) -> dict[str, list[str]]:
         """The attention operators and device kernels that ran in a step, by the profiler."""
@@ -362,7 +302,7 @@ class Training:
 
     def fits(self, batch: int) -> dict[str, Any]:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""
-        x, y = random_batch(self.config, self.job["vocab_size"], batch, self.device)
+        x, y = self.setup.random_tokens(batch)
         small = slice(None) if self.who.compiled else slice(0, 1)  # it only makes AdamW's state
         self.step(x[small], y[small])
         machine.reset_peak(self.device)

@@ -40,6 +40,7 @@ class Peak:
 
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet", "measured" or "--peak_tflops"
+    measured: bool = False  # on this machine, by large matmuls
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
@@ -155,7 +156,7 @@ def measured_peak(device: str | torch.device, dtype: torch.dtype) -> Peak:
             multiply(a, b)
             _synchronize(device)
             best = max(best, 2 * n**3 / (time.perf_counter() - start))
-    return Peak(best / 1e12, "measured: the best of several large matrix products")
+    return Peak(best / 1e12, "measured: the best of several large matrix products", measured=True)
 
 
 def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
