@@ -25,11 +25,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
+import torch
 
-from attention import BackendUnavailable  # noqa: E402
-from bench import machine  # noqa: E402
-from core.settings import UserError  # noqa: E402
+from attention import BackendUnavailable
+from bench import machine
+from core.settings import UserError
 
 # Where each job stands; a worker imports its own only.
 JOBS = {
