@@ -1,9 +1,9 @@
-# Two commands for a newcomer: make train, make test. The README shows each of these as plain commands.
+# Two commands for a newcomer: make train, make test. The README shows them as plain commands too.
 PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= config/train_shakespeare_cpu.py
 
-.PHONY: setup train test sample explain bench lint clean
+.PHONY: setup train test test-all sample explain bench lint clean
 
 setup: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ train: setup
 	$(BIN)/python train.py $(CONFIG)
 
 test: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m "not slow"
+
+test-all: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist=worksteal
 
 sample: setup

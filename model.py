@@ -1,18 +1,18 @@
-"""GPT: the whole model in one file. Read it from the bottom up, or from the top down.
+"""GPT: the whole model in one file, GPT-2 as published (Radford et al. 2019).
 
-GPT-2 as published (Radford et al. 2019): learned positions, pre-norm blocks, GELU, tied head. The
-shapes in the comments: B sequences, T tokens each, C = n_embd channels, H query heads and Hkv
-key/value heads of D = C / H channels each, V tokens in the vocabulary.
+Learned positions, pre-norm blocks, GELU, a head tied to the token embedding. In the shapes of the
+comments: B sequences of T tokens each, C = n_embd channels, H query heads and Hkv key/value heads
+of D = C / H channels each, V tokens in the vocabulary.
 
-Attention itself is not here: `attend` is chosen by name from the package attention/, once for each
-phase (training, evaluation, prefill, decoding), and called in CausalSelfAttention.forward. Nor are
-the caches (inference/cache.py) and the loop that generates text (inference/engine.py).
+What makes this GPT different is one call, in CausalSelfAttention.forward: `attend` is any of the
+kernels in attention/, chosen by the name in `config.attention_backend`. Next to read:
+attention/manual.py, the formula; attention/select.py, how a name becomes a kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,24 +23,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Resolution, Spec
-from core import cpu_matmul
-from inference import engine
+from attention import Policy, Resolution, Spec
+from core.loss import Head
 
-IGNORE = -1  # a target that counts for nothing
-
-# n_layer, n_head, n_embd of the four GPT-2s (Radford et al. 2019, table 2, names of the hub)
-SIZES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
+Attend = Callable[..., Tensor]  # see attention.Backend
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's sizes, and how it attends.
+    """What the model is: its sizes, and how it attends.
 
     Raises:
         ValueError: a size that is not positive, or that does not divide as it must.
@@ -55,51 +46,21 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in Linear and LayerNorm
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
-    gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
-    residual_dtype: Literal["float32", "autocast"] = "float32"  # autocast: that of the products
-    attention_backend: str = "auto"
+    attention_backend: str = "auto"  # a name from attention/
     attention_window: int | None = None  # keys that a query sees, itself included; None: all
-    attention_fallback: bool = True  # False: a backend that is refused is an error
-    attention_deterministic: bool = False  # the backward gives the same bits each time
-    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
-    sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # what PyTorch's own flash kernel is
-    allow_mps_sdpa: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, "
-                f"n_head={self.n_head}"
-            )
-        if self.sdpa_flash_impl != "FA2" and self.dropout:
-            raise ValueError(
-                f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout, got dropout="
-                f"{self.dropout:g}; it must be 0, or sdpa_flash_impl FA2"
-            )
+        C, H = self.n_embd, self.n_head
+        if C % H:
+            raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         if self.gelu not in ("exact", "tanh"):
             raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
-        if self.residual_dtype not in ("float32", "autocast"):
-            raise ValueError(
-                f"residual_dtype must be 'float32' or 'autocast', got {self.residual_dtype!r}"
-            )
         if self.attention_backend not in attention.RULES:
             attention.get(self.attention_backend)  # an unknown name lists the known ones
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
-
-    @classmethod
-    def named(cls, size: str, **changes: Any) -> GPTConfig:
-        """The sizes of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
-
-        Raises:
-            ValueError: another name.
-        """
-        if size not in SIZES:
-            raise ValueError(f"unknown model size {size!r}; known: {', '.join(SIZES)}")
-        n_layer, n_head, n_embd = SIZES[size]
-        return cls(**{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **changes})
 
     @property
     def head_dim(self) -> int:
@@ -114,17 +75,8 @@ class GPTConfig:
         window = self.attention_window
         if window is not None and window >= self.block_size:
             window = None  # as wide as every sequence: no window, and a kernel without one will do
-        return Spec(
-            self.n_head,
-            self.kv_heads,
-            self.head_dim,
-            dtype,
-            window=window,
-            dropout=self.dropout if training else 0.0,
-            deterministic=self.attention_deterministic,
-            hub_kernels=self.attention_hub_kernels,
-            **asked,
-        )
+        asked = {"window": window, "dropout": self.dropout if training else 0.0, **asked}
+        return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
 
 
 class LayerNorm(nn.Module):
@@ -143,15 +95,6 @@ class LayerNorm(nn.Module):
             return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 
-class Linear(nn.Linear):
-    """nn.Linear, with float32 products by oneDNN where GPT.use_onednn() asked for them."""
-
-    onednn = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.onednn)
-
-
 class CausalSelfAttention(nn.Module):
     """Every token looks back at the tokens before it, in H heads."""
 
@@ -159,25 +102,20 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.q_size, self.kv_size = config.n_embd, config.kv_heads * config.head_dim
-        self.c_attn = Linear(config.n_embd, self.q_size + 2 * self.kv_size, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, self.q_size + 2 * self.kv_size, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        attend: Callable[..., Tensor],
-        spec: Spec,
-        segments: Tensor | None,
-        cache: Any = None,
+        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, cache: Any = None
     ) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
-        if cache is not None and spec.cache in ("none", "dynamic"):
-            k, v = cache.append(k, v)  # (B, Tk, Hkv, D): to the kernel, plain keys and values
-            cache = None
-        y = attend(q, k, v, spec, segments=segments, cache=cache)  # (B, T, H, D)
+        reads = None  # where the stored keys lie, if a kernel has to know
+        if cache is not None:
+            k, v, reads = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
+        y = attend(q, k, v, spec, segments=segments, cache=reads)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -186,9 +124,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -205,38 +143,33 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        attend: Callable[..., Tensor],
-        spec: Spec,
-        segments: Tensor | None,
-        cache: Any = None,
-    ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), attend, spec, segments, cache)
+    def forward(self, x: Tensor, *attention_args: Any) -> Tensor:
+        x = x + self.attn(self.ln_1(x), *attention_args)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model whose attention kernel is chosen by `config.attention_backend`."""
+    """A GPT-2 language model whose attention kernel is chosen by `config.attention_backend`.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        policy: what may be done to get a kernel (fall back, download one, ...).
+    """
+
+    def __init__(self, config: GPTConfig, policy: Policy = Policy()) -> None:
         super().__init__()
-        self.config = config
-        self.onednn = False  # see use_onednn()
-        self.compiled = False  # set before torch.compile, so that attention is resolved for it
-        self._resolved: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
-        self.transformer: Any = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                "ln_f": LayerNorm(config),
-            }
-        )
-        # The head has no weights of its own: it is the transposed token embedding (tied weights,
-        # Press & Wolf 2017, arXiv 1608.05859).
+        self.config, self.policy = config, policy
+        # How it is run, not what it is: set by whoever runs it.
+        self.compiled = False  # inside torch.compile: the kernel is chosen for that
+        self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
+        self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
+        self._kernels: dict[tuple[str, Spec], Resolution] = {}
+        self.transformer: Any = nn.ModuleDict()
+        self.transformer["wte"] = nn.Embedding(config.vocab_size, config.n_embd)
+        self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        self.transformer["drop"] = nn.Dropout(config.dropout)
+        self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer["ln_f"] = LayerNorm(config)
+        self.lm_head = Head()  # weights tied to wte (Press & Wolf 2017, arXiv 1608.05859)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # 2 * n_layer of them add up in the residual stream
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -252,37 +185,30 @@ class GPT(nn.Module):
         segments: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The loss where there are targets, else the logits.
+        """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Args:
-            idx: (B, T) int64 token ids, T <= block_size.
-            targets: (B, T) int64, the token after each; -1 counts for nothing.
-            segments: (B, T) int32; a token sees only its own segment.
-            cache: one step of a KV cache; see hidden().
-
-        Returns:
-            (None, loss): mean cross entropy in nats a token, float32, shape (); the logits of the
-            whole batch, the largest tensor of all, never exist at once. Without targets
-            (logits, None): (B, T, V).
+            targets: (B, T) int64, the token after each; -1 counts for nothing. The loss is the mean
+                cross entropy in nats, float32 (). The logits never exist at once: core/loss.py.
+            segments, cache: see hidden().
         """
         x = self.hidden(idx, segments, cache)
         if targets is None:
             return self.head(x), None
-        return None, linear_cross_entropy(
-            x.flatten(0, 1), self.transformer.wte.weight, targets.flatten(), self.onednn
-        )
+        return None, self.lm_head.loss(x, self.transformer.wte.weight, targets)
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Any = None) -> Tensor:
-        """(B, T) token ids -> (B, T, C), what the head reads.
+        """Token ids (B, T) int64, T <= block_size -> (B, T, C), what the head reads.
 
         Args:
+            segments: (B, T) int32; a token sees only its own segment.
             cache: one step of a KV cache (inference/cache.py): the tokens stored in it come before
                 idx, and idx joins them. Its positions and its segments hold.
 
         Raises:
             ValueError: the tokens do not fit into block_size, or segments beside a cache.
         """
-        T = idx.shape[1]
+        B, T = idx.shape
         kind, page_size = "none", None
         if cache is None:
             if self.config.block_size < T:
@@ -293,12 +219,15 @@ class GPT(nn.Module):
         else:
             kind, page_size = cache.kind, cache.page_size
             pos, segments = cache.positions(T), cache.segments
-        chosen, spec = self.attention(segments is not None, (idx.shape[0], T), kind, page_size)
+        chosen, spec = self.attention(segments is not None, (B, T), kind, page_size)
         attend = chosen.backend.attend
+
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
-        x = self.transformer.drop(x.to(self.residual_dtype))
+        if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
-            if self.config.gradient_checkpointing and self.training:
+            if self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
             else:
                 x = block(x, attend, spec, segments, cache.view(i) if cache is not None else None)
@@ -306,7 +235,7 @@ class GPT(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
-        return linear(x, self.transformer.wte.weight, None, self.onednn)
+        return self.lm_head(x, self.transformer.wte.weight)
 
     def attention(
         self,
@@ -316,85 +245,72 @@ class GPT(nn.Module):
         page_size: int | None = None,
         compiled: bool = False,
     ) -> tuple[Resolution, Spec]:
-        """The backend for this phase, device and dtype: resolved when first asked for, and kept.
+        """The kernel for this phase, device and dtype: chosen when first asked for, then kept.
 
-        Call it once before torch.compile, which cannot trace the probe.
+        Call it once before torch.compile, which cannot trace the choice.
 
         Args:
-            segments: whether there will be any.
             shape: batch size and tokens of a sequence; None: one sequence of block_size tokens.
-            cache, page_size: as in Spec.
-            compiled: it will run inside torch.compile, whatever self.compiled says.
+            segments, cache, page_size, compiled: as in Spec.
         """
         weight = self.transformer.wte.weight
-        device = weight.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-        compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        key = (str(device), dtype, self.training, torch.is_grad_enabled(), segments, compiled,
-               cache, page_size)  # fmt: skip
-        if key not in self._resolved:
-            self._resolve(key, shape or (1, self.config.block_size))
-        return self._resolved[key]
-
-    @torch.compiler.disable
-    def _resolve(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled, cache, page_size = key
-        config = self.config
-        spec = config.spec(
+        device, dtype = weight.device, weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        spec = self.config.spec(
             str(dtype).removeprefix("torch."),
-            training=training,
+            training=self.training,
             segments=segments,
-            grad=grad,
-            compiled=compiled,
+            grad=torch.is_grad_enabled(),
+            compiled=compiled or self.compiled or torch.compiler.is_compiling(),
             cache=cache,
             page_size=page_size,
+            hub_kernels=self.policy.hub_kernels,
         )
-        if config.sdpa_flash_impl != "FA2" or device.startswith("cuda"):
-            attention.use_flash_impl(config.sdpa_flash_impl)
-        guard = config.allow_mps_sdpa
-        if config.attention_backend == "fastest":
-            B, T = shape
+        if (str(device), spec) not in self._kernels:
+            self._choose(spec, device, shape or (1, self.config.block_size))
+        return self._kernels[str(device), spec], spec
+
+    @torch.compiler.disable
+    def _choose(self, spec: Spec, device: torch.device, shape: tuple[int, int]) -> None:
+        B, T = shape
+        if (name := self.config.attention_backend) == "fastest":
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
-            full = (B, T, T) if cache == "none" else (B, 1, config.block_size)
-            chosen = attention.fastest(spec, device, full, allow_mps_sdpa=guard)
+            full = (B, T, T) if spec.cache == "none" else (B, 1, self.config.block_size)
+            chosen = attention.fastest(spec, device, full, self.policy)
         else:
-            chosen = attention.select(
-                config.attention_backend,
-                spec,
-                device,
-                config.attention_fallback,
-                allow_mps_sdpa=guard,
-                shape=shape,
-            )
-        known = {(r.backend.name, r.kernels) for r, _ in self._resolved.values()}
-        other = known and (chosen.backend.name, chosen.kernels) not in known
-        phase = f" with the {cache} cache" if cache != "none" else " for evaluation"
-        attention.announce(chosen, phase if other and not training else "")
-        self._resolved[key] = (chosen, spec)
+            chosen = attention.select(name, spec, device, self.policy, shape=shape)
+        where = f" with the {spec.cache} cache" if spec.cache != "none" else " for evaluation"
+        attention.announce(chosen, "" if spec.grad else where)
+        self._kernels[str(device), spec] = chosen
 
-    @property
-    def residual_dtype(self) -> torch.dtype:
-        """What x is between the blocks: the weights' dtype, or autocast's."""
-        device = self.transformer.wte.weight.device.type
-        if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.transformer.wte.weight.dtype
+    @torch.no_grad()
+    def generate(
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
+    ) -> Tensor:
+        """Append `max_new_tokens` tokens to idx (B, T) int64, each drawn given all before it.
 
-    def use_onednn(self, on: bool) -> None:
-        """Take oneDNN for float32 products in the linear layers and the loss: core/cpu_matmul.py.
-
-        On the CPU only; it does nothing under autocast, nor in a compiled training step.
+        The plain loop, to be read: every token costs a pass over the whole text. With KV caches,
+        stop conditions, constraints and more: inference/engine.py, which draws the same.
         """
-        self.onednn = on
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.onednn = on
+        for _ in range(max_new_tokens):
+            window = idx[:, -self.config.block_size :]  # there is no position beyond block_size
+            logits = self.head(self.hidden(window)[:, -1])  # (B, V), of the last token only
+            if temperature == 0:
+                token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+            else:
+                logits = logits.float() / temperature
+                if top_k is not None and top_k < logits.shape[-1]:
+                    least = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -math.inf)
+                token = torch.multinomial(logits.softmax(dim=-1), 1)  # (B, 1)
+            idx = torch.cat([idx, token], dim=1)
+        return idx
 
-    def num_params(self, positions: bool = True) -> int:
-        """How many parameters; positions=False leaves the position embeddings out."""
+    def get_num_params(self, non_embedding: bool = True) -> int:
+        """How many parameters; without the position embeddings unless non_embedding=False."""
         n = sum(p.numel() for p in self.parameters())
-        return n if positions else n - self.transformer.wpe.weight.numel()
+        return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
     def crop_block_size(self, block_size: int) -> None:
         """Keep the first `block_size` positions only.
@@ -406,124 +322,20 @@ class GPT(nn.Module):
             raise ValueError(
                 f"block_size can only be cropped, from {self.config.block_size}; got {block_size}"
             )
-        wpe = self.transformer.wpe
-        wpe.weight = nn.Parameter(wpe.weight.detach()[:block_size].clone())
-        wpe.num_embeddings = block_size
+        kept = self.transformer.wpe.weight.detach()[:block_size].clone()
+        self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
         self.config = replace(self.config, block_size=block_size)
 
     @classmethod
-    def from_pretrained(cls, source: str, **changes: Any) -> GPT:
+    def from_pretrained(
+        cls, source: str, override_args: dict[str, Any] | None = None, **changes: Any
+    ) -> GPT:
         """GPT-2 weights from a local folder or from the hub ("gpt2", "gpt2-xl", ...).
 
         Args:
             source: a folder as `transformers` writes it, or a hub name.
-            changes: GPTConfig fields that differ (dropout, attention_backend, ...).
+            override_args, changes: GPTConfig fields that differ (dropout, attention_backend, ...).
         """
         from checkpoint import load_hf
 
-        return load_hf(source, **changes)
-
-    def generate(self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any) -> Any:
-        """Append `max_new_tokens` sampled tokens: engine.generate(), which has the options."""
-        return engine.generate(self, idx, max_new_tokens, **options)
-
-    def stream(
-        self, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
-    ) -> Iterator[Tensor]:
-        """Sample tokens one at a time: engine.stream(), which has the options."""
-        return engine.stream(self, idx, max_new_tokens, **options)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """F.linear, with float32 products by oneDNN where that is asked for: core/cpu_matmul.py."""
-    if onednn and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
-        return cpu_matmul.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, onednn: bool = False
-) -> Tensor:
-    """Mean cross entropy of the logits x @ weight.T, without ever holding all of the logits.
-
-    Args:
-        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where nothing is asked.
-        onednn: take oneDNN for float32 products on the CPU; see core/cpu_matmul.py.
-
-    Returns:
-        float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is
-        asked at all, as F.cross_entropy gives.
-    """
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    # ctx.needs_input_grad is True under no_grad too, where the gradients would be for nothing.
-    want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    onednn = onednn and dtype == torch.float32 and not torch.compiler.is_compiling()
-    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, onednn)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss together, a chunk of rows at a time, gradients included.
-
-    The gradient of the mean loss with respect to the logits is (softmax - onehot) / n: it needs
-    nothing from above but one factor. So while a chunk of logits is at hand, the forward pass takes
-    its share of dx and dweight too, and the chunk's memory is used again for the next: the
-    logits are never stored, and nothing is recomputed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype,
-        want_grad: bool, onednn: bool,
-    ) -> Tensor:  # fmt: skip
-        N, V = x.shape[0], weight.shape[0]
-        rows = chunk_rows(N, V, x.device.type)
-        if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
-            rows = min(rows, 4096)
-        wide = torch.promote_types(dtype, torch.float32)
-        x_, w = x.to(dtype), weight.to(dtype)
-        counted = targets != IGNORE  # (N,)
-        target = targets.masked_fill(~counted, 0)[:, None]  # (N, 1)
-        dx = torch.empty_like(x_) if want_grad else None
-        dw = torch.zeros_like(weight, dtype=wide) if want_grad else None
-        total = torch.zeros((), dtype=wide, device=x.device)
-        with torch.autocast(x.device.type, enabled=False), cpu_matmul.onednn(onednn):
-            for a in range(0, N, rows):
-                c = slice(a, min(a + rows, N))
-                logp = F.log_softmax(x_[c] @ w.t(), dim=-1, dtype=wide)  # (rows, V)
-                total -= logp.gather(1, target[c])[:, 0].mul(counted[c]).sum()
-                if dx is not None and dw is not None:
-                    if torch.compiler.is_compiling():  # a comparison fuses; a scatter would not
-                        onehot = torch.arange(V, device=x.device) == target[c]  # (rows, V)
-                        dlogits = torch.where(onehot, logp.exp() - 1, logp.exp())
-                    else:
-                        dlogits = logp.exp_()
-                        minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
-                        dlogits.scatter_add_(1, target[c], minus_1)
-                    dlogits = dlogits.mul_(counted[c, None]).to(dtype)
-                    torch.mm(dlogits, w, out=dx[c])
-                    if dtype == wide:
-                        dw.addmm_(dlogits.t(), x_[c])
-                    else:
-                        dw += dlogits.t() @ x_[c]
-        n = counted.sum()
-        ctx.save_for_backward(dx, dw, n)
-        ctx.dtypes = x.dtype, weight.dtype
-        return total / n
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, n = ctx.saved_tensors
-        # Late, so that float16 gradients meet the loss scale before they underflow; and in dw's
-        # float32, for a scale rounded to bfloat16 is off by up to 0.4 %, and 65536 has no float16.
-        scale = grad / n.clamp(min=1)
-        dx, dw = dx.to(dw.dtype).mul_(scale), dw.mul_(scale)
-        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
-
-
-def chunk_rows(N: int, V: int, device: str) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough to stay in caches."""
-    budget = 2**24 if device == "cpu" else 2**28  # numbers: 64 MB and 1 GB of float32
-    return max(1, min(N, budget // V))
+        return load_hf(source, **{**(override_args or {}), **changes})

@@ -4,7 +4,16 @@ from attention.autotune import fastest
 from attention.probe import announce, probe, select
 from attention.resolve import BACKENDS, RULES, get, packages, resolve
 from attention.sdpa import use_flash_impl
-from attention.spec import Backend, BackendUnavailable, Caps, Machine, Resolution, Spec, visible
+from attention.spec import (
+    Backend,
+    BackendUnavailable,
+    Caps,
+    Machine,
+    Policy,
+    Resolution,
+    Spec,
+    visible,
+)
 
 __all__ = [
     "BACKENDS",
@@ -13,6 +22,7 @@ __all__ = [
     "BackendUnavailable",
     "Caps",
     "Machine",
+    "Policy",
     "Resolution",
     "Spec",
     "announce",

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from attention.probe import probe, select
 from attention.resolve import BACKENDS, packages, resolve
-from attention.spec import Backend, BackendUnavailable, Machine, Resolution, Spec
+from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
 from inference.cache import PagedCache, PagedView, StaticCache, StaticView
 
 log = logging.getLogger("nanoattn")
@@ -83,8 +83,8 @@ class Inputs(NamedTuple):
 # ----------------------------------------------------------------------------- the choice
 
 
-def fastest(spec: Spec, device: str | torch.device, shape: Shape, *,
-            allow_mps_sdpa: bool = False, again: bool = False) -> Resolution:  # fmt: skip
+def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(), *,
+            again: bool = False) -> Resolution:  # fmt: skip
     """The backend that is fastest here; remembered, or measured, which takes seconds.
 
     Call it as the run will call attention, inside its autocast if it has one. With
@@ -100,10 +100,11 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, *,
         BackendUnavailable: not even what "auto" begins with can run.
     """
     assert not spec.grad or shape[1] == shape[2], shape
+    allow_mps_sdpa = policy.mps_sdpa
 
     def take(name: str) -> Resolution:
         # auto names no kernel, so it may go on to another; a name that was measured may not.
-        chosen = select(name, spec, device, fallback=name == "auto", allow_mps_sdpa=allow_mps_sdpa,
+        chosen = select(name, spec, device, replace(policy, fallback=name == "auto"),
                         shape=(shape[0], shape[2]))  # fmt: skip
         return replace(chosen, requested="fastest")
 

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attention import manual, sdpa
 from attention.resolve import packages, resolve
-from attention.spec import Backend, Machine, Resolution, Spec
+from attention.spec import Backend, Machine, Policy, Resolution, Spec
 from inference.cache import PagedCache, StaticCache
 
 log = logging.getLogger("nanoattn")
@@ -110,8 +110,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     return Probe(tuple(why), kernels, tuple(events), error)
 
 
-def select(name: str, spec: Spec, device: str | torch.device, fallback: bool = True, *,
-           allow_mps_sdpa: bool = False,
+def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: tuple[int, int] | None = None) -> Resolution:  # fmt: skip
     """Resolve `name` on this machine, and go on until a backend proves itself in the probe.
 
@@ -126,7 +125,7 @@ def select(name: str, spec: Spec, device: str | torch.device, fallback: bool = T
     failed: dict[str, tuple[str, ...]] = {}
     while True:
         chosen = resolve(
-            name, spec, machine, fallback, allow_mps_sdpa=allow_mps_sdpa, failed=failed
+            name, spec, machine, policy.fallback, allow_mps_sdpa=policy.mps_sdpa, failed=failed
         )
         tried = probe(chosen.backend, spec, device)
         if not tried.why:

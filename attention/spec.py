@@ -105,6 +105,15 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Policy:
+    """What may be done to get a kernel."""
+
+    fallback: bool = True  # go on to the next backend when one is refused; False: an error
+    hub_kernels: bool = False  # download a prebuilt kernel, and run it
+    mps_sdpa: bool = False  # lift the guard that keeps SDPA off Apple's Metal
+
+
+@dataclass(frozen=True)
 class Machine:
     """What is there: a device and the software around it. Tests describe machines of their own."""
 

@@ -1,5 +1,6 @@
 """Save, load and resume; weights from other formats and to them."""
 
+from checkpoint.resume import model_from, random_state, restore, resumed
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -25,7 +26,11 @@ __all__ = [
     "load",
     "load_hf",
     "load_nanogpt",
+    "model_from",
     "model_settings",
+    "random_state",
+    "restore",
+    "resumed",
     "save",
     "save_hf",
     "set_aside",

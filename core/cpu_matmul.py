@@ -10,38 +10,74 @@ So the switch is turned on around single products only, and only on AMD's AVX-51
 a look at the error on this very machine. (Not after a stopwatch: a resumed run must come to the
 same decision.) It must not stay on for a whole step: PyTorch's CPU attention kernel multiplies tiny
 tiles, for which oneDNN's set-up costs several times the product.
+
+The model knows nothing of this: convert(model) swaps its linear layers and its head from outside.
 """
 
 from __future__ import annotations
 
 import platform
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention.spec import cpu_name
+from core.loss import Head, linear_cross_entropy
+
+
+def convert(model: nn.Module) -> None:
+    """Make the linear layers and the head of `model` take oneDNN for float32 products.
+
+    Only their forward changes: parameters, names and hooks stay. Under autocast, in other dtypes,
+    and in a compiled training step they are what they were.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif type(module) is Head:
+            module.__class__ = OneDNNHead
+
+
+class Linear(nn.Linear):
+    """nn.Linear by linear()."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class OneDNNHead(Head):
+    """The head by linear(), and the loss with the switch on around its products."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, None)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        switch = nullcontext if _plain(x) or torch.compiler.is_compiling() else onednn
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), switch)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether oneDNN's float32 products have no place here."""
+    return x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
 
 
 class onednn:
-    """Products inside `with onednn():` go to oneDNN; `with onednn(False):` changes nothing."""
-
-    def __init__(self, on: bool = True) -> None:
-        self.on = on
+    """Matrix products inside `with onednn():` go to oneDNN."""
 
     def __enter__(self) -> None:
-        if self.on:
-            self.before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("medium")
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
 
     def __exit__(self, *error: object) -> None:
-        if self.on:
-            torch.set_float32_matmul_precision(self.before)
+        torch.set_float32_matmul_precision(self.before)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b by oneDNN; (M, K) and (K, N) float32 -> (M, N)."""
     with onednn():
         return a @ b
@@ -53,6 +89,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     In a graph of torch.compile it is an operator that is called as it is here, without gradients;
     with gradients it is F.linear there.
     """
+    if _plain(x):
+        return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return torch.ops.nanoattn.linear(x, weight, bias)
@@ -65,8 +103,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     shape = *x.shape[:-1], weight.shape[0]
     if x.numel() == x.shape[-1]:
-        return of_one_row(x, weight, bias).view(shape)
-    y = product(x.reshape(-1, x.shape[-1]), weight.t())
+        return gemv(x, weight, bias).view(shape)
+    y = matmul(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
     return y.view(shape)
@@ -79,8 +117,8 @@ _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
 
-def of_one_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> N numbers.
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> (N,).
 
     What a decode step consists of. The weights are read once and used once, so the speed is that of
     memory, and one core alone does not reach it. MKL gives the product of one row to one thread; as
@@ -91,7 +129,7 @@ def of_one_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     if parts == 1 or N % parts or not plain:
         x = x.reshape(1, K)
-        y = x @ weight.t() if parts == 1 else product(x, weight.t())
+        y = x @ weight.t() if parts == 1 else matmul(x, weight.t())
         return y if bias is None else y + bias
     # Views made in one call each: a step has 49 of these products in GPT-2, and each call counts.
     n = N // parts
@@ -116,8 +154,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         want_x, want_w, want_b = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
-        dx = product(dy, weight).view(x.shape) if want_x else None
-        dw = product(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
+        dx = matmul(dy, weight).view(x.shape) if want_x else None
+        dw = matmul(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
         return dx, dw, dy.sum(0) if want_b else None
 
 
@@ -128,7 +166,7 @@ def errors() -> tuple[float, float]:
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
     ours, plain = (
-        float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (product, torch.mm)
+        float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (matmul, torch.mm)
     )
     return ours, plain
 
@@ -140,7 +178,7 @@ def exact() -> bool:
 
 
 def why_not() -> str | None:
-    """Why oneDNN should not be taken here; None: it should."""
+    """Why oneDNN should not be taken on this machine; None: it should."""
     name = cpu_name() or platform.processor()
     if not name.startswith("AMD") and "AuthenticAMD" not in name:
         return "it is faster on AMD's processors only"

@@ -26,12 +26,34 @@ import re
 import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 
 from attention import visible
 from core import cpu_matmul
-from model import GPTConfig
+from core.runtime import synchronize
+
+
+class Sizes(Protocol):
+    """What the count has to know of a model: the fields of its GPTConfig."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def attention_window(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -39,8 +61,12 @@ class Peak:
     """The rate that MFU is measured against."""
 
     tflops: float  # 1e12 FLOP/s of one device
-    source: str  # "datasheet", "measured" or "--peak_tflops"
-    measured: bool = False  # on this machine, by large matmuls
+    source: str  # "datasheet: ...", "measured: ..." or "--peak_tflops"
+
+    @property
+    def measured(self) -> bool:
+        """Whether it was measured here: a busy machine may have given too little."""
+        return self.source.startswith("measured")
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
@@ -144,19 +170,19 @@ def measured_peak(device: str | torch.device, dtype: torch.dtype) -> Peak:
     own = torch.Generator(device).manual_seed(0)
     # A run may take oneDNN for its float32 products: where that is exact, its rate is the device's.
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
-    kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.product)
+    kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
     began = time.perf_counter()
     for n in (4096, 8192) if device.type == "cuda" else (1024, 1536, 2048):
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
         for multiply in kinds * 8:
             if best and time.perf_counter() - began > 4:  # float16 on a CPU: 200 times slower
                 break
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             multiply(a, b)
-            _synchronize(device)
+            synchronize(device)
             best = max(best, 2 * n**3 / (time.perf_counter() - start))
-    return Peak(best / 1e12, "measured: the best of several large matrix products", measured=True)
+    return Peak(best / 1e12, "measured: the best of several large matrix products")
 
 
 def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
@@ -175,7 +201,7 @@ def peak(device: str | torch.device, dtype: str, override: float | None = None) 
     return measured_peak(device, getattr(torch, dtype))
 
 
-def n_params(config: GPTConfig) -> int:
+def n_params(config: Sizes) -> int:
     """N: the parameters of GPT(config) without its position embeddings, by arithmetic."""
     C, kv = config.n_embd, config.kv_heads * config.head_dim
     weights = C * (C + 2 * kv) + C * C + 8 * C * C  # c_attn, attention c_proj, MLP
@@ -197,7 +223,7 @@ def mean_keys(T: int, window: int | None = None) -> float:
     return float((i + 1).clamp(max=window or T).sum()) / T
 
 
-def flops_per_token(config: GPTConfig, T: int, causal: bool = False) -> float:
+def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
     """Floating-point operations that one trained token needs, forward and backward.
 
     Args:
@@ -208,16 +234,32 @@ def flops_per_token(config: GPTConfig, T: int, causal: bool = False) -> float:
     return 6 * n_params(config) + 12 * config.n_layer * config.n_head * config.head_dim * keys
 
 
-def mfu(config: GPTConfig, T: int, tokens_per_second: float, peak: Peak,
-        devices: int = 1) -> tuple[float, float]:  # fmt: skip
+def mfu(
+    config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1
+) -> tuple[float, float]:
     """(mfu, mfu_causal), each a fraction of the peak of all devices together."""
     full, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
     per_flop = tokens_per_second / (peak.tflops * 1e12 * devices)
     return full * per_flop, causal * per_flop
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+@dataclass(frozen=True)
+class Speed:
+    """A run's tokens a second, and what share of the peak that is."""
+
+    model: Sizes
+    T: int
+    tokens_per_s: float
+    peak: Peak
+    devices: int = 1
+
+    def row(self) -> dict[str, float]:
+        """As metrics.jsonl has it."""
+        full, causal = mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
+        return {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
+
+    def __str__(self) -> str:
+        row = self.row()
+        of = " of measured peak" if self.peak.measured else ""
+        share = f"mfu {row['mfu']:.1%} (causal {row['mfu_causal']:.1%}){of}"
+        return f"{self.tokens_per_s:,.0f} tok/s, {share}"

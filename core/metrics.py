@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,12 @@ log = logging.getLogger("nanoattn")
 class Metrics:
     """Writes one JSON object a line to out_dir/metrics.jsonl."""
 
-    def __init__(self, out_dir: Path, step: int, settings: dict[str, Any], config: Any) -> None:
-        """Begin after `step` steps: lines of later steps, of a run that was killed, are dropped."""
+    def __init__(self, out_dir: Path, step: int, config: Any) -> None:
+        """Begin after `step` steps: lines of later steps, of a run that was killed, are dropped.
+
+        Args:
+            config: the run's settings, a dataclass with wandb_log, wandb_project, wandb_run_name.
+        """
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -33,7 +36,7 @@ class Metrics:
         partial.replace(self.path)
         self.file = self.path.open("a", encoding="utf-8")
         self.failed = False
-        self.wandb = _start_wandb(config, settings, out_dir) if config.wandb_log else None
+        self.wandb = _start_wandb(config, out_dir) if config.wandb_log else None
 
     def log(self, **row: Any) -> None:
         try:
@@ -61,6 +64,29 @@ class Metrics:
                 step()
             except Exception as e:  # whatever it was, the training is done
                 log.warning("%s was not finished (%s: %s)", what, type(e).__name__, e)
+
+
+def log_line(row: dict[str, Any], seconds: float, speed: Any, steps_left: int) -> str:
+    """The line of a logged step.
+
+    Args:
+        row: iter, loss, lr, mem_bytes.
+        seconds: that a step takes.
+        speed: a core.flops.Speed; None while the run warms up.
+    """
+    begin = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.1e}"
+    left = f", {duration(seconds * steps_left)} left" if steps_left else ""
+    memory = f"mem {row['mem_bytes'] / 1e9:.1f} GB"
+    return f"{begin}, {seconds * 1e3:,.1f} ms, {speed or 'warming up'}, {memory}{left}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
+    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
+        if seconds < size * most:
+            digits = 0 if unit in ("s", "min") else 1
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds / (86400 * 365.25):,.1f} years"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -103,25 +129,22 @@ def draw(path: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def _start_wandb(config: Any, settings: dict[str, Any], out_dir: Path) -> Any:
+def _start_wandb(config: Any, out_dir: Path) -> Any:
     try:
         import wandb
 
-        if "WANDB_MODE" not in os.environ and not _reachable("api.wandb.ai"):
-            how = "no network: wandb logs offline to %s; send it later with: wandb sync"
-            log.warning(how, out_dir)
-            os.environ["WANDB_MODE"] = "offline"
         return wandb.init(
-            project=config.wandb_project, name=config.wandb_run_name, config=settings, dir=out_dir
+            project=config.wandb_project,
+            name=config.wandb_run_name,
+            config=asdict(config),
+            dir=out_dir,
+            settings=wandb.Settings(init_timeout=20),
         )
     except Exception as e:  # not installed, not logged in, not reachable: the run goes on without
-        log.warning("wandb is off (%s: %s); metrics.jsonl has it all", type(e).__name__, e)
+        log.warning(
+            "wandb is off (%s: %s); metrics.jsonl has it all, and WANDB_MODE=offline keeps a copy "
+            "for wandb sync",
+            type(e).__name__,
+            e,
+        )
         return None
-
-
-def _reachable(host: str) -> bool:
-    try:
-        socket.create_connection((host, 443), timeout=3).close()
-    except OSError:
-        return False
-    return True

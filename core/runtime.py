@@ -1,4 +1,4 @@
-"""The machine under a run: devices, dtypes, processes, signals, memory."""
+"""The set-up of a run, the same for every command: device, dtype, processes, signals, memory."""
 
 from __future__ import annotations
 
@@ -11,78 +11,27 @@ import signal
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
+from attention import use_flash_impl
 from attention.spec import cpu_name
 from core import cpu_matmul
 from core.settings import UserError
 
-
-@dataclass(frozen=True)
-class World:
-    """This process among all: plain `python` is a world of one, `torchrun` makes it larger."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-    control: Any = None  # a gloo group: agreeing on the CPU never waits for the GPU
-
-    @classmethod
-    def join(cls, wanted: str) -> World:
-        device = pick_device(wanted)
-        if "RANK" not in os.environ:
-            return cls(device=device)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            if device.index >= torch.cuda.device_count():
-                raise UserError(
-                    f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs, here are "
-                    f"{torch.cuda.device_count()}; lower --nproc_per_node"
-                )
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        control = dist.new_group(backend="gloo")
-        return cls(device, dist.get_rank(), dist.get_world_size(), control)
-
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, values: list[float]) -> list[float]:
-        """The element-wise sum over all processes."""
-        if self.size == 1:
-            return values
-        t = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(t, group=self.control)
-        return t.tolist()
-
-    def leave(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
-
-    def any(self, flag: bool) -> bool:
-        """Whether any process says yes; all get the same answer."""
-        return self.sum([float(flag)])[0] > 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in order of rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+M = TypeVar("M", bound=nn.Module)
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """"auto" or a device's name -> a device that is there.
+    """A device that is there, by its name; "auto" is CUDA, else Apple's Metal, else the CPU.
 
     Raises:
         UserError: it is not there.
-    """  # fmt: skip
+    """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
@@ -102,47 +51,149 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"bfloat16" for torch.bfloat16."""  # fmt: skip
+    """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def allow_tf32(on: bool) -> None:
-    """Let float32 products on CUDA run in TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = on
-    torch.backends.cudnn.allow_tf32 = on
+@dataclass(frozen=True)
+class Decision:
+    """Whether something is on, and the reason."""
+
+    on: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.on
+
+    def __str__(self) -> str:
+        return ("on" if self.on else "off") + (f" ({self.reason})" if self.reason else "")
 
 
-def why_not_compile(wanted: bool | None, device: torch.device) -> str | None:
-    """Why the model will not be compiled; None: it will be."""
+@dataclass(frozen=True)
+class Setup:
+    """How a run uses its device: decided once, by the same rules for training, bench and sampling.
+
+    setup = Setup.of(device, "auto")              throws the switches of the process, too
+    model = setup.place(GPT(config))              to the device, oneDNN's products
+    run = setup.compiled(model)                   torch.compile, where that was decided
+    with setup.autocast:
+        loss = run(x, y)[1]
+    """
+
+    device: torch.device
+    dtype: torch.dtype  # of the matrix products; the weights stay in float32
+    compile: Decision
+    compile_mode: str
+    onednn: Decision
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        dtype: str = "auto",
+        *,
+        tf32: bool = True,
+        compile: bool | None = False,
+        compile_mode: str = "default",
+        onednn: bool | None = None,
+        deterministic: bool = False,
+        sdpa_flash_impl: str = "FA2",
+    ) -> Setup:
+        """Decide; and throw the process's switches: TF32, determinism, whose flash kernel.
+
+        Args:
+            dtype: "auto", "float32", "bfloat16" or "float16".
+            compile, onednn: None decides by what pays here.
+            deterministic: torch.use_deterministic_algorithms, for every operator.
+            sdpa_flash_impl: what PyTorch's flash kernel on CUDA is: attention.use_flash_impl().
+        """
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        if device.type == "cuda" or sdpa_flash_impl != "FA2":
+            use_flash_impl(sdpa_flash_impl)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            torch.use_deterministic_algorithms(True)
+            # Else every torch.empty() is filled first, at the cost of a pass over its memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        chosen, graph = pick_dtype(dtype, device), decide_compile(compile, device)
+        products = decide_onednn(onednn, device, chosen, bool(graph))
+        return cls(device, chosen, graph, compile_mode, products)
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass; it may be entered again and again."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The loss scaler, which does something for float16 only."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def place(self, model: M, cast: bool = False) -> M:
+        """The model on the device, ready to run.
+
+        Args:
+            cast: also its weights in `dtype`, as for inference; training leaves that to autocast.
+        """
+        model = model.to(self.device, self.dtype if cast else None)
+        model.compiled = self.compile.on  # type: ignore[assignment]
+        if self.onednn:
+            cpu_matmul.convert(model)
+        return model
+
+    def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:
+        """torch.compile(model), or the model itself.
+
+        Raises:
+            UserError: CUDA graphs, and micro_steps > 1. The gradients of a micro-batch lie in the
+                graph's own memory, where the next replay writes before they are added up (PyTorch
+                issue 169545; torch._inductor.cudagraph_trees raises then).
+        """
+        if not self.compile:
+            return model
+        graphs = self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS
+        if graphs and micro_steps > 1:
+            raise UserError(
+                f"--compile_mode={self.compile_mode} takes CUDA graphs, which overwrite the "
+                f"gradients that {micro_steps} micro-batches add up; take "
+                "max-autotune-no-cudagraphs, or --gradient_accumulation_steps=1"
+            )
+        return torch.compile(model, mode=self.compile_mode)
+
+
+def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
+    """Whether to compile: None is yes on CUDA."""
     if wanted is False:
-        return "--compile=False"
+        return Decision(False, "--compile=False")
     if device.type == "cuda" and find_spec("triton") is None:
-        return "package 'triton' is not installed (pip install triton)"
+        return Decision(False, "package 'triton' is not installed (pip install triton)")
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
-        return "there is no C++ compiler on this machine"
+        return Decision(False, "there is no C++ compiler on this machine")
     if wanted is None and device.type != "cuda":
-        return f"it pays on long runs only; --compile=True turns it on for the {device.type}"
-    return None
+        pays = f"it pays on long runs only; --compile=True turns it on for the {device.type}"
+        return Decision(False, pays)
+    return Decision(True)
 
 
-def why_not_onednn(
+def decide_onednn(
     wanted: bool | None, device: torch.device, dtype: torch.dtype, compiled: bool = False
-) -> str | None:
-    """Why oneDNN will not take the float32 products; None: it will. See core/cpu_matmul.py.
+) -> Decision:
+    """Whether oneDNN takes the float32 products (core/cpu_matmul.py): None is where it is faster.
 
     Args:
         compiled: is it for a compiled training step?
     """
     if wanted is False:
-        return "--onednn=False"
+        return Decision(False, "--onednn=False")
     if compiled:
-        return "a compiled training step does not take it"
+        return Decision(False, "a compiled training step does not take it")
     if device.type != "cpu" or dtype != torch.float32:
-        return f"it is for float32 on the CPU, this is {dtype_name(dtype)} on {device.type}"
-    return None if wanted else cpu_matmul.why_not()
+        here = f"{dtype_name(dtype)} on {device.type}"
+        return Decision(False, f"it is for float32 on the CPU, this is {here}")
+    why = None if wanted else cpu_matmul.why_not()
+    return Decision(why is None, why or "")
 
 
-class Stop:
+class StopSignal:
     """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once."""
 
     def __init__(self) -> None:

@@ -310,13 +310,13 @@ class DynamicView:
     cache: DynamicCache
     layer: int
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
         """Store this call's k and v, (B, Tq, Hkv, D).
 
         Returns:
             All keys and all values that its queries may see, (B, Tk, Hkv, D): views of the buffers.
         """
-        return self._append(self.cache.k, k), self._append(self.cache.v, v)
+        return self._append(self.cache.k, k), self._append(self.cache.v, v), None
 
     def _append(self, buffers: list[Tensor | None], new: Tensor) -> Tensor:
         c, T, buffer = self.cache, new.shape[1], buffers[self.layer]

@@ -53,10 +53,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture(autouse=True)
-def float32_as_it_was() -> Iterator[None]:
-    """A run of train.py allows TF32 for its whole process, which here other tests share."""
+def switches_as_they_were() -> Iterator[None]:
+    """A run of train.py throws switches of its whole process, which here other tests share."""
     yield
     torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from core import cpu_matmul
+from core.loss import linear_cross_entropy
 from inference import engine
-from model import GPT, GPTConfig, linear_cross_entropy
+from model import GPT, GPTConfig
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used.
 pytestmark = pytest.mark.skipif(
@@ -71,13 +72,11 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
     before = torch.get_float32_matmul_precision()
-    cpu_matmul.product(torch.ones(2, 3), torch.ones(3, 2))
+    cpu_matmul.matmul(torch.ones(2, 3), torch.ones(3, 2))
     assert torch.get_float32_matmul_precision() == before
     with pytest.raises(RuntimeError):
-        cpu_matmul.product(torch.ones(2, 3), torch.ones(2, 3))
+        cpu_matmul.matmul(torch.ones(2, 3), torch.ones(2, 3))
     assert torch.get_float32_matmul_precision() == before
-    with cpu_matmul.onednn(False):
-        assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_model_gives_the_same_loss_and_gradients() -> None:
@@ -86,7 +85,8 @@ def test_a_model_gives_the_same_loss_and_gradients() -> None:
     idx = torch.randint(33, (2, 16))
     results = []
     for on in (False, True):
-        model.use_onednn(on)
+        if on:
+            cpu_matmul.convert(model)
         model.zero_grad()
         loss = model(idx, idx)[1]
         assert loss is not None
@@ -108,7 +108,7 @@ def test_products_go_through_the_switch_only_where_they_are_asked_to(
     enter = cpu_matmul.onednn.__enter__
 
     def count(self: cpu_matmul.onednn) -> None:
-        entered.append(self.on)
+        entered.append(True)
         enter(self)
 
     monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
@@ -116,7 +116,7 @@ def test_products_go_through_the_switch_only_where_they_are_asked_to(
     idx = torch.zeros(1, 8, dtype=torch.long)
     model(idx, idx)
     assert True not in entered
-    model.use_onednn(True)
+    cpu_matmul.convert(model)
     model(idx, idx)
     assert entered.count(True) == 4 + 1  # four linear layers, and the head with the loss
     entered.clear()
@@ -132,7 +132,7 @@ def test_a_compiled_graph_calls_it_as_an_operator(T: int) -> None:
     """Without gradients, so that the switch is thrown for the products and not for attention."""
     torch._dynamo.reset()
     model = GPT(GPTConfig(block_size=8, vocab_size=12, n_layer=2, n_head=1, n_embd=8)).eval()
-    model.use_onednn(True)
+    cpu_matmul.convert(model)
     idx = torch.zeros(1, T, dtype=torch.long)
     graphs: list[torch.fx.GraphModule] = []
 
@@ -182,13 +182,13 @@ def test_the_look_at_the_error_leaves_the_random_state_alone() -> None:
 def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would reach the attention in the step, which it makes several times slower."""
     model = GPT(GPTConfig(block_size=32, vocab_size=12, n_layer=1, n_head=1, n_embd=8)).eval()
-    model.use_onednn(True)
+    cpu_matmul.convert(model)
     entered: list[bool] = []
     steps = []
     enter = cpu_matmul.onednn.__enter__
 
     def count(self: cpu_matmul.onednn) -> None:
-        entered.append(self.on)
+        entered.append(True)
         enter(self)
 
     def not_compiled(function: Callable[..., object], device: str) -> Callable[..., object]:
@@ -203,7 +203,7 @@ def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine, "compiled", not_compiled)
     before = torch.get_float32_matmul_precision()
     prompt = torch.zeros(1, 3, dtype=torch.long)
-    tokens = model.stream(prompt, 4, temperature=0, kv_cache="static", compile=True)
+    tokens = engine.stream(model, prompt, 4, temperature=0, kv_cache="static", compile=True)
     next(tokens)
     entered.clear()
     assert len(list(tokens)) == 3

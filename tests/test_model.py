@@ -21,13 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import checkpoint
-import model as model_module
-from attention import BACKENDS, BackendUnavailable, Machine, packages
+from attention import BACKENDS, BackendUnavailable, Machine, Policy, packages
 from attention.probe import _once
 from core import cpu_matmul
+from core import loss as loss_module
+from core.loss import IGNORE, linear_cross_entropy
 from core.settings import UserError
+from inference import engine
 from inference.engine import sample_next
-from model import GPT, IGNORE, SIZES, GPTConfig, linear_cross_entropy
+from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
 
@@ -39,10 +41,17 @@ def tokens(B: int = 2, T: int = 16, vocab_size: int = 37, seed: int = 0) -> Tens
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+HOW = ("gradient_checkpointing", "residual_autocast")  # set on the model, no part of its sizes
+
+
 def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
     """A model whose weights do not sit at their initial values, where much is zero or one."""
     torch.manual_seed(1)
-    model = GPT(replace(config, **changes))
+    how = {name: changes.pop(name) for name in HOW if name in changes}
+    policy = Policy(fallback=changes.pop("attention_fallback", True))
+    model = GPT(replace(config, **changes), policy)
+    for name, value in how.items():
+        setattr(model, name, value)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * scale * torch.randn(p.shape)
@@ -76,17 +85,17 @@ def assert_within(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype,
 def test_gpt2_124m_has_as_many_parameters_as_it_should() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50304, bias=False))
-    assert model.num_params() == 124_373_760
-    assert model.num_params(positions=False) == 123_587_328
+    assert model.get_num_params(non_embedding=False) == 124_373_760
+    assert model.get_num_params() == 123_587_328
 
 
-@pytest.mark.parametrize("size, total", [
-    ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080),
-    ("gpt2-xl", 1_557_611_200)])  # fmt: skip
-def test_the_four_gpt2s(size, total) -> None:
+@pytest.mark.parametrize("sizes, total", [
+    ((12, 12, 768), 124_439_808), ((24, 16, 1024), 354_823_168), ((36, 20, 1280), 774_030_080),
+    ((48, 25, 1600), 1_557_611_200)])  # fmt: skip
+def test_the_four_gpt2s(sizes, total) -> None:
     with torch.device("meta"):
-        model = GPT(GPTConfig.named(size, vocab_size=50257))
-    assert model.num_params() == total
+        model = GPT(GPTConfig(1024, 50257, *sizes))
+    assert model.get_num_params(non_embedding=False) == total
     assert model.config.head_dim == 64
 
 
@@ -251,7 +260,7 @@ def test_n_inner_of_four_times_is_what_the_model_has(tmp_path) -> None:
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(model_module, "chunk_rows", lambda N, V, device: rows)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda N, V, device: rows)
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -421,10 +430,10 @@ def test_evaluation_computes_no_gradients(monkeypatch) -> None:
 
 
 def test_chunk_rows() -> None:
-    cpu, cuda = (model_module.chunk_rows(10**6, 50304, device) for device in ("cpu", "cuda"))
+    cpu, cuda = (loss_module.chunk_rows(10**6, 50304, device) for device in ("cpu", "cuda"))
     assert cpu * 50304 <= 2**24 and cpu < cuda < 10**6
-    assert model_module.chunk_rows(100, 65, "cpu") == 100
-    assert model_module.chunk_rows(100, 2**40, "cpu") == 1
+    assert loss_module.chunk_rows(100, 65, "cpu") == 100
+    assert loss_module.chunk_rows(100, 2**40, "cpu") == 1
 
 
 def test_targets_that_count_for_nothing() -> None:
@@ -488,7 +497,7 @@ def test_products_by_onednn_are_as_exact(shape) -> None:
     model = build(attention_backend="manual", **SHAPES[shape])
     data = tokens(), tokens(seed=1), segments()
     plain, exact = gradients(model, *data), gradients(copy.deepcopy(model).double(), *data)
-    model.use_onednn(True)
+    cpu_matmul.convert(model)
     if not cpu_matmul.exact():
         pytest.skip("oneDNN takes shorter numbers on this processor")
     precision = torch.get_float32_matmul_precision()
@@ -573,8 +582,8 @@ def test_one_batch_overfits() -> None:
 def loss_curve(name: str, dtype: torch.dtype, steps: int = 20) -> Tensor:
     """The losses of `steps` steps of AdamW on batches that are always the same, float64."""
     torch.manual_seed(3)
-    model = GPT(replace(TINY, n_kv_head=2, attention_window=9, attention_backend=name,
-                        attention_fallback=False)).to(dtype)  # fmt: skip
+    config = replace(TINY, n_kv_head=2, attention_window=9, attention_backend=name)
+    model = GPT(config, Policy(fallback=False)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(steps):
@@ -610,7 +619,7 @@ def test_on_cuda_twenty_steps_of_training_give_manuals_loss_curve(name) -> None:
 
     def curve(backend: str, dtype: torch.dtype) -> Tensor:
         torch.manual_seed(3)
-        model = GPT(replace(config, attention_backend=backend, attention_fallback=False)).cuda()
+        model = GPT(replace(config, attention_backend=backend), Policy(fallback=False)).cuda()
         model = model.to(torch.float64 if dtype == torch.float64 else torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses = []
@@ -699,12 +708,12 @@ def test_the_residual_stream_in_the_dtype_of_autocast() -> None:
         return torch.autocast("cpu", torch.bfloat16, enabled)
 
     with autocast():
-        half = build(residual_dtype="autocast")
+        half = build(residual_autocast=True)
         assert set(dtypes_between_blocks(half)) == {torch.bfloat16}
         assert set(dtypes_between_blocks(build())) == {torch.float32}
     assert {p.grad.dtype for p in half.parameters()} == {torch.float32}
     with autocast(False):
-        assert set(dtypes_between_blocks(build(residual_dtype="autocast"))) == {torch.float32}
+        assert set(dtypes_between_blocks(build(residual_autocast=True))) == {torch.float32}
 
 
 def test_the_residual_stream_in_bfloat16_is_as_exact_as_bfloat16_is() -> None:
@@ -713,7 +722,7 @@ def test_the_residual_stream_in_bfloat16_is_as_exact_as_bfloat16_is() -> None:
     truth, true_grads = gradients(build().double(), idx, targets)
     plain, plain_grads = gradients(build().bfloat16(), idx, targets)
     with torch.autocast("cpu", torch.bfloat16):
-        got, grads = gradients(build(residual_dtype="autocast"), idx, targets)
+        got, grads = gradients(build(residual_autocast=True), idx, targets)
     assert_within(got, plain, truth, torch.bfloat16, 2)
     for name, grad in grads.items():
         assert_within(grad, plain_grads[name], true_grads[name], torch.bfloat16, 3)
@@ -799,8 +808,8 @@ def test_what_was_named_is_what_is_called(monkeypatch) -> None:
         return chosen.backend.attend(*args, **kwargs)
 
     want = model(idx)[0]
-    key = next(iter(model._resolved))
-    model._resolved[key] = (replace(chosen, backend=replace(chosen.backend, attend=spy)), spec)
+    (key,) = model._kernels
+    model._kernels[key] = replace(chosen, backend=replace(chosen.backend, attend=spy))
     assert torch.equal(model(idx)[0], want)
     assert calls == [spec] * 2
 
@@ -906,23 +915,23 @@ def test_greedy(sampling) -> None:
     """5 + 30 tokens through a block_size of 16: the window slides."""
     model, idx = build().eval(), tokens(T=5)
     want = greedy(model, idx, 30)
-    got = model.generate(idx, 30, **sampling)
+    got = engine.generate(model, idx, 30, **sampling)
     assert got.shape == (2, 35) and got.dtype == torch.int64 and torch.equal(got, want)
-    assert torch.equal(torch.stack(list(model.stream(idx, 30, **sampling)), 1), want[:, 5:])
-    assert torch.equal(model.generate(idx, 0), idx)
+    assert torch.equal(torch.stack(list(engine.stream(model, idx, 30, **sampling)), 1), want[:, 5:])
+    assert torch.equal(engine.generate(model, idx, 0), idx)
 
 
 def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
     model, idx = build().eval(), tokens(T=5)
 
     def draw(seed: int) -> Tensor:
-        return model.generate(idx, 30, generator=torch.Generator().manual_seed(seed))
+        return engine.generate(model, idx, 30, generator=torch.Generator().manual_seed(seed))
 
     state = torch.get_rng_state()
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
     assert torch.equal(state, torch.get_rng_state())  # a generator of one's own is the only source
     assert torch.is_grad_enabled() and not draw(1).requires_grad
-    for _ in model.stream(idx, 2):
+    for _ in engine.stream(model, idx, 2):
         assert torch.is_grad_enabled()  # between the tokens the caller's mode holds
 
 
@@ -931,8 +940,8 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     with torch.no_grad():
         model.transformer.wte.weight[9:] *= 30  # what would be drawn
     for sampling in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}):
-        assert model.generate(idx, 20, vocab_size=9, **sampling).max() < 9
-    assert model.generate(idx, 20).max() >= 9
+        assert engine.generate(model, idx, 20, vocab_size=9, **sampling).max() < 9
+    assert engine.generate(model, idx, 20).max() >= 9
 
 
 def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
@@ -998,7 +1007,6 @@ def test_each_row_is_drawn_from_its_own_logits() -> None:
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
     ({"gelu": "fast"}, "gelu must be 'exact' or 'tanh', got 'fast'"),
-    ({"residual_dtype": "half"}, "residual_dtype must be 'float32' or 'autocast', got 'half'"),
     ({"attention_backend": "spda"}, "unknown attention backend 'spda'; did you mean 'sdpa'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(changes, words) -> None:
@@ -1011,14 +1019,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError) as e:
         replace(TINY, attention_backend="nothing of the kind")
     assert all(name in str(e.value) for name in ("auto", "eager", *BACKENDS))
-    with pytest.raises(ValueError) as e:
-        GPTConfig.named("gpt3")
-    assert all(name in str(e.value) for name in ("'gpt3'", *SIZES))
-
-
-def test_a_named_size_can_be_changed() -> None:
-    assert GPTConfig.named("gpt2-xl", n_layer=2).n_layer == 2
-    assert GPTConfig.named("gpt2-xl").n_head == 25
 
 
 def test_a_window_as_wide_as_the_context_is_no_window() -> None:

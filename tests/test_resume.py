@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_train import TEXT, Run, argv, close, make_data, refusal, run, run_line
+from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
 from core import metrics
 from model import GPT
+from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 # Dropout, two micro-steps and evaluations in between: whatever draws random numbers or keeps state.
@@ -267,10 +268,13 @@ def test_the_models_own_size_said_again_is_no_mistake(out):
 def test_a_folder_that_was_moved(out, tmp_path, monkeypatch):
     """The checkpoint remembers another out_dir; the one that was asked for counts."""
     monkeypatch.chdir(tmp_path)
-    assert out == tmp_path / "out"  # the default of --out_dir
-    r = run_line(["--init_from=resume", "--max_iters=12"], out)
+    moved = tmp_path / TrainConfig().out_dir  # the default, which is not named then
+    aside = out.rename(tmp_path / "aside")
+    moved.parent.mkdir()
+    aside.rename(moved)
+    r = run_line(["--init_from=resume", "--max_iters=12"], moved)
     assert r.code == 0 and max(r.losses()) == 12
-    assert checkpoint.load(checkpoint.latest(out)).step == 12
+    assert checkpoint.load(checkpoint.latest(moved)).step == 12
 
 
 def test_settings_of_another_version_are_one_sentence(out):
@@ -312,6 +316,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import train
 from model import GPT
+from train import TrainConfig
 from core.settings import UserError
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -458,3 +463,17 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_both(two):
     assert [r.get("spoiled", {}).get("code") for r in said()] == [1, 1]
     assert not checkpoint.folders(folder / "spoiled")
     assert all(math.isfinite(x) for x in losses(folder / "spoiled").values())
+
+
+def test_more_steps_do_not_raise_the_learning_rate_again(out, data_dir):
+    """The schedule is the one that the run began with, unless another is asked for."""
+    r = resume(out, "--max_iters=14", "--log_interval=1")
+    low = [row["lr"] for row in r.rows if row["iter"] > 10 and "lr" in row]
+    assert r.code == 0 and low == [pytest.approx(TINY["learning_rate"] / 10)] * 4
+    assert "lr_decay_iters" in r.out
+
+
+def test_a_longer_schedule_can_be_asked_for(out, data_dir):
+    r = resume(out, "--max_iters=14", "--lr_decay_iters=14", "--log_interval=1")
+    rates = [row["lr"] for row in r.rows if row["iter"] > 10 and "lr" in row]
+    assert r.code == 0 and rates[0] > 1.2 * TINY["learning_rate"] / 10

@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from core.runtime import World
+from core.distributed import DistInfo
+from core.optimizer import build_optimizer
 from core.settings import Loaded
 from model import GPT, GPTConfig
-from train import TrainConfig, build_optimizer, train_step
+from train import TrainConfig, train_step
 
 # No size of an activation is one of a weight: B, T and B T occur in no weight but the positions.
 B, T, L, C, V = 3, 20, 2, 32, 80
@@ -91,7 +92,8 @@ class Step:
     def __init__(self, dtype: str, residual: str, micro: int = 1, **changes: Any) -> None:
         torch.manual_seed(0)
         config: Any = {"bias": False, "attention_backend": "sdpa", **changes}
-        self.model = GPT(GPTConfig(T, V, L, 2, C, residual_dtype=residual, **config))  # type: ignore[arg-type]
+        self.model = GPT(GPTConfig(T, V, L, 2, C, **config))
+        self.model.residual_autocast = residual == "autocast"
         cpu, half = torch.device("cpu"), dtype != "float32"
         self.optimizer = build_optimizer(self.model, TrainConfig(), cpu)
         self.autocast = torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=half)
@@ -243,7 +245,7 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
 
     monkeypatch.setattr(train, "train_step", step)
     with watch:
-        assert train.train(Loaded(config, {}), World(torch.device("cpu"))) == 0
+        assert train.train(Loaded(config, {}), DistInfo(torch.device("cpu"))) == 0
     assert len(set(flags)) == 1 and len(at) == 12
     reads = [watch.reads[a:b] for a, b in pairwise(at)]  # after steps 1 to 11
     quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]

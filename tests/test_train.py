@@ -18,7 +18,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,14 @@ import checkpoint
 import data
 import train
 from core import flops, runtime
+from core.distributed import DistInfo
+from core.metrics import duration
 from core.metrics import read as read_rows
+from core.optimizer import build_optimizer, learning_rate, update
 from core.settings import Loaded, UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
-from train import TrainConfig, build_model, build_optimizer, learning_rate, update
+from train import TrainConfig, build_model
 
 TEXT = "".join(
     f"{who} {does} the {what},\nand so {n} days went by.\n\n"
@@ -49,7 +52,6 @@ TINY: dict[str, Any] = {
     "n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "max_iters": 8,
     "eval_interval": 100, "eval_iters": 2, "log_interval": 1, "warmup_iters": 2,
     "learning_rate": 1e-2, "device": "cpu", "peak_tflops": 1.0, "onednn": False,
-    "keep_freed_memory": False,  # it would be for all tests after it
 }  # fmt: skip
 
 
@@ -208,6 +210,9 @@ def state_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Ten
     return [t.detach().clone() for t in [*params, *kept]]
 
 
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+
+
 def adamw(params: list[Tensor], **how: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **how)
 
@@ -221,7 +226,7 @@ def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
     for i in range(4):
         for p, q, g in zip(ours, theirs, tensors(i + 1)):
             p.grad, q.grad = g * 10**i, g * 10**i  # norms that differ: Adam itself ignores a scale
-        update(a, ours, torch.tensor(1.0), clip, bad)
+        update(a, NO_SCALER, torch.tensor(1.0), clip, bad)
         if clip:
             torch.nn.utils.clip_grad_norm_(theirs, clip)
         b.step()
@@ -243,7 +248,7 @@ def test_what_is_not_finite_never_reaches_the_weights(fused, clip, value, where)
         if spoil is not None:
             assert params[1].grad is not None
             params[1].grad[3] = spoil
-        update(optimizer, params, torch.tensor(loss), clip, bad)
+        update(optimizer, NO_SCALER, torch.tensor(loss), clip, bad)
 
     step(1)
     assert not bad
@@ -392,9 +397,9 @@ def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
 
 LINE = re.compile(
     r"iter (?P<iter>\d+): loss \d+\.\d{4}, lr \d\.\de[+-]\d\d, "
-    r"(warming up|[\d,]+\.\d ms, [\d,]+ tok/s, mfu \d+\.\d% \(causal \d+\.\d%\)"
+    r"[\d,]+\.\d ms, (warming up|[\d,]+ tok/s, mfu \d+\.\d% \(causal \d+\.\d%\)"
     r"(?P<of> of measured peak)?)"
-    r", mem \d+\.\d GB"
+    r", mem \d+\.\d GB(, (?P<left>[\d.,]+ (s|min|h|days|years)) left)?"
 )
 TIMED = {"iter", "loss", "lr", "ms", "tokens_per_s", "mfu", "mfu_causal", "mem_bytes"}
 
@@ -463,11 +468,68 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row}
     assert timed.keys() >= {10, 15, 20}
     assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
+    # The last line is the median interval, and 19 steps of 100 s seemed to be left after the first.
+    assert "\n64,000 tok/s, mfu" in r.out
+    left = [m["left"] for line in r.out.splitlines() if (m := LINE.fullmatch(line))]
+    assert left == ["32 min", "0 s", "0 s", "0 s", None]
     steps[0] = 0
     r = run(data_dir, tmp_path / "out", max_iters=40, log_interval=5, init_from="resume")
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row and row["iter"] > 20}
     assert timed.keys() >= {30, 35, 40}
     assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
+
+
+def test_a_long_silence_is_broken(data_dir, tmp_path, monkeypatch):
+    """Steps of 7 s, and a line asked for every 1,000 steps: one comes when 30 s have passed."""
+    now, forward = [0.0], GPT.forward
+
+    def slow(self: GPT, *args: Any, **kwargs: Any) -> Any:
+        now[0] += 7.0 * self.training
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", slow)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    r = run(data_dir, tmp_path / "out", max_iters=14, log_interval=1000, eval_interval=1000)
+    found = [LINE.fullmatch(line) for line in r.out.splitlines() if line.startswith("iter ")]
+    assert [int(m["iter"]) for m in found if m] == [1, 7, 12, 14]  # 2 steps are warm-up
+
+
+@pytest.mark.parametrize("seconds, said", [
+    (0, "0 s"), (89, "89 s"), (90, "2 min"), (600, "10 min"), (5399, "90 min"), (5400, "1.5 h"),
+    (86400, "24.0 h"), (172800, "2.0 days"), (63072000, "2.0 years"), (3.2e10, "1,014.0 years"),
+])  # fmt: skip
+def test_a_duration_as_people_say_it(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
+    """6 N + 12 L H Q T FLOPs a token, 64 tokens a step, at a peak of 1 GFLOP/s."""
+    knobs = {"max_iters": 3, "peak_tflops": 1e-3, "n_layer": 2, "n_embd": 128, "batch_size": 64}
+    r = run(data_dir, tmp_path / "out", **knobs)
+    n = 6 * GPT(checkpoint.load(checkpoint.latest(tmp_path / "out")).config()).get_num_params()
+    seconds = (n + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
+    assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more" in r.out
+
+
+def test_every_sequence_of_an_evaluation_weighs_the_same(data_dir, tmp_path):
+    """Val has 5 batches of 3 and one of 1: the loss is the mean over all 16 windows."""
+    short = {**TINY, "block_size": 4, "batch_size": 3, "eval_iters": 6}
+    tokens = data.load(data_dir / "tiny", "val", 4, 100)[: 4 * 16 + 1]
+    shapes = [len(x) for x, _ in data.eval_batches(tokens, 4, 6, 3)]
+    assert shapes[-1] < 3 and len(set(shapes[:-1])) == 1, shapes
+    config = TrainConfig(**{**short, "data_dir": str(data_dir), "dataset": "tiny"})
+    loaded = Loaded(config, {})
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        ready = train.set_up(loaded, DistInfo(torch.device("cpu")))
+        ready.splits = {"train": tokens, "val": tokens}
+        got = train.evaluate(ready)
+    x = torch.cat([x for x, _ in data.eval_batches(tokens, 4, 6, 3)])
+    y = torch.cat([y for _, y in data.eval_batches(tokens, 4, 6, 3)])
+    with torch.no_grad():
+        logits = ready.model.eval()(x)[0]
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    assert got == pytest.approx(float(want), rel=1e-5)
 
 
 def test_a_sample_at_the_end(data_dir, tmp_path):
@@ -845,7 +907,8 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
 
     def faults(keep: bool) -> int:
         program = f"""
-import resource, torch, runtime
+import resource, torch
+from core import runtime
 assert not {keep} or runtime.keep_freed_memory()
 torch.ones(2**24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -860,12 +923,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert faults(keep=True) < faults(keep=False) / 4
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_keeping_freed_memory_is_a_setting(keep, data_dir, tmp_path, monkeypatch) -> None:
+def test_a_run_on_the_cpu_keeps_freed_memory(data_dir, tmp_path, monkeypatch) -> None:
     called = []
     monkeypatch.setattr(train, "keep_freed_memory", lambda: called.append(True))
-    r = run(data_dir, tmp_path, max_iters=1, keep_freed_memory=keep)
-    assert r.code == 0 and bool(called) == keep
+    assert run(data_dir, tmp_path, max_iters=1).code == 0 and called == [True]
 
 
 @pytest.mark.parametrize("mode, device, micro_steps, refused", [
@@ -875,29 +936,38 @@ def test_keeping_freed_memory_is_a_setting(keep, data_dir, tmp_path, monkeypatch
 def test_cuda_graphs_are_refused_under_gradient_accumulation(
     mode, device, micro_steps, refused
 ) -> None:
-    ask = (mode, torch.device(device), micro_steps)
+    on, off = runtime.Decision(True), runtime.Decision(False)
+    setup = runtime.Setup(torch.device(device), torch.float32, on, mode, off)
+    module = torch.nn.Linear(1, 1)
+    assert replace(setup, compile=off).compiled(module, micro_steps) is module
     if not refused:
-        train.check_compile_mode(*ask)
+        setup.compiled(module, micro_steps)
         return
     with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
-        train.check_compile_mode(*ask)
+        setup.compiled(module, micro_steps)
     assert mode in str(e.value) and "max-autotune-no-cudagraphs" in str(e.value)
 
 
 def test_a_compiled_step_says_that_it_does_not_take_onednn() -> None:
     cpu = torch.device("cpu")
-    why = runtime.why_not_onednn(True, cpu, torch.float32, compiled=True)
-    assert why == "a compiled training step does not take it"
-    assert runtime.why_not_onednn(True, cpu, torch.float32) is None
+    decided = runtime.decide_onednn(True, cpu, torch.float32, compiled=True)
+    assert str(decided) == "off (a compiled training step does not take it)" and not decided
+    assert runtime.decide_onednn(True, cpu, torch.float32)
 
 
 def test_a_compiled_run_checks_its_mode_and_takes_no_onednn(
     data_dir, tmp_path, monkeypatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(train, "check_compile_mode", lambda *given: asked.append(given))
-    monkeypatch.setattr(train, "why_not_compile", lambda *given: None)
+    compiled = runtime.Setup.compiled
+
+    def note(setup: Any, model: Any, micro_steps: int) -> Any:
+        asked.append((setup.compile_mode, micro_steps))
+        return compiled(setup, model, micro_steps)
+
+    monkeypatch.setattr(runtime.Setup, "compiled", note)
+    monkeypatch.setattr(runtime, "decide_compile", lambda *given: runtime.Decision(True))
     monkeypatch.setattr(torch, "compile", lambda model, **how: model)
     r = run(data_dir, tmp_path, max_iters=1, onednn=True, gradient_accumulation_steps=2)
-    assert r.code == 0 and asked == [("default", torch.device("cpu"), 2)]
+    assert r.code == 0 and asked == [("default", 2)]
     assert "oneDNN for float32 products: off (a compiled training step" in r.out

@@ -1,0 +1,128 @@
+"""Training that goes on from weights: a run that is resumed, or another one's checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from checkpoint.store import Checkpoint, init_model, latest, load, tokenizer_meta
+from core.distributed import DistInfo
+from core.settings import Loaded, UserError, from_dict
+from model import GPT
+
+C = TypeVar("C")  # train.py's TrainConfig
+
+# What weights were made with, and settings cannot change.
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size")
+
+
+def resumed(loaded: Loaded[C]) -> Loaded[C]:
+    """The settings that a checkpoint was written with, and on top of them what was given.
+
+    Args:
+        loaded: what was given; its out_dir says which run it is.
+
+    Raises:
+        UserError: there is no checkpoint, or the two do not go together.
+    """
+    given: Any = loaded.settings
+    saved = load(latest(given.out_dir))
+    before: Any = from_dict(type(given), saved.settings["train"], f"{saved.folder}/settings.json")
+    changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
+    if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
+        changes.setdefault("lr_decay_iters", before.max_iters)
+    try:
+        merged = replace(before, **changes)
+    except ValueError as e:
+        raise UserError(f"{e} (resuming {saved.folder})") from e
+    origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
+    return Loaded(merged, origins)
+
+
+def model_from(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
+    """The model that init_from names, on the CPU.
+
+    Args:
+        loaded: the settings of the run, and which of them were given.
+        meta: the dataset's meta.json.
+
+    Raises:
+        UserError: the weights cannot be had, or do not fit the settings or the dataset.
+    """
+    config, V = loaded.settings, meta["vocab_size"]
+    resuming = config.init_from == "resume"
+    source = str(latest(config.out_dir)) if resuming else config.init_from
+    changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
+    if "attention_window" in loaded.origins:  # else the one that the weights were trained with
+        changes["attention_window"] = config.attention_window
+    model = init_model(source, **changes)
+    model.policy = config.policy
+    tokenizer = tokenizer_meta(source)
+    if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
+        raise UserError(
+            f"{source}, with a vocabulary of {model.config.vocab_size} tokens, was not trained "
+            f"with the tokenizer of the dataset {config.dataset!r}, which has {V}; prepare that "
+            "with the same one"
+        )
+    for name in (*SHAPE, "block_size") if resuming else SHAPE:
+        have, want = getattr(model.config, name), getattr(config, name)
+        if name == "n_kv_head":
+            have, want = model.config.kv_heads, want or model.config.n_head
+        if name in loaded.origins and want is not None and want != have:
+            raise UserError(
+                f"{source} has {name}={have}, which cannot be changed to {want} "
+                f"({loaded.origins[name]})"
+            )
+    if model.config.block_size < config.block_size:
+        raise UserError(
+            f"--block_size={config.block_size} is longer than the {model.config.block_size} "
+            f"tokens of {source}"
+        )
+    model.crop_block_size(config.block_size)
+    return model
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The random state of this process, for the checkpoint."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(
+    saved: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    seed: int,
+    distributed: DistInfo,
+) -> tuple[int, float]:
+    """Put back what `saved` holds beside the weights.
+
+    Args:
+        optimizer: keeps its own weight decay and betas, which the settings of a run may change.
+        seed: of the run, for random states that the checkpoint does not have.
+
+    Returns:
+        the steps done, and the lowest validation loss so far.
+    """
+    tensors: dict[str, Any] = saved.optimizer()
+    settings = [{k: g[k] for k in ("weight_decay", "betas")} for g in optimizer.param_groups]
+    optimizer.load_state_dict(tensors["optimizer"])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    if scaler.is_enabled() and tensors["scaler"]:
+        scaler.load_state_dict(tensors["scaler"])
+    if len(tensors["rng"]) == distributed.world_size:
+        mine = tensors["rng"][distributed.rank]
+        torch.set_rng_state(mine["cpu"])
+        if "cuda" in mine and distributed.device.type == "cuda":
+            torch.cuda.set_rng_state(mine["cuda"], distributed.device)
+    else:  # another number of processes: the same data, but dropout cannot go on exactly
+        torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
+    best = saved.state.get("best_val_loss")
+    return saved.step, math.inf if best is None else best

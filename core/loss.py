@@ -1,0 +1,120 @@
+"""Head and loss together: cross entropy of x @ weight.T that never holds all of the logits.
+
+The logits are the largest tensor of a training step: 50,304 numbers a token for GPT-2. But the
+gradient of the mean loss with respect to them, (softmax - onehot) / n, needs nothing from above
+except one factor. So a chunk of rows at a time the forward pass computes the logits, their loss,
+and their share of both gradients; the memory of the chunk is then used again. Nothing is stored,
+and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -1  # a target that counts for nothing
+
+Switch = Callable[[], AbstractContextManager[Any]]
+
+
+class Head(nn.Module):
+    """The language-model head. It has no weights: it reads those of the token embedding."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., C), weight (V, C) -> (..., V) logits."""
+        return F.linear(x, weight)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """x (B, T, C), weight (V, C), targets (B, T) int64 -> the mean loss, float32 ()."""
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, matmul_switch: Switch = nullcontext
+) -> Tensor:
+    """Mean cross entropy of the logits x @ weight.T.
+
+    Args:
+        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where nothing is asked.
+        matmul_switch: makes the context in which the matrix products run (core/cpu_matmul.py).
+
+    Returns:
+        float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is
+        asked at all, as F.cross_entropy gives.
+    """
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    # ctx.needs_input_grad is True under no_grad too, where the gradients would be for nothing.
+    want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        want_grad: bool,
+        matmul_switch: Switch,
+    ) -> Tensor:
+        N, V = x.shape[0], weight.shape[0]
+        rows = chunk_rows(N, V, x.device.type)
+        if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
+            rows = min(rows, 4096)
+        wide = torch.promote_types(dtype, torch.float32)
+        x_, w = x.to(dtype), weight.to(dtype)
+        counted = targets != IGNORE  # (N,)
+        target = targets.masked_fill(~counted, 0)[:, None]  # (N, 1)
+        dx = torch.empty_like(x_) if want_grad else None
+        dw = torch.zeros_like(weight, dtype=wide) if want_grad else None
+        total = torch.zeros((), dtype=wide, device=x.device)
+        with torch.autocast(x.device.type, enabled=False), matmul_switch():
+            for a in range(0, N, rows):
+                c = slice(a, min(a + rows, N))
+                logp = F.log_softmax(x_[c] @ w.t(), dim=-1, dtype=wide)  # (rows, V)
+                total -= logp.gather(1, target[c])[:, 0].mul(counted[c]).sum()
+                if dx is None or dw is None:
+                    continue
+                if torch.compiler.is_compiling():  # a comparison fuses; a scatter would not
+                    onehot = torch.arange(V, device=x.device) == target[c]  # (rows, V)
+                    dlogits = torch.where(onehot, logp.exp() - 1, logp.exp())
+                else:
+                    dlogits = logp.exp_()
+                    minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
+                    dlogits.scatter_add_(1, target[c], minus_1)
+                dlogits = dlogits.mul_(counted[c, None]).to(dtype)
+                torch.mm(dlogits, w, out=dx[c])
+                if dtype == wide:
+                    dw.addmm_(dlogits.t(), x_[c])
+                else:
+                    dw += dlogits.t() @ x_[c]
+        n = counted.sum()
+        ctx.save_for_backward(dx, dw, n)
+        ctx.dtypes = x.dtype, weight.dtype
+        return total / n
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, n = ctx.saved_tensors
+        # Late, so that float16 gradients meet the loss scale before they underflow; and in dw's
+        # float32, for a scale rounded to bfloat16 is off by up to 0.4 %, and 65536 has no float16.
+        scale = grad / n.clamp(min=1)
+        dx, dw = dx.to(dw.dtype).mul_(scale), dw.mul_(scale)
+        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
+
+
+def chunk_rows(N: int, V: int, device: str) -> int:
+    """Rows of logits at a time: enough for an efficient product, few enough to stay in caches."""
+    budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
+    return max(1, min(N, budget // V))

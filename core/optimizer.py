@@ -1,0 +1,80 @@
+"""AdamW, its learning rate, and an update that clips and checks without waiting for the device.
+
+`config` is train.py's TrainConfig.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+
+def learning_rate(step: int, config: Any) -> float:
+    """Linear warm-up, cosine decay to min_lr, then flat. step counts from 0."""
+    low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    last = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    if not config.decay_lr:
+        return config.learning_rate
+    if step >= last:
+        return low
+    done = (step - config.warmup_iters) / (last - config.warmup_iters)
+    return low + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - low)
+
+
+def build_optimizer(model: nn.Module, config: Any, device: torch.device) -> torch.optim.AdamW:
+    """AdamW, fused on CPU and CUDA, that decays the matrices, but no biases and norm gains."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas, fused = (config.beta1, config.beta2), device.type in ("cuda", "cpu")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+
+
+def update(
+    optimizer: torch.optim.AdamW,
+    scaler: torch.amp.GradScaler,
+    loss: Tensor,
+    clip: float,
+    found_inf: Tensor,
+) -> None:
+    """Clip the gradients to the global norm `clip`, and step; not if anything is not finite.
+
+    The fused AdamW takes a factor for the gradients and a flag not to step (they are there for
+    torch.amp.GradScaler): clipping then costs no pass over the gradients of its own, and the flag
+    is read on the device, so nothing waits for it.
+
+    Args:
+        loss: float32 ().
+        clip: 0 is no clipping.
+        found_inf: float32 (), set to 1 where the loss or a gradient is not finite, then for good.
+            In float16 a gradient that is not finite only means a smaller loss scale.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, clip)
+        found_inf.copy_(torch.maximum(found_inf, (~loss.isfinite()).float()))
+        scaler.step(optimizer)  # leaves the weights alone where a gradient is not finite
+        scaler.update()
+        return
+    grads = [p.grad for p in params]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    found_inf.copy_(torch.maximum(found_inf, (~(loss.isfinite() & norm.isfinite())).float()))
+    divisor = (norm / clip).clamp(min=1.0) if clip else None
+    if optimizer.defaults["fused"]:
+        fused: Any = optimizer
+        fused.grad_scale, fused.found_inf = divisor, found_inf
+        optimizer.step()
+    elif not found_inf:
+        if divisor is not None:
+            torch._foreach_div_(grads, divisor)
+        optimizer.step()
