@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train
-from bench.setup import Setup
+from bench.job import Job
+from core.optimizer import build_optimizer
 from core.runtime import synchronize
 from core.settings import UserError
 from train import TrainConfig
@@ -83,7 +83,7 @@ def check(name: str, config: TrainConfig) -> None:
         raise UserError(f"it has no {' and no '.join(lacks)}")
 
 
-def build(baseline: str, setup: Setup) -> Baseline:
+def build(baseline: str, job: Job) -> Baseline:
     """The baseline, its new model on the device.
 
     Raises:
@@ -91,9 +91,9 @@ def build(baseline: str, setup: Setup) -> Baseline:
     """
     name, _, what = baseline.partition("=")
     if name == "plain":
-        return Plain(setup)
-    check(name, setup.config)
-    return NanoGPT(what, setup) if name == "nanogpt" else HuggingFace(what, setup)
+        return Plain(job)
+    check(name, job.config)
+    return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
 class Baseline:
@@ -106,23 +106,24 @@ class Baseline:
     loss: Callable[[Tensor, Tensor], Tensor]
     make_optimizer: Callable[[], Any]
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.config = setup, setup.config
-        self.compiled = setup.compiled
+    def __init__(self, job: Job) -> None:
+        self.job, self.setup, self.config = job, job.setup, job.config
 
-    def for_training(self) -> Baseline:
+    def for_training(self, scaler: torch.amp.GradScaler) -> Baseline:
+        self.scaler = scaler
         self.model.train()
         self.optimizer = self.make_optimizer()
-        self.run = torch.compile(self.model) if self.compiled else self.model
+        self.run = torch.compile(self.model) if self.setup.compile else self.model
         return self
 
-    def for_decoding(self) -> Baseline:
+    def for_decoding(self, compile: bool) -> Baseline:
+        self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """One step as its own loop does it, with the marks of train.train_step."""
-        scaler = self.setup.scaler
+        scaler = self.scaler
         loss = torch.zeros((), device=x.device)
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
             mark("forward")
@@ -151,12 +152,12 @@ class Plain(Baseline):
 
     title = "plain PyTorch, float32"
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.model = setup.model()
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.model = job.model()
 
     def make_optimizer(self) -> Any:
-        ours = train.build_optimizer(self.model, self.config, self.setup.device)
+        ours = build_optimizer(self.model, self.config, self.setup.device)
         groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
         betas = (self.config.beta1, self.config.beta2)
         return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
@@ -170,8 +171,8 @@ class NanoGPT(Baseline):
 
     title = "nanoGPT"
 
-    def __init__(self, path: str, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, path: str, job: Job) -> None:
+        super().__init__(job)
         spec = importlib.util.spec_from_file_location("nanogpt_model", path)
         assert spec and spec.loader
         theirs = importlib.util.module_from_spec(spec)
@@ -179,8 +180,8 @@ class NanoGPT(Baseline):
         spec.loader.exec_module(theirs)
         same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
         sizes = {name: getattr(self.config, name) for name in same}
-        config = theirs.GPTConfig(vocab_size=setup.vocab_size, **sizes)
-        self.model = theirs.GPT(config).to(setup.device)
+        config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
+        self.model = theirs.GPT(config).to(job.device)
 
     def make_optimizer(self) -> Any:
         c = self.config
@@ -217,19 +218,19 @@ class NanoGPT(Baseline):
 class HuggingFace(Baseline):
     """transformers' GPT-2."""
 
-    def __init__(self, implementation: str, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, implementation: str, job: Job) -> None:
+        super().__init__(job)
         if importlib.util.find_spec("transformers") is None:
             raise UserError("package 'transformers' is not installed (pip install transformers)")
         import transformers
 
-        config, device = self.config, setup.device
+        config, device = self.config, job.device
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
         same = {name: getattr(config, name) for name in ("n_embd", "n_layer", "n_head")}
         same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
         settings: Any = transformers.GPT2Config(
-            vocab_size=setup.vocab_size,
+            vocab_size=job.vocab_size,
             n_positions=config.block_size,
             activation_function="gelu" if config.gelu == "exact" else "gelu_new",
             bos_token_id=None,
@@ -268,7 +269,7 @@ class HuggingFace(Baseline):
             do_sample=False,
             use_cache=True,
             cache_implementation=cache,
-            disable_compile=self.config.compile is not True,
+            disable_compile=not self.compile,
             streamer=reader,
             logits_processor=LogitsProcessorList([processor] if processor else []),
             return_dict_in_generate=True,

@@ -32,9 +32,9 @@ import attention
 from attention.probe import KERNELS
 from bench import baselines, machine
 from bench.baselines import Processor
-from bench.setup import Setup
+from bench.job import Job
 from core.runtime import synchronize
-from inference.engine import Stats
+from inference import engine
 
 
 def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
@@ -45,11 +45,9 @@ def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
 class Ours:
     """This project's model with the attention backend that was named."""
 
-    def __init__(self, name: str, setup: Setup) -> None:
-        self.title = attention.get(name).title
-        self.compile = setup.config.compile is True
-        self.model = setup.model().to(setup.dtype).eval()
-        self.model.use_onednn(setup.onednn())
+    def __init__(self, name: str, job: Job, compile: bool) -> None:
+        self.title, self.compile = attention.get(name).title, compile
+        self.model = job.model(cast=True).eval()
 
     def write(
         self, prompt: Tensor, new: int, cache: str, processor: Processor | None
@@ -60,10 +58,10 @@ class Ours:
             when the first and the last token were there, in seconds of time.perf_counter(), and
             the bytes of the cache.
         """
-        stats = Stats()
+        stats = engine.Stats()
         options: dict[str, Any] = {"logits_processor": processor} if processor else {}
         options |= {"temperature": 0.0, "compile": self.compile and cache == "static"}
-        texts = self.model.stream(prompt, new, stats=stats, kv_cache=cache, **options)
+        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **options)
         times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
@@ -72,12 +70,14 @@ class Ours:
 class Decoding:
     """Texts by one model, for any batch size, prompt length and cache."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, told: dict[str, Any]) -> None:
+        compile = told["train"]["compile"] is True  # of single decode steps, not of the model
         # neither dropout nor gradient_checkpointing is anything to generation
-        setup = self.setup = Setup(job, dropout=0.0, gradient_checkpointing=False)
-        self.device, dtype, config = setup.device, setup.dtype, setup.config
-        self.ours = None if job["baseline"] else Ours(job["name"], setup)
-        self.who: Any = self.ours or baselines.build(job["baseline"], setup).for_decoding()
+        job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
+        self.device, dtype, config = job.device, job.setup.dtype, job.config
+        self.ours = None if told["baseline"] else Ours(told["name"], job, compile)
+        other = told["baseline"]
+        self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
         weights = sum(p.numel() for n, p in self.who.model.named_parameters() if "wpe" not in n)
         kv_heads = config.n_kv_head or config.n_head
         head_dim = config.n_embd // config.n_head
@@ -90,7 +90,7 @@ class Decoding:
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
-        prompt = torch.randint(self.setup.vocab_size, (B, P), generator=draw).to(self.device)
+        prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
         how = (request["cache"], forbid_last if request["processor"] else None)
         if request.get("warm_up"):
             return self.warm_up(prompt, new, *how)

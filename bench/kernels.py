@@ -27,7 +27,7 @@ from attention import manual
 from attention.probe import select
 from attention.spec import Spec
 from bench import machine
-from bench.setup import Setup
+from bench.job import Job
 from core.flops import mean_keys
 
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
@@ -42,9 +42,9 @@ def flops_of(point: dict[str, Any], causal: bool) -> float:
 class Kernels:
     """Calls of one backend at any point of the grid."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.setup, self.name = Setup(job), job["name"]
-        self.config, self.device = self.setup.config, self.setup.device
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.job, self.name = Job(told), told["name"]
+        self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
         self.about = {"title": attention.get(self.name).title}
         self.kernels: dict[Spec, list[str]] = {}  # what ran in the probe
@@ -54,7 +54,7 @@ class Kernels:
         B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
         draw = torch.Generator(self.device).manual_seed(self.config.seed)
         made = [
-            torch.randn(B, T, h, D, generator=draw, device=self.device).to(self.setup.dtype)
+            torch.randn(B, T, h, D, generator=draw, device=self.device).to(self.job.setup.dtype)
             for h in (H, Hkv, Hkv, H)
         ]
         for t in made[:3]:
@@ -62,10 +62,8 @@ class Kernels:
         return made
 
     def spec(self, point: dict[str, Any]) -> Spec:
-        return Spec(point["H"], point["Hkv"], point["D"], self.setup.dtype_name,
-                    window=point["window"],
-                    deterministic=self.config.attention_deterministic,
-                    hub_kernels=self.config.attention_hub_kernels)  # fmt: skip
+        heads, hub = (point["H"], point["Hkv"], point["D"]), self.config.attention_hub_kernels
+        return Spec(*heads, self.job.dtype, window=point["window"], hub_kernels=hub)
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         spec = self.spec(request)
@@ -104,8 +102,7 @@ class Kernels:
     ) -> dict[str, Any]:
         """Resolve strictly; then the error, and the memory beyond the inputs' own."""
         if spec not in self.kernels:
-            chosen = select(self.name, spec, self.device, fallback=False,
-                            allow_mps_sdpa=self.config.allow_mps_sdpa)  # fmt: skip
+            chosen = select(self.name, spec, self.device, self.config.policy)
             self.kernels[spec] = list(chosen.kernels)
         got = call([])
         answer: dict[str, Any] = {"kernels": self.kernels[spec]}

@@ -31,10 +31,9 @@ import torch
 
 import attention
 from attention.spec import Machine, Spec, cpu_name
+from bench.job import Job
 from core import flops
-from core.runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
-from core.settings import from_dict
-from train import TrainConfig
+from core.runtime import describe, synchronize
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
@@ -215,16 +214,15 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
 class MachineProbe:
     """What this machine is, how fast it could be, and which backends need not be tried here."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.config = from_dict(TrainConfig, job["train"])
-        self.device = torch.device(job["device"])
-        allow_tf32(self.config.tf32)
-        self.about = look(self.config, self.device)
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.job = job = Job(told)
+        self.device = job.device
+        self.about = look(job)
         rate, source = None, "not measured"
-        if job["bandwidth_gbs"]:
-            rate, source = job["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
-        elif job["wants_bandwidth"]:  # it takes seconds
-            rate, source = bandwidth(self.device, job["memory_limit"])
+        if told["bandwidth_gbs"]:
+            rate, source = told["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
+        elif told["wants_bandwidth"]:  # it takes seconds
+            rate, source = bandwidth(self.device, told["memory_limit"])
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -235,13 +233,9 @@ class MachineProbe:
         Args:
             request: {"names": [...], "specs": [fields of Spec, but those of the settings]}.
         """
-        config = self.config
+        config = self.job.config
         here = Machine.here(str(self.device), attention.packages())
-        always = {
-            "dtype": dtype_name(pick_dtype(config.dtype, self.device)),
-            "deterministic": config.attention_deterministic,
-            "hub_kernels": config.attention_hub_kernels,
-        }
+        always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
         refused = {}
         for name in request["names"]:
             reasons = []
@@ -262,12 +256,12 @@ def reason(error: attention.BackendUnavailable) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
-def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
-    dtype = pick_dtype(config.dtype, device)
-    peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
+    device = job.device
+    peak = flops.peak(device, job.dtype, job.config.peak_tflops)
     # No matmul reaches what a datasheet promises; so on a GPU also measure what one does reach.
-    products = flops.measured_peak(device, dtype) if device.type == "cuda" else None
+    products = flops.measured_peak(device, job.setup.dtype) if device.type == "cuda" else None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     name = cpu_name() or platform.machine()
     return {
@@ -283,7 +277,7 @@ def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": versions(),
-        "dtype": dtype_name(dtype),
+        "dtype": job.dtype,
         "free_memory": free_memory(device),
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,

@@ -47,8 +47,7 @@ class Bench:
 
     @property
     def peak(self) -> flops.Peak:
-        m = self.machine
-        return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
+        return flops.Peak(self.machine["peak_tflops"], self.machine["peak_source"])
 
     @property
     def model(self) -> GPTConfig:
@@ -110,7 +109,7 @@ class Bench:
         high. Once only, so that all rows have the same peak.
         """
         m = self.machine
-        if m["peak_measured"] and not m.get("looked_again"):
+        if self.peak.measured and not m.get("looked_again"):
             again = self.ask_once("machine")
             for rate in ("peak_tflops", "bandwidth"):
                 m[rate] = m[rate] and max(m[rate], again[rate])

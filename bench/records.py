@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,15 @@ def check_slug(slug: str) -> None:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """record.json, the pictures and README.md.
+    """record.json, the pictures and README.md."""
+    drawn = pictures.draw(content)
+    save(folder, content, readme(content, list(drawn)), drawn)
+
+
+def save(
+    folder: Path, content: dict[str, Any], page: str, drawn: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a record's files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -72,12 +81,16 @@ def write(folder: Path, content: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         (folder / "record.json").write_text(text, encoding="utf-8")
-        drawn = pictures.draw(content)
-        for name, picture in drawn.items():
+        (folder / "README.md").write_text(page, encoding="utf-8")
+        for name, picture in (drawn or {}).items():
             (folder / f"{name}.png").write_bytes(picture)
-        (folder / "README.md").write_text(readme(content, list(drawn)), encoding="utf-8")
     except OSError as e:
         raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
+
+
+def commit(content: dict[str, Any]) -> str:
+    """The commit in short, and whether the code was changed since."""
+    return (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -109,7 +122,6 @@ def title(content: dict[str, Any]) -> str:
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     """What a figure depends on, as (name, value)."""
     m, s = content["machine"], content["settings"]
-    commit = (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     extra = "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
     shape = (f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
@@ -130,7 +142,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     found = {
         "command": content["command"],
         "date": content["date"],
-        "commit": commit,
+        "commit": commit(content),
         "device": m["about"],
         "software": f"{software}{extra}, python {m['python']}, {m['system']}",
         "model": shape,

@@ -28,8 +28,9 @@ import data
 import train
 from attention.probe import KERNELS
 from bench import baselines, machine
+from bench.job import Job
 from bench.profiling import ATTENTION, Scopes, read
-from bench.setup import Setup
+from core.optimizer import build_optimizer, learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
 Mark = Callable[[str], None]
@@ -51,12 +52,12 @@ class Reference:
     """Loss and gradient norm, by manual in float32, of the batch that all begin with, and its FLOPs
     as torch counts them. One sequence at a time, so that manual needs little memory."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        changes = {"attention_backend": "manual", "attention_fallback": False}
-        setup = Setup(job, **changes, gradient_checkpointing=False, tf32=False)
-        config, model = setup.config, setup.model()
+    def __init__(self, told: dict[str, Any]) -> None:
+        exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
+        job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
+        config, model = job.config, job.model()
         params = list(model.parameters())
-        x, y = setup.random_tokens(config.batch_size)
+        x, y = job.random_tokens(config.batch_size)
         model(x[:1], y[:1])  # the probe of the backend is none of the model's work
         # torch knows no addmm_, the in-place form with which the loss sums the head's gradient
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_})
@@ -82,60 +83,56 @@ def _addmm_(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
 class Ours:
     """This project's model and optimizer, with the attention backend that was named."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, config, device = setup, setup.config, setup.device
-        micro = config.gradient_accumulation_steps
-        self.model = setup.model()
-        self.optimizer = train.build_optimizer(self.model, config, device)
-        self.compiled = self.model.compiled = setup.compiled
-        with setup.autocast:
+    def __init__(self, job: Job, scaler: torch.amp.GradScaler) -> None:
+        self.setup, self.config, self.scaler = job.setup, job.config, scaler
+        config = job.config
+        self.model = job.model()
+        self.optimizer = build_optimizer(self.model, config, job.device)
+        with self.setup.autocast:
             self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
-        self.model.use_onednn(setup.onednn(self.compiled))
-        self.run: Any = self.model
-        if self.compiled:
-            train.check_compile_mode(config.compile_mode, device, micro)
-            self.run = torch.compile(self.model, mode=config.compile_mode)
-        self.bad = torch.zeros((), device=device)  # becomes 1 at a gradient that is not finite
+        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
+        self.found_inf = torch.zeros((), device=job.device)  # 1 at a gradient that is not finite
         self.title = self.chosen.backend.title
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        s = self.setup
-        return train.train_step(self.run, self.optimizer, s.scaler, s.autocast, x, y, micro,
-                                s.config.grad_clip, self.bad, mark)  # fmt: skip
+        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
+        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
 
 class Training:
     """Training steps of one candidate, an attention backend of ours, or of one baseline."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.job, self.converge = job, job["job"] == "converge"
-        self.base = machine.memory(torch.device(job["device"]), peak=False)
-        setup = self.setup = Setup(job)
-        config, device = setup.config, setup.device
-        self.config, self.device = config, device
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.converge, baseline = told["job"] == "converge", told["baseline"]
+        self.base = machine.memory(torch.device(told["device"]), peak=False)
+        job = self.job = Job(told)
+        self.config, self.device, self.setup = config, device, setup = (
+            job.config, job.device, job.setup)  # fmt: skip
         self.clock = machine.Clock(device)
-        if config.keep_freed_memory and device.type == "cpu" and not job["baseline"]:
+        if device.type == "cpu" and not baseline:  # as train.py does
             keep_freed_memory()
-        if job["profile"] and setup.compiled:
+        self.compiled = bool(setup.compile)
+        if told["profile"] and self.compiled:
             from torch._inductor import config as inductor  # it imports for a second
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
-        self.ours = None if job["baseline"] else Ours(setup)
-        self.who: Any = self.ours or baselines.build(job["baseline"], setup).for_training()
+        scaler = self.scaler = setup.scaler()
+        self.ours = None if baseline else Ours(job, scaler)
+        self.who: Any = self.ours or baselines.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
         if self.converge:
             folder = Path(config.data_dir) / config.dataset
-            tokens = data.load(folder, "train", config.block_size, setup.vocab_size)
+            tokens = data.load(folder, "train", config.block_size, job.vocab_size)
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, device)
         else:
-            self.batch = setup.random_tokens(n)
-        self.about = {"title": self.who.title, "compiled": self.who.compiled,
-                      "dtype": setup.dtype_name, "base_bytes": self.base}  # fmt: skip
+            self.batch = job.random_tokens(n)
+        self.about = {"title": self.who.title, "compiled": self.compiled,
+                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         """One step of training as its own loop does it; the loss, float32 ().
@@ -160,7 +157,7 @@ class Training:
         for n, (x, y) in zip(numbers, batches, strict=True):
             if self.converge:
                 for group in self.who.optimizer.param_groups:
-                    group["lr"] = train.learning_rate(n, self.config)
+                    group["lr"] = learning_rate(n, self.config)
             stamps.append([])
             losses.append(self.step(x, y, mark))
         end = self.clock.stop()
@@ -210,7 +207,7 @@ class Training:
             synchronize(self.device)
             answer["first_step_s"] = time.perf_counter() - began
             # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
-            plain = b > 1 and self.micro == 1 and not self.who.compiled
+            plain = b > 1 and self.micro == 1 and not self.compiled
             if plain and machine.reset_peak(self.device):
                 self.step(x[: b // 2], y[: b // 2])
                 synchronize(self.device)
@@ -224,7 +221,7 @@ class Training:
             if request.get("profile") and not request.get("again"):
                 answer["profile"] = self.profile(request["profile"])
             machine.reset_peak(self.device)
-        elif self.who.compiled:  # compiling belongs to no step: a pass that leaves no trace
+        elif self.compiled:  # compiling belongs to no step: a pass that leaves no trace
             with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
@@ -239,7 +236,7 @@ class Training:
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
-        V, n = self.setup.vocab_size, len(self.batch[0])
+        V, n = self.job.vocab_size, len(self.batch[0])
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
@@ -261,17 +258,17 @@ class Training:
 
         plain = run(nullcontext())
         looking = profiler(device, shapes=True)
-        with nullcontext() if self.who.compiled else scopes.modules():
+        with nullcontext() if self.compiled else scopes.modules():
             seen = run(looking)
         kernels, rows = device.type == "cuda", n // self.micro * config.block_size
-        found = read(looking.events(), config.model(V), rows, self.who.compiled, device.type)
+        found = read(looking.events(), config.model(V), rows, self.compiled, device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
         parts = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
-            "by": "kernel names" if self.who.compiled else "modules",
+            "by": "kernel names" if self.compiled else "modules",
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
@@ -284,7 +281,7 @@ class Training:
         if self.ours is None:
             return {}
         norm = gradient_norm(self.ours.model.parameters())
-        return {"gradient_norm": norm / self.setup.scaler.get_scale()}
+        return {"gradient_norm": norm / self.scaler.get_scale()}
 
     def kernels(self) -> dict[str, list[str]]:
         """The attention operators and device kernels that ran in a step, by the profiler."""
@@ -302,8 +299,8 @@ class Training:
 
     def fits(self, batch: int) -> dict[str, Any]:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""
-        x, y = self.setup.random_tokens(batch)
-        small = slice(None) if self.who.compiled else slice(0, 1)  # it only makes AdamW's state
+        x, y = self.job.random_tokens(batch)
+        small = slice(None) if self.compiled else slice(0, 1)  # it only makes AdamW's state
         self.step(x[small], y[small])
         machine.reset_peak(self.device)
         start = self.clock.start()

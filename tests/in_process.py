@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import fitting, modes, process, worker
+from bench import fitting, modes, process, training, worker
 
 
 class InProcess:
@@ -33,3 +33,4 @@ def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
     for module in (bench_mfu, fitting, modes, process):
         patch.setattr(module, "Worker", kind)
+    patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

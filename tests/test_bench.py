@@ -33,9 +33,9 @@ from bench import baselines, decoding, fitting, machine, modes, process, rows, t
 from bench import config as config_
 from bench.config import BenchConfig, Flat, load_config
 from bench.decoding import mbu
+from bench.job import Job
 from bench.kernels import Kernels, flops_of
 from bench.process import Failure, Outcome, measure
-from bench.setup import Setup
 from bench.stats import Summary, differ, exceeds_noise
 from core import flops
 from core.settings import UserError
@@ -44,8 +44,7 @@ from train import TrainConfig
 
 SMALL = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=32",
          "--vocab_size=64", "--batch_size=4", "--peak_tflops=0.5", "--rounds=2", "--seconds=0.01",
-         "--warm_up_steps=1", "--dtype=float32", "--keep_freed_memory=False",
-         "--bandwidth_gbs=8"]  # fmt: skip
+         "--warm_up_steps=1", "--dtype=float32", "--bandwidth_gbs=8"]  # fmt: skip
 
 RIVAL = '''
 """A stand-in with nanoGPT's interface."""
@@ -726,15 +725,15 @@ def test_whether_a_batch_fits_is_tried_in_a_real_step():
 
 def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
     """The same weights, bit for bit, as train.py's own functions called one by one."""
-    import train
+    from core import optimizer as optim
 
     worker = training.Training(job("train", "manual", gradient_accumulation_steps=2, grad_clip=0.1))
     x, y = worker.batch
     assert x.shape == (8, 16)
     torch.manual_seed(1337)
     config = worker.config
-    model = Setup(job("train", "manual")).model()
-    optimizer = train.build_optimizer(model, config, torch.device("cpu"))
+    model = Job(job("train", "manual")).model()
+    optimizer = optim.build_optimizer(model, config, torch.device("cpu"))
     for p, q in zip(model.parameters(), worker.ours.model.parameters(), strict=True):  # type: ignore[union-attr]
         assert torch.equal(p, q) or p.shape != q.shape
     for _ in range(3):  # the first alone would not show the clipping: Adam ignores a scale
@@ -743,7 +742,9 @@ def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
             part = model(x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])[1] / 2
             part.backward()
             loss += part.detach()
-        train.update(optimizer, list(model.parameters()), loss, 0.1, torch.zeros(()))
+        optim.update(
+            optimizer, torch.amp.GradScaler("cpu", enabled=False), loss, 0.1, torch.zeros(())
+        )
         optimizer.zero_grad()
         assert worker.step(x, y) == loss
     for (name, p), q in zip(model.named_parameters(), worker.who.model.parameters(), strict=True):
@@ -752,7 +753,7 @@ def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
 
 def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
     import data
-    import train
+    from core import optimizer as optim
 
     schedule = {"max_iters": 20, "lr_decay_iters": 20, "warmup_iters": 2}
     worker = training.Training(
@@ -773,7 +774,7 @@ def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
     assert not seen  # every step counts
     losses = [*worker.round({"steps": 3})["losses"], *worker.round({"steps": 3})["losses"]]
     assert len(losses) == 6
-    assert seen == [train.learning_rate(n, worker.config) for n in range(6)]
+    assert seen == [optim.learning_rate(n, worker.config) for n in range(6)]
 
 
 def test_a_loss_that_is_not_finite_is_no_figure():

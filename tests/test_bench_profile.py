@@ -518,7 +518,7 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "--vocab_size=64", "--batch_size=2", "--peak_tflops=0.5", "--rounds=1",
             "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", "--sweep=False",
             "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
-            "--keep_freed_memory=False", "--bandwidth_gbs=20"]  # fmt: skip
+            "--bandwidth_gbs=20"]  # fmt: skip
     code, out = run(argv)
     (record,) = tmp_path.glob("*_cpu_p")
     content = json.loads((record / "record.json").read_text(encoding="utf-8"))
