@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +45,8 @@ MODES = (*modes.MODES, "compare")
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the modes; the exit code."""
     began = time.perf_counter()
-    config, origins = load_config(argv)
+    loaded = load_config(argv)
+    config = loaded.settings
     check(mode, config)
     if config.roofline:
         return modes.only_roofline(config, config.roofline)
@@ -57,7 +57,7 @@ def run(mode: str, argv: list[str]) -> int:
     if device.type == "cpu":
         limit = int(config.memory_gb * 1e9 if config.memory_gb else 0.7 * free_memory(device))
     say = Console(stderr=True, highlight=False)
-    files = {o.rpartition(":")[0] for o in origins.values() if o != "command line"}
+    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
     say.print(Text(f"settings: {', '.join(sorted(files)) or 'the defaults'}"))
     say.print(Text(f"vocabulary: {vocab_size:,} ({source})"))
     with progress(say) as watch:
@@ -162,10 +162,11 @@ def compare(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    mode, rest = (argv[0], argv[1:]) if argv and argv[0] in MODES else ("train", argv)
-    word = rest[0] if rest and rest is argv else "-"
-    if word.isidentifier() and not Path(word).exists():
-        raise UserError(f"{word!r} is neither a mode ({', '.join(MODES)}) nor a config file")
+    mode, rest = "train", argv
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
+        mode, rest = argv[0], argv[1:]
+        if mode not in MODES:
+            raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     try:
         return compare(rest) if mode == "compare" else run(mode, rest)
     except KeyboardInterrupt:

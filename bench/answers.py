@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import roofline
 from bench.rows import Row
-from bench.stats import Summary, differ
+from bench.stats import differ
 from bench.tables import bytes_, rate
 
 # How far apart loss and gradient norm may be before it is said aloud, relative: half, float32.
@@ -73,7 +73,6 @@ def fastest(by: By, content: dict[str, Any]) -> list[str]:
         best = max(here, key=lambda r: r["tokens_per_s"])
         text = f"Generating at {where}: {with_cache(best)}, {rate(best['tokens_per_s'])} tok/s"
         said.append(text + against_baselines(here) + ".")
-    said += cost_of_a_processor([r for r in by["decode"] if not r["baseline"]])
     if rows := by["converge"]:
         said.append(f"Over {content['settings']['steps']} steps: {or_others(*winner(rows))}.")
     return said
@@ -105,20 +104,6 @@ def against_baselines(rows: list[Row]) -> str:
         said += f"; {with_cache(best)} is {ratio:.2f} x as fast as {with_cache(theirs)}"
         said += " (the noise does not tell them apart)" if level(best, [theirs]) else ""
     return said
-
-
-def cost_of_a_processor(rows: list[Row]) -> list[str]:
-    """What a logits processor costs, over all pairs of rows with and without one."""
-    without, with_ = (
-        {(r["backend"], str({**r["point"], "processor": None})): r["ms"] for r in rows
-         if r["point"]["processor"] is p} for p in (False, True)
-    )  # fmt: skip
-    ratios = [with_[k] / without[k] for k in without if k in with_]
-    if not ratios:
-        return []
-    more = Summary.of(ratios)
-    spread = f"({more.q1 - 1:+.0%} to {more.q3 - 1:+.0%})"
-    return [f"A logits processor makes a token {more.median - 1:+.0%} slower {spread}."]
 
 
 def crossovers(rows: list[Row]) -> list[str]:
@@ -162,22 +147,6 @@ def memory(by: By, content: dict[str, Any]) -> list[str]:
                         "--batch_size=auto measures it.")  # fmt: skip
         elif not fitted:
             said.append("--batch_size=auto measures how large a batch fits.")
-    if rows := [r for r in by["kernel"] if "memory_bytes" in r]:
-        T = max(r["point"]["T"] for r in rows)
-        B = min(r["point"]["B"] for r in rows if r["point"]["T"] == T)
-        here = [r for r in rows if (r["point"]["T"], r["point"]["B"]) == (T, B)]
-        least = {r["backend"]: r["memory_bytes"] for r in
-                 sorted(here, key=lambda r: -r["memory_bytes"])}  # fmt: skip
-        listed = sorted(least.items(), key=lambda item: item[1])
-        said.append(f"Attention alone at {T:,} tokens, batch {B}: "
-                    + ", ".join(f"{n} {bytes_(size)}" for n, size in listed) + ".")  # fmt: skip
-    if rows := [r for r in by["decode"] if "memory_bytes" in r]:
-        r = max(rows, key=lambda r: r["memory_bytes"])
-        said.append(f"Generating needs up to {bytes_(r['memory_bytes'])} ({r['backend']}).")
-    for r in by["converge"]:
-        if r.get("memory_saved") is not None and r["verdict"] != "baseline":
-            said.append(f"{r['backend']} saves {r['memory_saved']:.1%} of the baseline's memory "
-                        f"and {r['time_saved']:.1%} of its time.")  # fmt: skip
     return said
 
 

@@ -114,7 +114,7 @@ Flat = make_dataclass(
 )
 
 
-def load_config(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
+def load_config(argv: list[str]) -> Loaded[BenchConfig]:
     """The settings, and where each that was given came from.
 
     `--config=FILE` names a config file as the bare word does. On the CPU, where no file is named,
@@ -148,7 +148,7 @@ def load_config(argv: list[str]) -> tuple[BenchConfig, dict[str, str]]:
     if not files and not elsewhere and pick_device(given[-1] if given else "auto").type == "cpu":
         files = [CPU_CONFIG if Path(CPU_CONFIG).is_file() else str(ROOT / CPU_CONFIG)]
     loaded: Loaded[Any] = read(Flat, [*files, *options], aliases=ALIASES)
-    return compose(loaded.settings), loaded.origins
+    return Loaded(compose(loaded.settings), loaded.origins)
 
 
 def compose(flat: Any) -> BenchConfig:

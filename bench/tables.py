@@ -57,8 +57,9 @@ def spread(row: Row) -> str:
 
 
 def point(row: Row) -> str:
-    """Where in the grid: "B=1 T=512 H=4 D=64"."""
-    return " ".join(f"{k}={v}" for k, v in row["point"].items() if v is not None)
+    """Where in the grid: "B=1 P=64 cache=static processor"."""
+    at = row["point"].items()
+    return " ".join(k if v is True else f"{k}={v}" for k, v in at if v not in (None, False))
 
 
 COLUMNS: dict[str, list[tuple[str, Any]]] = {

@@ -403,7 +403,7 @@ def test_a_final_loss_beyond_the_tolerance_is_a_fail_and_exit_code_1(monkeypatch
 
 def test_the_models_knobs_are_those_of_train():
     argv = ["--device=cpu", "--n_layer=3", "--n_embd=96", "--batch_size=auto", "--lengths=7"]
-    mine, _ = load_config([*argv, "config/train_gpt2.py"])
+    mine = load_config([*argv, "config/train_gpt2.py"]).settings
     assert mine.batch_size == "auto" and mine.fixed_batch is None and mine.lengths == (7,)
     train = mine.training(5, grad_clip=0.5)
     assert type(train) is TrainConfig and (train.batch_size, train.grad_clip) == (5, 0.5)
@@ -411,12 +411,12 @@ def test_the_models_knobs_are_those_of_train():
     for name, field in TrainConfig.__dataclass_fields__.items():  # bench_mfu.py knows each of them
         assert Flat.__dataclass_fields__[name].default == field.default
     assert mine.flat()["n_layer"] == 3 and mine.flat()["batch_size"] == "auto"
-    assert load_config(["--device=cpu", "--batch_size=9"])[0].training(4).batch_size == 4
+    assert load_config(["--device=cpu", "--batch_size=9"]).settings.training(4).batch_size == 4
 
 
 def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
-    config, _ = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"])
+    config = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"]).settings
     here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops", "peak_measured": False}
     bench = modes.Bench("train", config, "cpu", 77, ["sdpa"], None, print, here)
     found = {"batch_size": 16, "limit": "memory", "tried": {}}
@@ -459,15 +459,17 @@ def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
 def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
     path = f"{config_.ROOT}/config/train_gpt2.py"
     for word in ([f"--config={path}"], ["--config", path], [path]):
-        config, origins = load_config([*word, "--n_layer=2", "--device=cpu"])
+        loaded = load_config([*word, "--n_layer=2", "--device=cpu"])
+        config, origins = loaded.settings, loaded.origins
         assert config.train.dataset == "openwebtext" and config.train.n_layer == 2
         assert origins["n_layer"] == "command line" and "train_gpt2.py" in origins["dataset"]
-    config, origins = load_config(["--device=cpu", "--n_embd=64"])
+    loaded = load_config(["--device=cpu", "--n_embd=64"])
+    config, origins = loaded.settings, loaded.origins
     assert (
         config.train.n_embd == 64 and config.train.n_layer == 4 and "cpu.py" in origins["n_layer"]
     )
     monkeypatch.setattr(config_, "pick_device", lambda wanted: torch.device("cuda"))
-    assert load_config([])[0].train.n_layer == 12  # on a GPU train.py's default, GPT-2 124M
+    assert load_config([]).settings.train.n_layer == 12  # on a GPU train.py's default, GPT-2 124M
 
 
 @pytest.mark.parametrize(
@@ -491,7 +493,10 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         (["--backend_s=sdpa"], "did you mean '--backends'"),
         (["compare", "a"], "compare takes two records"),
         (["compare", "/none/a", "/none/b"], "is no record that can be read"),
-        (["nomode"], "'nomode' is neither a mode (train, kernel, decode, converge, compare)"),
+        (
+            ["nomode"],
+            "unknown mode 'nomode'; the modes are train, kernel, decode",
+        ),
         (["--seeds=2"], "--paths and --seeds are for the mode converge"),
         (["converge", "--seeds=0"], "seeds must be at least 1"),
         (["converge", "--paths=fp8"], "each one of float32, bfloat16, bfloat16-residual"),
@@ -508,7 +513,7 @@ def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
 
 def test_a_baseline_may_be_given_more_than_once(tmp_path):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
-    config, _ = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"])
+    config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
     assert list(baselines.parse(config.baseline)) == [
         "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
     ]  # fmt: skip
