@@ -19,15 +19,17 @@ ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "r
            "rivals": "baseline", "baselines": "baseline"}  # fmt: skip
 
 
+TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
+KVCache = Literal["none", "dynamic", "static", "paged"]
+
+
 @dataclass(frozen=True)
 class Knobs:
     """Measure attention backends side by side. The model's knobs are train.py's, and its config
     files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
 
     # --- what is measured ---
-    batch_size: int | Literal["auto"] = (
-        12  # sequences in a micro-batch; auto: the largest that fits
-    )
+    batch_size: int | Literal["auto"] = 12  # sequences; auto: the largest that fits, for each
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
     baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
@@ -40,14 +42,14 @@ class Knobs:
     head_dims: tuple[int, ...] = ()  # kernel; none: n_embd / n_head
     windows: tuple[int | None, ...] = ()  # kernel: of keys, or none; none: the model's
     prompts: tuple[int, ...] = ()  # decode: tokens of the prompt; none: about block_size / 2
-    kv_caches: tuple[Literal["none", "dynamic", "static", "paged"], ...] = (
-        "none", "dynamic", "static", "paged")  # decode  # fmt: skip
+    kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
     processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
     new_tokens: int = 16  # decode: tokens to generate after the prompt
     steps: int = 100  # converge: steps that each one trains; a multiple of 10
     seeds: int = 1  # converge: runs of each; from 2 on, the seeds' scatter is the tolerance
-    paths: tuple[Literal["float32", "bfloat16", "bfloat16-residual"], ...] = ()
-    """converge: compare these training paths with a plain float32 one, not backends with manual"""
+    paths: tuple[
+        TrainingPath, ...
+    ] = ()  # converge: of training, beside a plain one; none: backends
     tolerance: float = 0.01  # converge: how far one seed's final loss may be from the baseline's
     # --- how it is measured ---
     rounds: int = 5  # of each backend, in turn
@@ -103,14 +105,9 @@ class BenchConfig(Knobs):
         return {**mine.pop("train"), **mine, "records_dir": Path(self.records_dir).name}
 
 
-# What the command line and the config files may name: the knobs of both, side by side, ours first.
+# What the command line and the config files may name: the knobs of both, side by side.
 Flat = make_dataclass(
-    "Flat",
-    [("batch_size", int | Literal["auto"], 12)],
-    bases=(TrainConfig, Knobs),
-    # train.py's own checks are made by compose()
-    namespace={"__post_init__": Knobs.__post_init__, "__doc__": Knobs.__doc__},
-    frozen=True,
+    "Flat", (), bases=(Knobs, TrainConfig), namespace={"__doc__": Knobs.__doc__}, frozen=True
 )
 
 
