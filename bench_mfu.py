@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -37,7 +38,7 @@ from bench.machine import free_memory
 from bench.process import Failure, Worker
 from core import flops
 from core.runtime import pick_device
-from core.settings import UserError, exit_on_user_error
+from core.settings import Texts, UserError, exit_on_user_error, read
 
 MODES = (*modes.MODES, "compare")
 
@@ -147,13 +148,21 @@ def show(content: dict[str, Any]) -> None:
         console.print(Text(line))
 
 
+@dataclass(frozen=True)
+class CompareConfig:
+    """Two records side by side: python bench_mfu.py compare A B."""
+
+    records: Texts = ()  # the folders or record.json of A and B
+
+
 def compare(argv: list[str]) -> int:
     """Print two records side by side."""
-    if len(argv) != 2 or any(word.startswith("-") for word in argv):
+    paths = read(CompareConfig, argv, positional="records").settings.records
+    if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = records.compare(records.read(argv[0]), records.read(argv[1]))
+    notes, table = records.compare(records.read(paths[0]), records.read(paths[1]))
     console = tables.console(width=100)
-    console.print(Text(f"A: {argv[0]}\nB: {argv[1]}"))
+    console.print(Text(f"A: {paths[0]}\nB: {paths[1]}"))
     for note in notes:
         console.print(Text(note))
     if table[1]:

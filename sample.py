@@ -32,7 +32,7 @@ import checkpoint
 import data
 from core import cpu_matmul
 from core.runtime import pick_device, show_log, synchronize, why_not_compile
-from core.settings import UserError, exit_on_user_error, read
+from core.settings import Texts, UserError, exit_on_user_error, read
 from inference import constrain, serve
 from inference.engine import ENDED, Stats, check_options, prefill_of
 from model import GPT
@@ -53,7 +53,7 @@ class SampleConfig:
     attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
-    start: str = "\n"  # the prompt, or FILE:prompt.txt; may be given several times
+    start: Texts = ()  # a prompt, or FILE:prompt.txt; may be given several times; none: a newline
     prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
     num_samples: int = 1  # texts for each prompt
     max_new_tokens: int = 500  # tokens to generate; less where the model ends the text
@@ -62,9 +62,7 @@ class SampleConfig:
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     stop: str | None = None  # a text ends before this string
     seed: int = 1337  # sample i of a prompt is drawn with seed + i
-    overflow: Literal["slide", "stop"] = "slide"
-    """a text of block_size tokens goes on with the last block_size, which costs as much as no
-    cache for every token from there on; or it stops"""
+    overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
     # --- what each text must match, and does (inference/constrain.py) ---
     regex: str | None = None  # a regular expression, as a whole
     choices: tuple[str, ...] = ()  # one of these, or of the lines of FILE:choices.txt
@@ -147,18 +145,11 @@ class Prompt:
     ids: list[int] = field(default_factory=list)
 
 
-def prompts(config: SampleConfig, argv: list[str]) -> list[Prompt]:
+def prompts(config: SampleConfig) -> list[Prompt]:
     """Every --start that was given, files read, and the lines of --prompts."""
-    words = list(zip(argv, [*argv[1:], ""], strict=True))
-    starts = [
-        word.removeprefix("--start=") if word.startswith("--start=") else after
-        for word, after in words
-        if word.startswith("--start=") or word == "--start"
-    ]
-    found = []
-    for start in starts or [config.start] * (config.prompts is None):
-        found.append(Prompt(_text(start)))
-    return found + (prompt_lines(config.prompts) if config.prompts is not None else [])
+    if config.prompts is None:
+        return [Prompt(_text(start)) for start in config.start or ("\n",)]
+    return [Prompt(_text(start)) for start in config.start] + prompt_lines(config.prompts)
 
 
 def prompt_lines(path: str) -> list[Prompt]:
@@ -347,7 +338,7 @@ def run(argv: list[str]) -> int:
     show_log()
     aliases = {"attn_implementation": "attention_backend"}
     config = read(SampleConfig, argv, aliases=aliases).settings
-    given = prompts(config, argv)
+    given = prompts(config)
     model, tokenizer = load(config)
     encode(given, tokenizer, model.config.block_size, config.overflow)
     constraint = constraint_of(config, tokenizer)

@@ -20,35 +20,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-import attention
-import checkpoint
-import data
-from attention import Policy
-from core import flops
-from core.distributed import DistInfo
-from core.metrics import Metrics, duration, log_line
-from core.optimizer import build_optimizer, learning_rate, update
-from core.runtime import (
-    Setup,
-    StopSignal,
-    describe,
-    dtype_name,
-    keep_freed_memory,
-    peak_memory,
-    show_log,
-    synchronize,
-)
-from core.settings import Loaded, UserError, exit_on_user_error, read
-from inference import engine
-from model import GPT, GPTConfig
+from core.settings import Loaded, UserError, check_fields, exit_on_user_error, read, read_early
 
 # ----------------------------------------------------------------------------- the knobs
+
+VocabSize = Annotated[int, Field(ge=1, le=2**16)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 
 
 @dataclass(frozen=True)
@@ -58,86 +42,64 @@ class TrainConfig:
     # --- run ---
     out_dir: str = "out/gpt"  # folder for checkpoints, metrics.jsonl and loss.png
     init_from: str = "scratch"  # scratch, resume, gpt2[-xl...], a checkpoint or ckpt.pt
-    eval_interval: int = 2000  # steps between evaluations; each one also saves a checkpoint
-    eval_iters: int = 200  # batches in an evaluation, the same ones every time
+    eval_interval: PositiveInt = 2000  # steps between evaluations; each one also saves a checkpoint
+    eval_iters: PositiveInt = 200  # batches in an evaluation, the same ones every time
     eval_on_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate, print, and stop
-    log_interval: int = 10  # steps between log lines
-    keep_checkpoints: int = 2  # the newest ones that stay, beside the best
-    sample_tokens: int = 0  # tokens of text to generate and print at the end
+    log_interval: PositiveInt = 10  # steps between log lines
+    keep_checkpoints: PositiveInt = 2  # the newest ones that stay, beside the best
+    sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
     wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
     wandb_project: str = "nanoattn"  # its project name
     wandb_run_name: str = "gpt"  # its run name
     # --- data ---
     dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
     data_dir: str = "data"  # where the prepared datasets lie
-    batch_size: int = 12  # sequences in a micro-batch, per process
-    gradient_accumulation_steps: int = 1  # micro-batches in a step, over all processes
+    batch_size: PositiveInt = 12  # sequences in a micro-batch, per process
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step, over all processes
     # --- model ---
-    block_size: int = 1024  # context length, tokens
-    n_layer: int = 12  # blocks
-    n_head: int = 12  # query heads
-    n_kv_head: int | None = None  # key/value heads, fewer for grouped-query attention; none: n_head
-    n_embd: int = 768  # channels of the residual stream
+    block_size: PositiveInt = 1024  # context length, tokens
+    n_layer: PositiveInt = 12  # blocks
+    n_head: PositiveInt = 12  # query heads
+    n_kv_head: PositiveInt | None = None  # key/value heads, fewer for grouped queries; none: n_head
+    n_embd: PositiveInt = 768  # channels of the residual stream
     dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
     bias: bool = False  # in Linear and LayerNorm; GPT-2 has them, without is a bit better
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
-    vocab_size: int | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
+    vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
     attention_backend: str = "auto"  # a name from python -m attention
-    attention_window: int | None = None  # keys that a query sees, itself included; none: all
+    attention_window: PositiveInt | None = None  # keys that a query sees, with its own; none: all
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
-    max_iters: int = 600000  # steps in all
-    learning_rate: float = 6e-4  # the highest, after warm-up
-    min_lr: float | None = None  # the lowest, at the end; none: learning_rate / 10
+    max_iters: PositiveInt = 600000  # steps in all
+    learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
+    min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
     decay_lr: bool = True  # cosine decay after warm-up; False: stay at learning_rate
-    warmup_iters: int = 2000  # steps of linear warm-up
-    lr_decay_iters: int | None = None  # the step at which min_lr is reached; none: max_iters
-    weight_decay: float = 0.1  # AdamW's, on matrices only
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    warmup_iters: NonNegativeInt = 2000  # steps of linear warm-up
+    lr_decay_iters: NonNegativeInt | None = None  # when min_lr is reached; none: max_iters
+    weight_decay: NonNegativeFloat = 0.1  # AdamW's, on matrices only
+    beta1: Fraction = 0.9  # AdamW
+    beta2: Fraction = 0.95  # AdamW
+    grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # auto: the GPU's best half, else float32
-    )
+    dtype: Dtype = "auto"  # of matrix products; auto: the GPU's best half, else float32
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
-    compile_mode: Literal[
-        "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"
-    ] = "default"  # torch.compile's: CUDA graphs, kernels tuned without them, both
+    compile_mode: CompileMode = "default"  # CUDA graphs, kernels tuned without them, or both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
-    seed: int = 1337  # of the weights, the batches and dropout
-    peak_tflops: float | None = None  # of one device, for MFU; none: datasheet or measured
+    seed: Seed = 1337  # of the weights, the batches and dropout
+    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
 
     def __post_init__(self) -> None:
-        positive = ("eval_interval", "eval_iters", "log_interval", "batch_size", "max_iters",
-                    "gradient_accumulation_steps", "keep_checkpoints")  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "peak_tflops"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be more than 0, got {value}")
-        for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens", "min_lr",
-                     "lr_decay_iters", "seed"):  # fmt: skip
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.vocab_size is not None and self.vocab_size > 2**16:
-            raise ValueError(f"vocab_size can be at most 65536, got {self.vocab_size}")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        check_fields(self)
         if self.sdpa_flash_impl != "FA2" and self.dropout:
             raise ValueError(
                 f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout, got dropout="
@@ -160,30 +122,42 @@ class TrainConfig:
         return Setup.of(device, self.dtype, **{name: getattr(self, name) for name in names})
 
 
+ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES)
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import attention
+import checkpoint
+import data
+from attention import Policy
+from core import flops
+from core.distributed import DistInfo
+from core.metrics import Metrics, duration, log_line, not_finite
+from core.optimizer import build_optimizer, learning_rate, update
+from core.runtime import (
+    Setup,
+    StopSignal,
+    dtype_name,
+    keep_freed_memory,
+    peak_memory,
+    show_log,
+    synchronize,
+)
+from inference import engine
+from model import GPT, GPTConfig
+
 # ----------------------------------------------------------------------------- the set-up
 
 
 def load_config(argv: list[str]) -> Loaded[TrainConfig]:
     """The settings of this run: those of its checkpoint where it is resumed, and what is given."""
-    aliases = {
-        "attn_implementation": "attention_backend",
-        "attention_deterministic": "deterministic",
-    }
-    loaded = read(TrainConfig, argv, aliases=aliases)
+    loaded = read(TrainConfig, argv, aliases=ALIASES)
     return checkpoint.resumed(loaded) if loaded.settings.init_from == "resume" else loaded
-
-
-def build_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
-    """A new model, or one with the weights that init_from names, on the CPU.
-
-    Args:
-        meta: the dataset's meta.json.
-    """
-    config, V = loaded.settings, meta["vocab_size"]
-    if config.init_from != "scratch":
-        return checkpoint.model_from(loaded, meta)
-    vocab_size = config.vocab_size or (V if V <= 1024 else -(-V // 64) * 64)
-    return GPT(config.model(vocab_size), config.policy)
 
 
 @dataclass
@@ -234,7 +208,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     setup = config.setup(device)
     folder, T = Path(config.data_dir) / config.dataset, config.block_size
     meta = data.read_meta(folder)
-    model = setup.place(build_model(loaded, meta))
+    model = setup.place(checkpoint.build_model(loaded, meta))
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
@@ -261,18 +235,13 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, step, best_loss)  # fmt: skip
 
-    n = distributed.world_size
-    processes = "1 process" if n == 1 else f"{n} processes"
-    say(f"device: {device} ({describe(device)}), {dtype_name(setup.dtype)}, {processes}")
+    for line in setup.report(distributed.world_size):
+        say(line)
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
     say("model: {:,} parameters, {:,} without positions".format(*counts))
-    if device.type == "cpu":
-        say(f"oneDNN for float32 products: {setup.onednn}")
-    mode = f" (mode {config.compile_mode})" if setup.compile else ""
-    say(f"compile: {setup.compile}{mode}")
     say(f"peak: {peak}")
-    tokens, steps = run.global_batch * T, config.max_iters - step
-    work = flops.flops_per_token(model.config, T) * tokens * steps
+    tokens, n = run.global_batch * T, distributed.world_size
+    work = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step)
     say(
         f"{tokens:,} tokens a step, {config.max_iters:,} steps: at the peak rate "
         f"{duration(work / (peak.tflops * 1e12 * n))}, in practice more"
@@ -362,7 +331,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            say(not_finite(run, mean_loss, val_loss, lr), file=sys.stderr)
+            backend = run.chosen.backend.name
+            say(not_finite(run.step, mean_loss, val_loss, lr, backend), file=sys.stderr)
             return 1
         if logging_now:
             memory = peak_memory(device)
@@ -453,17 +423,6 @@ def save(run: Run, val_loss: float | None) -> None:
             "torch": torch.__version__,
         },
         keep=run.config.keep_checkpoints,
-    )
-
-
-def not_finite(run: Run, loss: float, val_loss: float | None, lr: float) -> str:
-    """The message of a run that stops because its loss is not finite."""
-    value = f"loss {loss}" if val_loss is None else f"loss {loss}, val loss {val_loss}"
-    return (
-        f"error: a loss or gradient became not finite at step {run.step} or shortly before "
-        f"({value}, lr {lr:.2e}, attention backend {run.chosen.backend.name}). It reached no "
-        "checkpoint. Next: --attention_backend=manual, to see whether the kernel is to blame; "
-        "--init_from=resume with a lower --learning_rate, to go on."
     )
 
 

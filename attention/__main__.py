@@ -19,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch as pytorch  # Options has a field named torch
@@ -41,9 +41,8 @@ from attention.spec import (
     version,
 )
 from core.runtime import pick_device, show_log
-from core.settings import UserError, exit_on_user_error, help_text, read
+from core.settings import UserError, exit_on_user_error, read
 
-USAGE = "usage: python -m attention [backend] [--name=value ...]"
 ALIASES = {
     "as": "machine",  # which can be no field: it is a word of Python's
     # What the reasons name, as train.py and sample.py call it.
@@ -57,10 +56,12 @@ ALIASES = {
 class Options:
     """What is asked of attention, and on which device."""
 
+    backend: str | None = None  # explain the choice of this one; none: measure all of them
     # --- where ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    # of the inputs and the output (None: the GPU's best half, else float32)
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = (
+        None  # of the inputs and the output (None: the GPU's best half, else float32)
+    )
     allow_mps_sdpa: bool = False  # let PyTorch's SDPA run on Apple's Metal
 
     # --- another machine: nothing is run, it is only described ---
@@ -205,26 +206,6 @@ def median_ms(call: Callable[[], None], device: str) -> float:
     while len(taken) < 5 or (sum(taken) < 0.5 and len(taken) < 102):
         taken.append(autotune.seconds(call, pytorch.device(device)))
     return statistics.median(taken[2:]) * 1e3
-
-
-def split_name(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The backend's name, if one is given, and the options."""
-    bools = [f.name for f in fields(Options) if f.type == "bool"]
-    switches = [f"--{n}" for n in (*bools, *(a for a, field in ALIASES.items() if field in bools))]
-    names, options = [], []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-"):
-            names.append(word)
-        elif word in switches and words[:1] not in (["True"], ["False"]):
-            options.append(f"{word}=True")
-        else:
-            takes_next = "=" not in word and words and not words[0].startswith("--")
-            options += [word, words.pop(0)] if takes_next else [word]
-    if len(names) > 1:
-        raise UserError(f"give one backend, or none for all of them, got {' '.join(names)}")
-    return (names[0] if names else None), options
 
 
 def explain(name: str, spec: Spec, machine: Machine, device: str | None, options: Options) -> None:
@@ -374,12 +355,9 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
 
 def main(argv: Sequence[str]) -> None:
     """Read the options, and explain one backend or go through all."""
-    if any(word in ("-h", "--help") for word in argv):
-        _, rest = help_text(Options, asdict(Options()), aliases=ALIASES).split("\n", 1)
-        print(f"{USAGE}\n{rest}\n\nbackends: {', '.join([*RULES, *BACKENDS])}")
-        return
-    name, words = split_name(argv)
-    options = read(Options, words, aliases=ALIASES).settings
+    names = f"backends: {', '.join([*RULES, *BACKENDS])}"
+    options = read(Options, argv, aliases=ALIASES, positional="backend", epilog=names).settings
+    name = options.backend
     try:
         if name is not None and name not in RULES:
             get(name)
@@ -423,5 +401,4 @@ def survey(spec: Spec, machine: Machine, device: str, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "-m attention"  # what core/settings.py tells the user to type
     exit_on_user_error(lambda: main(sys.argv[1:]))

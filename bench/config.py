@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 import attention
 import data
 from core.runtime import pick_device
-from core.settings import Loaded, UserError, read
+from core.settings import Loaded, UserError, gather, read
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,63 +28,50 @@ KVCache = Literal["none", "dynamic", "static", "paged"]
 
 @dataclass(frozen=True)
 class Knobs:
-    """Measure attention backends side by side. The model's knobs are train.py's, and its config
-    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
+    """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
+    kernel, decode, converge and compare. The model's knobs are train.py's, and its config files
+    serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
 
     # --- what is measured ---
-    batch_size: int | Literal["auto"] = 12  # sequences; auto: the largest that fits, for each
+    batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
     baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
     roofline: str | None = None  # train: only compute the roofline of this GPU: "NVIDIA H200"
-    products_tflops: float | None = None  # a rate for a second ceiling; none: large matmuls' here
+    products_tflops: PositiveFloat | None = None  # for a second ceiling; none: large matmuls' here
     sweep: bool = True  # train: also time attention alone over lengths and batch sizes
-    lengths: tuple[int, ...] = ()  # kernel, sweep: tokens; none: 128 to 2048, on CUDA to 32768
-    batch_sizes: tuple[int, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
-    heads: tuple[int, ...] = ()  # kernel: query heads; none: n_head
-    head_dims: tuple[int, ...] = ()  # kernel; none: n_embd / n_head
-    windows: tuple[int | None, ...] = ()  # kernel: of keys, or none; none: the model's
-    prompts: tuple[int, ...] = ()  # decode: tokens of the prompt; none: about block_size / 2
+    lengths: tuple[PositiveInt, ...] = ()  # kernel, sweep: none: 128 to 2048, on CUDA to 32768
+    batch_sizes: tuple[PositiveInt, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
+    heads: tuple[PositiveInt, ...] = ()  # kernel: query heads; none: n_head
+    head_dims: tuple[PositiveInt, ...] = ()  # kernel; none: n_embd / n_head
+    windows: tuple[PositiveInt | None, ...] = ()  # kernel: of keys, or none; none: the model's
+    prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
     processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
-    new_tokens: int = 16  # decode: tokens to generate after the prompt
-    steps: int = 100  # converge: steps that each one trains; a multiple of 10
-    seeds: int = 1  # converge: runs of each; from 2 on, the seeds' scatter is the tolerance
-    paths: tuple[
-        TrainingPath, ...
-    ] = ()  # converge: of training, beside a plain one; none: backends
-    tolerance: float = 0.01  # converge: how far one seed's final loss may be from the baseline's
+    new_tokens: Annotated[int, Field(ge=2)] = 16  # decode: tokens to generate after the prompt
+    steps: PositiveInt = 100  # converge: steps that each one trains; a multiple of 10
+    seeds: PositiveInt = 1  # converge: runs of each; from 2 on, their scatter is the tolerance
+    paths: tuple[TrainingPath, ...] = ()  # converge: beside a plain float32 one; none: backends
+    tolerance: PositiveFloat = 0.01  # converge: of one seed's final loss, relative
     # --- how it is measured ---
-    rounds: int = 5  # of each backend, in turn
-    seconds: float = 1.0  # of measured steps in a round, at least one step; kernel: a fifth of it
-    warm_up_steps: int = 2  # steps before the first round, and as many to compile
+    rounds: PositiveInt = 5  # of each backend, in turn
+    seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
+    warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
     fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
-    noise: float = 0.05  # a row whose quartiles are further apart is noisy
-    memory_gb: float | None = None  # CPU: what a process may take; none: 70 % of what is free
-    bandwidth_gbs: float | None = None  # the memory's GB/s, for MBU and rooflines; none: measured
-    slowest_step: float = 10.0  # seconds; batch_size=auto looks no further than such a step
-    timeout: float = 900.0  # seconds that one answer of a process may take
+    noise: PositiveFloat = 0.05  # a row whose quartiles are further apart is noisy
+    memory_gb: PositiveFloat | None = None  # CPU: for a process; none: 70 % of what is free
+    bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
+    slowest_step: PositiveFloat = 10.0  # seconds; batch_size=auto looks no further than that
+    timeout: PositiveFloat = 900.0  # seconds that one answer of a process may take
     # --- what is kept ---
     json: bool = False  # one JSON object as the last line
     record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
     records_dir: str = RECORDS  # the folder of the records
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "warm_up_steps", "steps", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seconds", "tolerance", "noise", "memory_gb", "bandwidth_gbs", "slowest_step",
-                     "timeout", "products_tflops"):  # fmt: skip
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be more than 0, got {value}")
-        for name in ("lengths", "batch_sizes", "heads", "head_dims", "windows", "prompts"):
-            if any(v is not None and v < 1 for v in getattr(self, name)):
-                raise ValueError(f"{name} must all be at least 1, got {getattr(self, name)}")
         for name in ("kv_caches", "processors", "backends"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one")
-        if self.new_tokens < 2:
-            raise ValueError(f"new_tokens must be at least 2, got {self.new_tokens}")
 
     @property
     def fixed_batch(self) -> int | None:
@@ -121,30 +111,13 @@ def load_config(argv: list[str]) -> Loaded[BenchConfig]:
     Raises:
         UserError: a mistake in them.
     """
-    files: list[str] = []
-    options: list[str] = []
-    baselines: list[str] = []
-    rest = list(argv)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("-"):
-            files.append(name + equals + value)
-            continue
-        if name.startswith("--") and not equals and rest and not rest[0].startswith("--"):
-            equals, value = "=", rest.pop(0)
-        if name == "--config" and equals:
-            files.append(value)
-        elif ALIASES.get(name[2:], name[2:]) == "baseline" and equals:  # may be given repeatedly
-            baselines.append(value)
-        else:
-            options.append(name + equals + value)
-    if baselines:
-        options.append(f"--baseline={','.join(baselines)}")
-    given = [o.removeprefix("--device=") for o in options if o.startswith("--device=")]
-    elsewhere = any(o.startswith("--roofline=") for o in options)
-    if not files and not elsewhere and pick_device(given[-1] if given else "auto").type == "cpu":
-        files = [CPU_CONFIG if Path(CPU_CONFIG).is_file() else str(ROOT / CPU_CONFIG)]
-    loaded: Loaded[Any] = read(Flat, [*files, *options], aliases=ALIASES)
+    words = [word for word in argv if word not in ("-h", "--help")]
+    given, origins = gather(Flat, words, aliases=ALIASES)
+    named = any(origin != "command line" for origin in origins.values())
+    elsewhere = given.get("roofline") is not None
+    if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
+        argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
+    loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
     return Loaded(compose(loaded.settings), loaded.origins)
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
@@ -39,7 +40,7 @@ from bench import records, tables
 from bench.machine import versions
 from bench.stats import Summary, differ
 from core.runtime import Setup, describe, dtype_name, pick_device, synchronize
-from core.settings import exit_on_user_error, read
+from core.settings import check_fields, exit_on_user_error, read
 from inference import engine, serve
 from model import GPT, GPTConfig
 
@@ -52,38 +53,36 @@ class ServingConfig:
     """Time serve() against generate() in batches, on prompts of different lengths."""
 
     # --- prompts ---
-    prompts: int = 32
+    prompts: PositiveInt = 32  # how many
     prompt_tokens: tuple[int, ...] = (16, 128)  # from, to
     new_tokens: tuple[int, ...] = (8, 128)  # from, to
     shared: int = 0  # tokens that all prompts begin with, before their own
-    seed: int = 1337
+    seed: int = 1337  # of the weights and the prompts
     # --- how they are served ---
     candidates: Candidates = ("batches", "sorted", "serve")  # in this order
-    batch_size: int = 8  # texts at a time
+    batch_size: PositiveInt = 8  # texts at a time
     kv_cache: Literal["dynamic", "static", "paged"] = "dynamic"  # of the batches
-    page_size: int = 16  # tokens a page
+    page_size: PositiveInt = 16  # tokens a page
     # --- model, its weights random ---
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int | None = None
-    n_embd: int = 768
-    block_size: int = 1024
-    vocab_size: int = 50304
-    attention_window: int | None = None
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads
+    n_kv_head: int | None = None  # key and value heads; none: n_head
+    n_embd: int = 768  # channels of the residual stream
+    block_size: int = 1024  # context length, tokens
+    vocab_size: int = 50304  # tokens to draw the prompts from
+    attention_window: int | None = None  # keys that a query sees; none: all
     # --- machine ---
-    device: str = "auto"
+    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # of weights and arithmetic; auto: the GPU's best half, else float32
     )
     # --- measuring ---
-    rounds: int = 5
+    rounds: PositiveInt = 5  # of each, in turn
     record: str | None = None  # also write bench/records/DATE_DEVICE_RECORD
-    records_dir: str = "bench/records"
+    records_dir: str = "bench/records"  # the folder of the records
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "batch_size", "page_size", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self)
         for name in ("prompt_tokens", "new_tokens"):
             got = getattr(self, name)
             if len(got) != 2 or not 1 <= got[0] <= got[1]:

@@ -1,6 +1,6 @@
 """Save, load and resume; weights from other formats and to them."""
 
-from checkpoint.resume import model_from, random_state, restore, resumed
+from checkpoint.resume import build_model, random_state, restore, resumed
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -20,13 +20,13 @@ from checkpoint.store import (
 __all__ = [
     "Checkpoint",
     "best_folder",
+    "build_model",
     "folders",
     "init_model",
     "latest",
     "load",
     "load_hf",
     "load_nanogpt",
-    "model_from",
     "model_settings",
     "random_state",
     "restore",

@@ -43,8 +43,8 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     return Loaded(merged, origins)
 
 
-def model_from(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
-    """The model that init_from names, on the CPU.
+def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
+    """A new model, or one with the weights that init_from names, on the CPU.
 
     Args:
         loaded: the settings of the run, and which of them were given.
@@ -54,6 +54,9 @@ def model_from(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
         UserError: the weights cannot be had, or do not fit the settings or the dataset.
     """
     config, V = loaded.settings, meta["vocab_size"]
+    if config.init_from == "scratch":
+        vocab_size = config.vocab_size or (V if V <= 1024 else -(-V // 64) * 64)
+        return GPT(config.model(vocab_size), config.policy)
     resuming = config.init_from == "resume"
     source = str(latest(config.out_dir)) if resuming else config.init_from
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}

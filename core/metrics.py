@@ -80,6 +80,17 @@ def log_line(row: dict[str, Any], seconds: float, speed: Any, steps_left: int) -
     return f"{begin}, {seconds * 1e3:,.1f} ms, {speed or 'warming up'}, {memory}{left}"
 
 
+def not_finite(step: int, loss: float, val_loss: float | None, lr: float, backend: str) -> str:
+    """The message of a run that stops because its loss is not finite."""
+    value = f"loss {loss}" if val_loss is None else f"loss {loss}, val loss {val_loss}"
+    return (
+        f"error: a loss or gradient became not finite at step {step} or shortly before "
+        f"({value}, lr {lr:.2e}, attention backend {backend}). It reached no "
+        "checkpoint. Next: --attention_backend=manual, to see whether the kernel is to blame; "
+        "--init_from=resume with a lower --learning_rate, to go on."
+    )
+
+
 def duration(seconds: float) -> str:
     """As people say it: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
     for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):

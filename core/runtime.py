@@ -159,6 +159,16 @@ class Setup:
             )
         return torch.compile(model, mode=self.compile_mode)
 
+    def report(self, processes: int = 1) -> list[str]:
+        """The lines that say how the device is used."""
+        count = "1 process" if processes == 1 else f"{processes} processes"
+        where = f"{self.device} ({describe(self.device)})"
+        lines = [f"device: {where}, {dtype_name(self.dtype)}, {count}"]
+        if self.device.type == "cpu":
+            lines.append(f"oneDNN for float32 products: {self.onednn}")
+        mode = f" (mode {self.compile_mode})" if self.compile else ""
+        return [*lines, f"compile: {self.compile}{mode}"]
+
 
 def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
     """Whether to compile: None is yes on CUDA."""

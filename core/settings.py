@@ -2,23 +2,18 @@
 
     python train.py config/train_gpt2.py --batch_size=8 --compile=False
 
-An entry point lists its knobs as a frozen dataclass, and the comments there are the help text:
+A command lists its settings as a frozen dataclass. The annotation of a field is what pydantic
+checks its values by, and the comment behind it is its help text:
 
     @dataclass(frozen=True)
     class TrainConfig:
         # --- model ---
-        n_layer: int = 12  # transformer blocks
-        n_kv_head: int | None = None  # key and value heads (None: as many as n_head)
+        n_layer: PositiveInt = 12  # transformer blocks
+        n_kv_head: PositiveInt | None = None  # key and value heads; none: n_head
 
 `read` starts from the defaults, then takes the config files in the order given, then the command
-line; what comes later wins. Both go through the same type check, range checks are the dataclass's
-own `__post_init__`, and every mistake is a UserError of one sentence. A config file is parsed and
-evaluated here, never executed.
-
-Why no command-line library: a setting has to be checked alike in a file, on the command line and
-in a checkpoint, remember where it came from, and fail in one sentence. tyro 1.0 reports errors as
-multi-line boxes with no public hook to change that, argparse knows neither files nor origins, and
-either would need the checker below beside it; what they would then save is one loop.
+line; what comes later wins. Every mistake is a UserError of one sentence. A config file is parsed,
+never executed.
 """
 
 from __future__ import annotations
@@ -27,25 +22,28 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
-import math
+import functools
 import operator
 import os
 import re
-import shutil
 import sys
-import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from core.help import describe, help_text, program
 
 T = TypeVar("T")
 
+Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not cut at its comma
+
 
 class UserError(ValueError):
-    """A mistake of the user's, told in one sentence; the entry points print it and exit with 2."""
+    """A mistake of the user's, told in one sentence; the commands print it and exit with 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +55,10 @@ class Loaded(Generic[T]):
 
     def report(self) -> list[str]:
         """The lines for the start of a run: each setting that is not the default, its origin."""
-        default = _defaults(type(self.settings))
         rows = [
-            (name, repr(getattr(self.settings, name)), self.origins.get(name, "derived"))
-            for name in default
-            if getattr(self.settings, name) != default[name]
+            (name, repr(value), self.origins.get(name, "derived"))
+            for name, default in _defaults(type(self.settings)).items()
+            if (value := getattr(self.settings, name)) != default
         ]
         if not rows:
             return ["settings: all at their defaults"]
@@ -72,42 +69,88 @@ class Loaded(Generic[T]):
         return ["settings that are not the default:", *lines]
 
 
-def read(
-    cls: type[T], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None
-) -> Loaded[T]:
+def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
     """Read config files and `--key=value` arguments into one checked instance of cls.
 
-    argv is sys.argv[1:]; aliases maps another name of a setting to its field. `--key value` and
-    dashes for underscores are accepted; `--help` prints every knob and exits.
+    `--key value` and dashes for underscores are accepted, a switch needs no value, and an option
+    of a tuple adds to it each time that it is given. `--help` prints every setting and exits.
 
-    Raises: UserError for an unknown key, a wrong type, an unreadable file, or a ValueError of
-    the dataclass's own __post_init__ (its sentence unchanged).
+    Args:
+        argv: sys.argv[1:].
+        options: those of gather().
+
+    Raises:
+        UserError: an unknown key, a wrong value, an unreadable file, or a ValueError of the
+            dataclass's own __post_init__ (its sentence unchanged).
     """
-    fields = {name: name for name in _defaults(cls)} | dict(aliases or {})
-    hints = typing.get_type_hints(cls)
-    files, options, wants_help = _split(argv)
+    given, origins = gather(cls, argv, **options)
+    return Loaded(_build(cls, given), origins)
+
+
+def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
+    """Answer --help and mistakes, and exit; return where there is nothing to answer.
+
+    For a command to call right below its settings, before the imports that take seconds. It is
+    read() without the dataclass's __post_init__, which may need those imports.
+    """
+    try:
+        gather(cls, argv, **options)
+    except UserError as error:
+        _fail(error)
+
+
+def gather(
+    cls: type,
+    argv: Sequence[str],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    positional: str | None = None,
+    epilog: str = "",
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of each field that was given, and its origin: read() without making an instance.
+
+    Args:
+        aliases: other name -> field.
+        positional: the field that bare words set, one word or a tuple of them. Without it they are
+            config files; `--config=FILE` names one in any case.
+        epilog: what the help ends with.
+    """
+    hints = _hints(cls)
+    fields = {name: name for name in hints} | dict(aliases or {})
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
+    options = _split(argv, switches, positional or "")
+    names_file = {"", "config"} - fields.keys()
+    files = [text for name, text in options if name in names_file and text]
+    words = [text for name, text in options if name == positional and text]
+    if positional and len(words) > 1 and not _is_tuple(hints[positional]):
+        raise UserError(f"give one {positional}, got {' '.join(words)}")
+
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for path in files:
         for line, name, value in parse_config(path):
-            origin = f"{path}:{line}"
-            field = _known(name, fields, f"{origin}: ")
-            values[field] = _check(hints[field], value, f"{origin}: {name}")
-            origins[field] = origin
-    if wants_help:
+            field = _known(name, fields, f"{path}:{line}: ")
+            values[field] = check(hints[field], value, f"{path}:{line}: {name}")
+            origins[field] = f"{path}:{line}"
+    if {"-h", "--help"} & set(argv):
         if _is_rank_0():
-            print(help_text(cls, {**_defaults(cls), **values}, files, aliases or {}))
+            with contextlib.suppress(BrokenPipeError):  # --help | head
+                print(help_text(cls, _defaults(cls) | values, files, aliases, positional, epilog))
+                sys.stdout.flush()
         sys.exit(0)
     for name, text in options:
-        field = _known(name.replace("-", "_"), fields, "", "--")
-        if text is None and bool in (hints[field], *typing.get_args(hints[field])):
+        if name in names_file and text:
+            continue
+        field = _known(name, fields, "", "--")
+        if text is None and name in switches:
             text = "True"  # a bare --stream
         if text is None:
-            wanted = _describe(hints[field])
-            raise UserError(f"--{name} needs a value: write --{name}=..., {wanted}")
-        values[field] = _check(hints[field], text, f"--{name}", is_text=True)
+            raise UserError(f"--{name} needs a value: write --{name}=..., {describe(hints[field])}")
+        value = parse_text(hints[field], text, f"--{name}")
+        again = _is_tuple(hints[field]) and origins.get(field) == "command line"
+        values[field] = values[field] + value if again else value
         origins[field] = "command line"
-    return Loaded(_build(cls, values), origins)
+    return values, origins
 
 
 def from_dict(
@@ -124,18 +167,16 @@ def from_dict(
     """
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin} must hold an object of settings, got {_shorten(repr(mapping))}")
-    known = _defaults(cls)
-    unknown = [name for name in mapping if name not in known]
+    hints = _hints(cls)
+    unknown = ", ".join(repr(name) for name in mapping if name not in hints)
     if unknown and not drop_unknown:
-        names = ", ".join(repr(name) for name in unknown)
-        raise UserError(f"{origin} has unknown settings: {names}; it is of another version")
-    hints = typing.get_type_hints(cls)
-    values = {
-        name: _check(hints[name], value, f"{origin}: {name}")
-        for name, value in mapping.items()
-        if name in known
+        raise UserError(f"{origin} has unknown settings: {unknown}; it is of another version")
+    given = {
+        name: check(hint, mapping[name], f"{origin}: {name}")
+        for name, hint in hints.items()
+        if name in mapping
     }
-    return _build(cls, values, f"{origin}: ")
+    return _build(cls, given, f"{origin}: ")
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
@@ -143,245 +184,18 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except UserError as error:
-        if _is_rank_0():
-            print(f"error: {error}", file=sys.stderr)
-        code = 2
+        _fail(error)
     sys.exit(code)
 
 
-# --- the command line ---
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], bool]:
-    """argv -> config files, (name, text) of each option, whether help was asked for."""
-    files: list[str] = []
-    options: list[tuple[str, str | None]] = []
-    wants_help = False
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-h", "--help"):
-            wants_help = True
-        elif word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            if equals:
-                options.append((name, text))
-            elif rest and not rest[0].startswith("--"):
-                options.append((name, rest.pop(0)))
-            else:
-                options.append((name, None))
-        elif word.startswith("-") or re.match(r"\w+=", word):
-            hint = f"--{word.lstrip('-')}"
-            raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
-        else:
-            files.append(word)
-    return files, options, wants_help
-
-
-def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -> str:
-    if name in fields:
-        return fields[name]
-    near = _nearest(name, fields)
-    hint = f"; did you mean {dashes + near!r}?" if near else ""
-    raise UserError(f"{where}unknown setting {dashes + name!r}{hint} {_see_help()}")
-
-
-def _nearest(word: str, choices: typing.Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word.lower(), choices, n=1)), None)
-
-
-def _see_help() -> str:
-    return f"(python {Path(sys.argv[0]).name} --help lists them all)"
+def _fail(error: UserError) -> NoReturn:
+    if _is_rank_0():
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-# --- the config file ---
-
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_ALLOWED = (
-    "a config file holds only lines 'name = value' (numbers and arithmetic, strings, True, False,"
-    " None, lists, names assigned above)"
-)
-_TOO_LARGE = (
-    "the value is too large or nested too deeply (an integer may have 64 bits, a string 10,000"
-    " characters)"
-)
-
-
-def parse_config(path: str) -> list[tuple[int, str, Any]]:
-    """Evaluate a file of plain assignments to (line, name, value), in order; nothing is executed.
-
-    Raises: UserError with file and line for anything else in it, or if it cannot be read.
-    """
-    try:
-        body = ast.parse(Path(path).read_bytes().decode("utf-8-sig")).body
-    except FileNotFoundError:
-        near = _nearest(Path(path).name, [p.name for p in Path(path).parent.glob("*.py")])
-        hint = f"; did you mean {str(Path(path).with_name(near))!r}?" if near else ""
-        raise UserError(f"config file {path!r} does not exist{hint}") from None
-    except OSError as error:
-        raise UserError(f"cannot read config file {path!r}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"config file {path!r} is not UTF-8 text (byte {error.start})") from None
-    except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
-    except (RecursionError, MemoryError):
-        raise UserError(f"{path}: {_TOO_LARGE}") from None
-    except ValueError as error:  # Python < 3.12 says so of a null byte
-        raise UserError(f"config file {path!r}: {error}") from None
-    found: list[tuple[int, str, Any]] = []
-    names: dict[str, Any] = {}
-    for i, node in enumerate(body):
-        try:
-            match node:
-                case ast.Expr(value=ast.Constant(value=str())) if i == 0:
-                    pass  # the docstring
-                case ast.Assign(targets=[ast.Name(id=name)], value=expression):
-                    names[name] = _evaluate(expression, names)
-                    found.append((node.lineno, name, names[name]))
-                case _:
-                    _refuse(node)
-        except (OverflowError, RecursionError, MemoryError):
-            raise UserError(f"{path}:{node.lineno}: {_TOO_LARGE}") from None
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError(f"{path}:{node.lineno}: {error}") from None
-    return found
-
-
-def _refuse(node: ast.AST) -> NoReturn:
-    raise ValueError(f"'{_shorten(ast.unparse(node).split(chr(10))[0])}' is refused; {_ALLOWED}")
-
-
-def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of constants, arithmetic and names; sizes are bounded, so that
-    no file can take more time or memory than its length explains."""
-    value: Any
-    match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None as value):
-            pass
-        case ast.Name(id=name):
-            if name not in names:
-                raise ValueError(f"{name!r} is not assigned above this line")
-            value = names[name]
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            value = _evaluate(operand, names)
-            if not _is_number(value):
-                _refuse(node)
-            value = -value if isinstance(node.op, ast.USub) else value
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            a, b = _evaluate(left, names), _evaluate(right, names)
-            strings = isinstance(a, str) and isinstance(b, str) and isinstance(op, ast.Add)
-            if not strings and not (_is_number(a) and _is_number(b)):
-                _refuse(node)
-            if isinstance(op, ast.Pow) and abs(b) > 64:
-                raise ValueError(f"the exponent {b} is out of range (at most 64)")
-            value = _ARITHMETIC[type(op)](a, b)
-            if isinstance(value, complex):
-                _refuse(node)
-        case ast.JoinedStr(values=parts):
-            value = "".join(str(_evaluate(part, names)) for part in parts)
-        case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
-            value = _evaluate(inner, names)
-        case ast.Tuple(elts=items) | ast.List(elts=items):
-            value = tuple(_evaluate(item, names) for item in items)
-            if any(isinstance(item, tuple) for item in value):  # nesting could grow without bound
-                _refuse(node)
-        case _:
-            _refuse(node)
-    if (type(value) is int and abs(value) >= 2**64) or (type(value) is str and len(value) > 10_000):
-        raise OverflowError
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-# --- the checks ---
-
-_BOOLS = {"true": True, "1": True, "false": False, "0": False}
-_WORDS = {
-    int: "an integer",
-    float: "a finite number",
-    bool: "True or False",
-    str: "a string",
-    types.NoneType: "None",
-}
-
-
-def _check(hint: Any, value: Any, what: str, *, is_text: bool = False) -> Any:
-    try:
-        return _convert(hint, value, is_text)
-    except (ValueError, OverflowError):
-        message = f"{what} must be {_describe(hint)}, got {_shorten(repr(value))}"
-        raise UserError(message) from None
-
-
-def _convert(hint: Any, value: Any, is_text: bool) -> Any:
-    """The value as one of the type `hint`; is_text: as typed on the command line.
-
-    Raises: ValueError or OverflowError where it is not one.
-    """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for member in sorted(args, key=lambda m: m is not types.NoneType):  # "none" is None first
-            with contextlib.suppress(ValueError, OverflowError):
-                return _convert(member, value, is_text)
-    elif origin is Literal:
-        for choice in args:
-            if str(choice) == value if is_text else (type(choice), choice) == (type(value), value):
-                return choice
-    elif origin is tuple:  # tuple[X, ...], "1,2,3" on the command line, a list in JSON
-        items = [part for part in value.split(",") if part] if is_text else value
-        if isinstance(items, (tuple, list)):
-            return tuple(_convert(args[0], item, is_text) for item in items)
-    elif hint is float and (is_text or _is_number(value)):
-        if math.isfinite(number := float(value)):
-            return number
-    elif not is_text:
-        if type(value) is hint:  # so True is no int
-            return value
-    elif hint is int or hint is str:
-        return hint(value)
-    elif hint is bool and value.lower() in _BOOLS:
-        return _BOOLS[value.lower()]
-    elif hint is types.NoneType and value.lower() == "none":
-        return None
-    raise ValueError
-
-
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(member) for member in args)
-    if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in args)
-    if origin is tuple:
-        return f"a list (each {_describe(args[0])})"
-    return _WORDS[hint]
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    return {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        for f in dataclasses.fields(cls)
-        if f.init
-    }
 
 
 def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -391,81 +205,177 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}{error}") from error
 
 
-# --- help ---
+def _defaults(cls: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def help_text(
-    cls: type,
-    values: Mapping[str, Any],
-    files: Sequence[str] = (),
-    aliases: Mapping[str, str] | None = None,
-    width: int | None = None,
-) -> str:
-    """Every knob of cls as it would be typed, with its value and one-line meaning, in groups."""
-    width = max(60, min(width or shutil.get_terminal_size().columns, 120))
-    left = 36 if width < 100 else 42
-    hints = typing.get_type_hints(cls)
-    lines = [f"usage: python {Path(sys.argv[0]).name} [config/file.py ...] [--name=value ...]", ""]
-    about = inspect.getdoc(cls) or ""
-    if not about.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
-        lines += [*textwrap.wrap(about.split("\n\n")[0], width), ""]
-    source = f"what {', '.join(files)} set" if files else "the defaults"
-    lines += textwrap.wrap(f"The values shown are {source}; the command line wins.", width)
-    shown_group = None
-    for name, (group, meaning) in _comments(cls).items():
-        if group != shown_group:
-            lines += ["", f"{group}:"]
-            shown_group = group
-        notes = [_describe(hints[name])] if typing.get_args(hints[name]) else []
-        notes += [f"also --{alias}" for alias, field in (aliases or {}).items() if field == name]
-        text = f"{meaning} [{'; '.join(notes)}]" if notes else meaning
-        flag = f"  --{name}={_typed(values[name])}"
-        flag = flag if len(flag) <= width else flag[: width - 3] + "..."
-        wrapped = textwrap.wrap(text, width - left) or [""]
-        if len(flag) + 2 > left:
-            lines.append(flag)
+# --- the types and ranges of values ---
+
+_LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more than {gt:.15g}",
+           "less_than_equal": "at most {le:.15g}", "less_than": "below {lt:.15g}"}  # fmt: skip
+
+
+def check(hint: Any, value: Any, name: str) -> Any:
+    """The value, if it is of the type `hint` and in its range. An integer passes for a float, a
+    list for a tuple, but True for no number. Raises: UserError."""
+    as_tuple = tuple(value) if isinstance(value, list) else value  # JSON has lists only
+    return _validated(hint, as_tuple, name, value, strict=True)
+
+
+def parse_text(hint: Any, text: str, name: str) -> Any:
+    """The value of the type `hint` that was typed on a command line. Raises: UserError."""
+
+    def python(hint: Any, text: str) -> Any:
+        if text.lower() == "none" and types.NoneType in typing.get_args(hint):
+            return None
+        if not _is_tuple(hint):
+            return text  # which pydantic converts
+        if hint == Texts:
+            return (text,)
+        return tuple(python(typing.get_args(hint)[0], part) for part in text.split(",") if part)
+
+    return _validated(hint, python(hint, text), name, text, strict=False)
+
+
+def check_fields(settings: Any) -> None:
+    """Check every field of a dataclass by its annotation; for its __post_init__, which so holds
+    for an instance that no command line made. Raises: UserError, which is a ValueError."""
+    for name, hint in _hints(type(settings)).items():
+        check(hint, getattr(settings, name), name)
+
+
+def _validated(hint: Any, value: Any, name: str, given: Any, *, strict: bool) -> Any:
+    try:
+        return _adapter(hint).validate_python(value, strict=strict)
+    except ValidationError as error:
+        first = error.errors()[0]
+        wanted, got = describe(hint), repr(given)
+        if limit := _LIMITS.get(first["type"]):
+            wanted, got = limit.format(**first["ctx"]), str(given)
+            if first["type"] == "greater_than" and type(first["ctx"]["gt"]) is int:
+                wanted = "at least 1"  # as people say it of whole numbers
+        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _is_tuple(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple or hint == Texts
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- the command line ---
+
+
+def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str, str | None]]:
+    """The name and the text (or None) of each option; a bare word has the name `bare`."""
+    options: list[tuple[str, str | None]] = []
+    rest = [word for word in argv if word not in ("-h", "--help")]
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            follows = rest and not rest[0].startswith("--")
+            if name in switches:
+                follows = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
+            options.append((name, text if equals else rest.pop(0) if follows else None))
+        elif word.startswith("-") or re.match(r"\w+=", word):
+            hint = f"--{word.lstrip('-')}"
+            raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
         else:
-            wrapped[0] = flag.ljust(left) + wrapped[0]
-            lines.append(wrapped.pop(0))
-        lines += [" " * left + line for line in wrapped]
-    return "\n".join(line.rstrip() for line in lines)
+            options.append((bare, word))
+    return options
 
 
-def _typed(value: Any) -> str:
-    """A value as one would type it in a shell."""
-    if isinstance(value, tuple):
-        return ",".join(_typed(item) for item in value)
-    text = str(value)
-    return text if re.fullmatch(r"[\w.,:/+-]+", text) else repr(text)
+def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -> str:
+    if name in fields:
+        return fields[name]
+    near = nearest(name, fields)
+    hint = f"; did you mean {dashes + near!r}?" if near else ""
+    raise UserError(f"{where}unknown setting {dashes + name!r}{hint} {_see_help()}")
 
 
-def _comments(cls: type) -> dict[str, tuple[str, str]]:
-    """Field name -> (group, meaning), read from the source of the dataclass.
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that a mistyped word was meant to be, if one is close."""
+    return next(iter(difflib.get_close_matches(word.lower(), choices, n=1)), None)
 
-    The meaning is the docstring below a field, else the comment behind it, else the comment lines
-    right above it; a comment `# --- name ---` opens a group.
+
+def _see_help() -> str:
+    return f"(python {program()} --help lists them all)"
+
+
+# --- the config file ---
+
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+               ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+               ast.Pow: operator.pow}  # fmt: skip
+
+
+def parse_config(path: str) -> list[tuple[int, str, Any]]:
+    """The (line, name, value) of each assignment in a config file; nothing is executed.
+
+    Raises: UserError with file and line for anything else in it, or if it cannot be read.
     """
-    found = {name: ("settings", "") for name in _defaults(cls)}
-    for base in (c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)):
+    try:
+        body = ast.parse(Path(path).read_bytes().decode("utf-8-sig")).body
+    except FileNotFoundError:
+        near = nearest(Path(path).name, [p.name for p in Path(path).parent.glob("*.py")])
+        hint = f"; did you mean {str(Path(path).with_name(near))!r}?" if near else ""
+        raise UserError(f"config file {path!r} does not exist{hint}") from None
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"config file {path!r} cannot be read ({error})") from None
+    found = []
+    for i, node in enumerate(body):
         try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # made at a prompt: there is no source to read
-            continue
-        lines = source.splitlines()
-        (tree,) = ast.parse(source).body
-        assert isinstance(tree, ast.ClassDef)
-        group, name, done = "settings", "", tree.lineno
-        for node in tree.body:
-            above: list[str] = []
-            for line in map(str.strip, lines[done : node.lineno - 1]):
-                if heading := re.fullmatch(r"# --+ *(.+?) *-*", line):
-                    group = heading[1]
-                above = [] if heading or not line else [*above, line.lstrip("#: ")]
-            done = node.end_lineno or node.lineno
             match node:
-                case ast.AnnAssign(target=ast.Name(id=name)) if name in found:
-                    behind = lines[done - 1].encode()[node.end_col_offset :].decode().strip(" #:")
-                    found[name] = (group, behind or " ".join(above))
-                case ast.Expr(value=ast.Constant(value=str(text))) if name in found:
-                    found[name] = (group, " ".join(text.split()))
+                case ast.Expr(value=ast.Constant(value=str())) if i == 0:
+                    pass  # the docstring
+                case ast.Assign(targets=[ast.Name(id=name)], value=expression):
+                    found.append((node.lineno, name, _evaluate(expression)))
+                case _:
+                    _refuse(node)
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            raise UserError(f"{path}:{node.lineno}: {error}") from None
     return found
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """The value of a constant, of a list, or of arithmetic on numbers, bounded so that it ends."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return tuple(map(_evaluate, items))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            a, op, b = -1, operator.mul, _evaluate(operand)
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _ARITHMETIC:
+            a, op, b = _evaluate(left), _ARITHMETIC[type(kind)], _evaluate(right)
+        case _:
+            _refuse(node)
+    if {type(a), type(b)} <= {int, float} and not (op is operator.pow and abs(b) > 64):
+        value = op(a, b)
+        if type(value) is float or (type(value) is int and abs(value) < 2**64):
+            return value
+    _refuse(node)
+
+
+def _refuse(node: ast.AST) -> NoReturn:
+    raise ValueError(
+        f"'{_shorten(ast.unparse(node).splitlines()[0])}' is refused; a config file holds only "
+        "lines 'name = value' (numbers and arithmetic on them within 64 bits, strings, True, "
+        "False, None, lists)"
+    )

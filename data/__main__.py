@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error, read
 from data.prepare import DATASETS, PrepareConfig, prepare
 
 
+@dataclass(frozen=True)
+class DataConfig(PrepareConfig):
+    """Prepare a dataset: python -m data NAME, with NAME one of shakespeare_char, shakespeare, text,
+    openwebtext and fineweb."""
+
+    dataset: str | None = None  # its name
+
+
 def main(argv: list[str]) -> int:
-    named = bool(argv) and not argv[0].startswith("-")
-    config = read(PrepareConfig, argv[1:] if named else argv).settings
-    if not named:
-        raise UserError(f"name a dataset first: python -m data {{{','.join(DATASETS)}}}")
-    prepare(argv[0], config)
+    config = read(DataConfig, argv, positional="dataset").settings
+    name = config.dataset
+    if name is None:
+        raise UserError(f"name a dataset: python -m data {{{','.join(DATASETS)}}}")
+    if name not in DATASETS and (Path(name).suffix or Path(name).exists()):
+        hint = f"for a text of your own: python -m data text --source={name}"
+        raise UserError(f"unknown dataset {name!r}; {hint}")
+    prepare(name, config)
     return 0
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "-m data NAME"  # what core/settings.py tells the user to type
     exit_on_user_error(lambda: main(sys.argv[1:]))

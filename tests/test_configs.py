@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,34 @@ def test_eval_gpt2_evaluates_and_no_more(size):
     c = load(f"eval_gpt2{size}")
     assert c.init_from == "gpt2" + size.replace("_", "-")
     assert c.eval_only and c.dataset == "openwebtext" and c.block_size == 1024
+
+
+# --- what is answered before torch is imported, which takes seconds ---
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    slow = {"torch", "numpy", "matplotlib"} & set(sys.modules)
+    assert not slow, slow
+"""
+
+
+@pytest.mark.parametrize(
+    "argv, code, says",
+    [
+        (["--help"], 0, "--n_layer=12"),
+        (["config/train_shakespeare_cpu.py", "-h"], 0, "--n_layer=4 "),
+        (["config/train_gtp2.py"], 2, "did you mean 'config/train_gpt2.py'?"),
+        (["--batch_sise=3"], 2, "did you mean '--batch_size'?"),
+        (["--batch_size=0"], 2, "--batch_size must be at least 1, got 0"),
+        (["--batch_size=many"], 2, "--batch_size must be an integer, got 'many'"),
+    ],
+)
+def test_train_answers_help_and_mistakes_before_torch_is_imported(argv, code, says):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "train.py", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert says in done.stdout + done.stderr and done.stderr.count("\n") == (code == 2)

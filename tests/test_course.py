@@ -16,7 +16,7 @@ from test_readme import commands
 
 import bench_mfu
 from attention import Spec, visible
-from attention.__main__ import ALIASES, Options, split_name
+from attention.__main__ import ALIASES, Options
 from bench.config import load_config
 from core import settings
 from core.settings import UserError
@@ -117,7 +117,7 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
             start = written(tmp_path, command_line.exercise(int(words[3])).START)
             assert command_line.main([words[3], str(start)]) == 1
     elif words[:3] == ["python", "-m", "attention"]:
-        settings.read(Options, split_name(words[3:])[1], aliases=ALIASES)
+        settings.read(Options, words[3:], aliases=ALIASES, positional="backend")
     elif words[:2] == ["python", "explain.py"]:
         settings.read(ExplainConfig, words[2:])
     elif words[:2] == ["python", "bench_mfu.py"] and words[2:3] == ["compare"]:
@@ -449,8 +449,9 @@ def test_an_answer_that_does_not_end_is_left(tmp_path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path, capsys) -> None:
-    assert command_line.main(["4", str(tmp_path / "none.py")]) == 1
-    assert "cannot be read: No such file" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"there is no file '.*none\.py'"):  # code 2, not 1: wrong
+        command_line.main(["4", str(tmp_path / "none.py")])
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_line(capsys) -> None:
@@ -461,7 +462,7 @@ def test_the_command_line(capsys) -> None:
     assert capsys.readouterr().out.startswith("exercise 4: l[0, 0] is ")
     assert command_line.main([]) == 0
     assert [line[0] for line in capsys.readouterr().out.splitlines()[:COUNT]] == [*"123456789"]
-    for words in (["0"], ["10"], ["four"], ["4", "a.py", "b.py"]):
+    for words in (["0"], ["10"], ["four"], ["4", "a.py", "b.py"], ["4", "a.py", "--start"]):
         with pytest.raises(UserError, match="usage"):
             command_line.main(words)
 

@@ -554,6 +554,8 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ((), "shakespeare_char"),
         (("shakspeare",), "shakespeare_char"),
+        (("mytext.txt",), "python -m data text --source=mytext.txt"),
+        (("tests",), "python -m data text --source=tests"),
         (("shakespeare_char", "--sourse=x"), "--source"),
         (("shakespeare_char", "--val_fraction=2"), "val_fraction"),
         (("shakespeare_char", "--workers=many"), "integer"),
@@ -593,3 +595,5 @@ def test_help_lists_every_setting() -> None:
         assert f"--{name}=" in done.stdout
     for name in data.DATASETS:
         assert name in done.stdout
+    assert done.stdout.startswith("usage: python -m data [dataset] [--name=value ...]\n")
+    assert "shakespeare: plays, tinyshakespeare or a file" in " ".join(done.stdout.split())

@@ -12,7 +12,7 @@ import pytest
 import bench_mfu
 from attention import support
 from attention.__main__ import ALIASES as CLI_ALIASES
-from attention.__main__ import Options, split_name
+from attention.__main__ import Options
 from bench.config import load_config
 from bench.serving import ServingConfig
 from core.settings import read
@@ -67,7 +67,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         assert rest[2] in DATASETS
         read(PrepareConfig, rest[3:])
     elif rest[:2] == ["-m", "attention"]:
-        read(Options, split_name(rest[2:])[1], aliases=CLI_ALIASES)
+        read(Options, rest[2:], aliases=CLI_ALIASES, positional="backend")
     elif rest[0] == "bench_mfu.py":
         words = rest[1:]
         if words[:1] != ["compare"]:

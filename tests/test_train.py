@@ -29,6 +29,7 @@ from torch import Tensor
 import checkpoint
 import data
 import train
+from checkpoint import build_model
 from core import flops, runtime
 from core.distributed import DistInfo
 from core.metrics import duration
@@ -37,7 +38,7 @@ from core.optimizer import build_optimizer, learning_rate, update
 from core.settings import Loaded, UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
-from train import TrainConfig, build_model
+from train import TrainConfig
 
 TEXT = "".join(
     f"{who} {does} the {what},\nand so {n} days went by.\n\n"
