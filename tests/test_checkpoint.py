@@ -8,10 +8,12 @@ import os
 import pickle
 import resource
 import shutil
+import ssl
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ def test_a_round_trip_is_bit_for_bit(tmp_path):
     scaler = {"scale": 65536.0, "_growth_tracker": 3}
     settings = {
         "train": {"learning_rate": 0.1 + 0.2, "n_kv_head": None},
-        "model": checkpoint.model_settings(model),
+        "model": asdict(model.config),
         "tokenizer": {"name": "char", "chars": "\n é\u2028"},
     }
     state = {"step": 7, "val_loss": float(loss.detach()), "kernels": ["flash"]}
@@ -114,6 +116,9 @@ def test_it_keeps_the_best_and_the_last(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-100000000"
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000007"
     assert checkpoint.best_folder(tmp_path / "nowhere") is None
+    for step, loss in enumerate((0.5, 0.0, 0.25)):  # 0 is a loss like any other
+        save(tmp_path / "zero", step, val_loss=loss)
+    assert checkpoint.best_folder(tmp_path / "zero") == tmp_path / "zero" / "step-00000001"
 
 
 def test_partial_folders_are_ignored_and_swept_away(tmp_path):
@@ -125,6 +130,23 @@ def test_partial_folders_are_ignored_and_swept_away(tmp_path):
     assert [p.name for p in checkpoint.folders(tmp_path)] == ["step-00000001"]
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
+
+
+def test_an_earlier_run_is_set_aside_whole(tmp_path):
+    assert checkpoint.set_aside(tmp_path) is None and not names(tmp_path)
+    whole = ["loss.png", "metrics.jsonl", "step-00000001", "step-00000002"]
+    for n in (1, 2):
+        for step in (1, 2):
+            save(tmp_path, step, fill=n)
+        for name in whole[:2]:
+            (tmp_path / name).write_text(f"{n}")
+        (tmp_path / "notes.txt").write_text("the user's own")
+        assert checkpoint.set_aside(tmp_path) == tmp_path / f"earlier-{n}"
+        assert names(tmp_path) == [*(f"earlier-{i + 1}" for i in range(n)), "notes.txt"]
+    for n in (1, 2):
+        assert names(tmp_path / f"earlier-{n}") == whole
+        assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
+        assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
 
 
 def test_an_older_one_that_is_damaged_does_not_stop_the_saving(tmp_path, caplog):
@@ -166,6 +188,7 @@ print(torn, checkpoint.load(checkpoint.latest(out)).step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_sigkill_at_any_moment_leaves_a_good_one(tmp_path):
     here = Path(__file__).resolve().parent
@@ -187,7 +210,7 @@ class Crash(BaseException):
 # comes in the middle of it too.
 DISK = [
     (Path, "mkdir"), (Path, "rename"), (Path, "write_text"), (os, "fsync"), (os, "unlink"),
-    (os, "rmdir"), (checkpoint, "save_file"), (torch, "save"),
+    (os, "rmdir"), (checkpoint.store, "save_file"), (torch, "save"),
 ]  # fmt: skip
 
 
@@ -375,6 +398,31 @@ def test_json_of_another_kind(file, content, words, tmp_path):
         checkpoint.load(folder)
 
 
+def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("out/gpt2", "out/shakespeare_char", "out/shakespeare_cpu", "else/run", "mine"):
+        save(tmp_path / run, 1)
+    (tmp_path / "out" / "empty").mkdir()
+
+    def named(out_dir: str) -> list[str]:
+        with pytest.raises(UserError, match=f"no checkpoint in {out_dir}; train one with: ") as e:
+            checkpoint.latest(out_dir)
+        assert f"python train.py config/train_shakespeare_cpu.py --out_dir={out_dir}" in str(
+            e.value
+        )
+        _, _, runs = str(e.value).partition("; or name a run that is there: ")
+        return runs.split(", ") if runs else []
+
+    assert named("out-shakespeare-char")[0] == "out/shakespeare_char"
+    assert named("out")[:1] != [] and set(named("out")) <= {
+        "out/gpt2", "out/shakespeare_char", "out/shakespeare_cpu", "mine"}  # fmt: skip
+    assert named("else/rum")[0] == "else/run"
+    assert len(named("out/nothing")) == 3
+    shutil.rmtree("out")
+    shutil.rmtree("mine")
+    assert named("out-shakespeare-char") == []
+
+
 def test_no_checkpoint_at_all(tmp_path):
     with pytest.raises(UserError, match=f"no checkpoint in {tmp_path}; train one with: "):
         checkpoint.latest(tmp_path)
@@ -510,7 +558,7 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for source in ("gpt2-enormous", str(tmp_path / "ckpt.pt"), "no/such/thing"):
+    for source in ("gpt2-xl", "nobody/no-such-thing"):
         with pytest.raises(UserError, match="no local folder or file, and the hub did not") as e:
             checkpoint.init_model(source)
         assert source in str(e.value) and "\n" not in str(e.value)
@@ -519,6 +567,155 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
         checkpoint.init_model("gpt2")
     with pytest.raises(UserError, match=r"config.json does not exist"):
         checkpoint.init_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("source, nearest", [
+    ("gpt9", "'gpt2'"),
+    ("gpt2-mediun", "'gpt2-medium'"),
+    ("out/shakespere_char", "'out/shakespeare_char'"),
+    ("out/shakespeare_char/ckpt.pt", ""),
+    ("no/such/thing", ""),
+    ("./gpt2", "'gpt2'"),
+    ("{tmp_path}/ckpt.pt", ""),
+])  # fmt: skip
+def test_a_name_that_nothing_has_is_told_at_once(source, nearest, tmp_path, monkeypatch):
+    """Without asking the hub, and with the nearest name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint.convert, "why_not_hub", lambda: pytest.fail("asked the hub"))
+    (tmp_path / "out" / "shakespeare_char").mkdir(parents=True)
+    source = source.format(tmp_path=tmp_path)
+    with pytest.raises(UserError, match="no local folder or file, and no model's name") as e:
+        checkpoint.init_model(source)
+    said = str(e.value)
+    assert repr(source) in said and "known: gpt2, gpt2-medium, gpt2-large, gpt2-xl" in said
+    assert f"did you mean {nearest}?" in said if nearest else "did you mean" not in said
+
+
+def test_a_hub_out_of_reach_is_told_at_once_and_once(monkeypatch, capfd):
+    """One question, and the hub's client, which would ask for half a minute, is not asked."""
+    import huggingface_hub
+
+    def unreachable(request, timeout):
+        asked.append(request.full_url)
+        raise urllib.error.URLError("Name or service not known")
+
+    def only_files_here(name, file, *, local_files_only):
+        assert local_files_only
+        raise FileNotFoundError("it is not in the cache")
+
+    asked: list[str] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", only_files_here)
+    with pytest.raises(
+        UserError, match=r"'gpt2'.*\(no connection to .*: Name or service not known"
+    ):
+        checkpoint.init_model("gpt2")
+    assert len(asked) == 1 and not "".join(capfd.readouterr())
+
+
+def test_a_hub_that_answers_is_used_whatever_it_answers(monkeypatch):
+    import huggingface_hub
+
+    def download(name, file, *, local_files_only):
+        assert not local_files_only
+        raise OSError("the client's own words")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for error in (urllib.error.HTTPError("", 503, "", {}, None),
+                  urllib.error.URLError(ssl.SSLCertVerificationError("no roots"))):  # fmt: skip
+
+        def answer(*args: Any, error: Exception = error, **kwargs: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("urllib.request.urlopen", answer)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        with pytest.raises(UserError, match="the client's own words"):
+            checkpoint.init_model("owner/name")
+
+
+def test_warnings_of_the_hubs_client_come_once():
+    """Its own handler prints them; the root's, which train.py sets up, would print them again."""
+    code = """
+import logging
+import huggingface_hub
+from huggingface_hub.utils import logging as theirs
+import checkpoint
+from core.runtime import show_log
+
+def warns(name, file, *, local_files_only):
+    theirs.get_logger("huggingface_hub.x").warning("Retrying")
+    raise OSError("given up")
+
+show_log()
+huggingface_hub.hf_hub_download, checkpoint.convert.why_not_hub = warns, lambda: None
+try:
+    checkpoint.init_model("gpt2")
+except ValueError as e:
+    print(e)
+"""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert "given up" in done.stdout and done.stderr.count("Retrying") == 1, done.stderr
+
+
+# --- from an earlier version ---
+
+# As version 0.1 wrote them: the model's config had fields that are the run's or the process's now.
+OLD_MODEL = {
+    "block_size": 8, "vocab_size": 20, "n_layer": 2, "n_head": 2, "n_embd": 8, "n_kv_head": None,
+    "dropout": 0.0, "bias": True, "gelu": "exact", "gradient_checkpointing": True,
+    "residual_dtype": "float32", "attention_backend": "auto", "attention_window": None,
+    "attention_fallback": False, "attention_deterministic": False, "attention_hub_kernels": False,
+    "sdpa_flash_impl": "FA2", "allow_mps_sdpa": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A GPTConfig of today, without what the old one had beside its sizes."""
+
+    block_size: int = 1
+    n_layer: int = 1
+    attention_backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """A TrainConfig of today: one name is new, one is gone, one of the model's stays."""
+
+    batch_size: int = 1
+    deterministic: bool = False
+    gradient_checkpointing: bool = False
+
+
+def test_a_checkpoint_with_old_settings_loads(tmp_path):
+    folder = save(tmp_path, 3)
+    settings = json.loads((folder / "settings.json").read_text())
+    train = {"batch_size": 4, "attention_deterministic": True, "keep_freed_memory": False,
+             "gradient_checkpointing": True}  # fmt: skip
+    old = {**settings, "model": OLD_MODEL, "train": train}
+    (folder / "settings.json").write_text(json.dumps(old))
+    assert checkpoint.load(folder).config().n_layer == 2
+    assert bool((checkpoint.init_model(str(folder)).transformer.wte.weight == 3).all())
+    assert checkpoint.load(folder).train_settings(Knobs) == Knobs(4, True, True)
+
+
+def test_only_known_old_names_are_dropped():
+    names = checkpoint.store.todays_names
+    sizes = {"block_size": 8, "n_layer": 2, "attention_backend": "auto"}
+    beside = {k: v for k, v in OLD_MODEL.items() if k not in GPT_FIELDS}
+    assert len(beside) == 7
+    assert names(Sizes, {**sizes, **beside}) == sizes
+    assert names(Sizes, {**sizes, "flux": 1}) == {**sizes, "flux": 1}  # for from_dict to refuse
+    assert names(Knobs, {"attention_deterministic": True}) == {"deterministic": True}
+    assert names(Knobs, {"deterministic": True}) == {"deterministic": True}
+    assert names(Knobs, {"keep_freed_memory": True}) == {}
+    assert names(Knobs, {"gradient_checkpointing": True}) == {"gradient_checkpointing": True}
+
+
+GPT_FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "dropout",
+              "bias", "gelu", "attention_backend", "attention_window")  # fmt: skip
 
 
 def test_every_file_is_plain_data(tmp_path):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tracemalloc
@@ -287,16 +288,13 @@ def test_a_second_run_does_nothing(
     assert state_of(out) != before
 
 
-@pytest.mark.parametrize("what", ["option", "text", "damaged", "short", "meta"])
+@pytest.mark.parametrize("what", ["text", "damaged", "short", "meta"])
 def test_what_is_not_the_same_or_not_whole_is_made_again(
     tmp_path: Path, text: Path, what: str
 ) -> None:
     out = tmp_path / "out"
     good = run("shakespeare_char", out, source=str(text))
-    fraction = None
-    if what == "option":
-        fraction = 0.2
-    elif what == "text":
+    if what == "text":
         text.write_text("another text\n" * 40)
     elif what == "damaged":
         content = bytearray((out / "train.bin").read_bytes())
@@ -306,26 +304,47 @@ def test_what_is_not_the_same_or_not_whole_is_made_again(
         (out / "val.bin").write_bytes(b"")
     else:
         (out / "meta.json").write_text("{")
-    again = run("shakespeare_char", out, source=str(text), val_fraction=fraction)
-    assert (again == good) == (what not in ("option", "text"))
+    again = run("shakespeare_char", out, source=str(text))
+    assert (again == good) == (what != "text")
     for name, expected in again["sha256"].items():
         assert sources.sha256((out / name).read_bytes()) == expected
 
 
-KILL = """
-import os, sys
-sys.path.insert(0, {root!r})
-import data
-real, left = os.replace, [{after}]
-def replace(a, b):
-    if str(b).startswith({out!r}):
-        if not left[0]:
-            os._exit(9)
-        left[0] -= 1
-    real(a, b)
-os.replace = replace
-data.prepare("shakespeare_char", data.PrepareConfig(source={text!r}, out_dir={out!r}))
-"""
+@pytest.mark.parametrize(
+    "dataset, settings",
+    [("shakespeare", {}), ("shakespeare_char", {"val_fraction": 0.2}), ("text", {})],
+)
+def test_another_dataset_is_not_replaced(
+    tmp_path: Path, text: Path, gpt2: data.GPT2Tokenizer, dataset: str, settings: dict
+) -> None:
+    out = tmp_path / "out"
+    run("shakespeare_char", out, source=str(text))
+    before = state_of(out)
+    told = refusal(dataset, out, source=str(text), **settings)
+    there = f"holds another dataset, made by: python -m data shakespeare_char --source={text}"
+    assert there in told and "--out_dir" in told and "--force" in told
+    assert state_of(out) == before
+    assert run(dataset, out, source=str(text), force=True, **settings)["dataset"] == dataset
+
+
+def test_a_train_bin_of_another_origin_is_not_replaced(tmp_path: Path, text: Path) -> None:
+    """nanoGPT's, say, has no meta.json."""
+    (tmp_path / "train.bin").write_bytes(b"hours of work")
+    assert "train.bin of another origin" in refusal("shakespeare_char", tmp_path, source=str(text))
+    assert (tmp_path / "train.bin").read_bytes() == b"hours of work"
+    run("shakespeare_char", tmp_path, source=str(text), force=True)
+
+
+def test_the_default_by_its_name_is_the_same_dataset(
+    tmp_path: Path, text: Path, gpt2: data.GPT2Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("text", tmp_path / "out", source=str(text))
+    run("text", tmp_path / "out", source=str(text), tokenizer="gpt2")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    """The process is gone: nothing handles it."""
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["fresh", "over old files"])
@@ -337,8 +356,17 @@ def test_a_kill_between_the_files_leaves_no_good_dataset(
     if old:
         run("shakespeare_char", out, source=str(text))
         text.write_text("A ROSE IS A ROSE IS A ROSE\n" * 40)  # as long, but another text
-    code = KILL.format(root=str(ROOT), after=after, out=str(out), text=str(text))
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 9
+    real, left = os.replace, [after]
+
+    def replace(a: Path, b: Path) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        real(a, b)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", replace)
+        run("shakespeare_char", out, source=str(text))
     with pytest.raises(UserError, match="python -m data"):
         data.load(out, "train", block_size=4, vocab_size=65)
     meta = run("shakespeare_char", out, source=str(text))  # and the next run makes it good
@@ -401,7 +429,7 @@ def test_documents_of_every_kind_of_file(
 def test_the_number_of_workers_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpt2: data.GPT2Tokenizer, kind: str
 ) -> None:
-    monkeypatch.setattr(prep, "PIECE", 1000)  # many pieces and many tasks
+    monkeypatch.setattr(data.documents, "PIECE", 1000)  # many pieces and many tasks
     source = tmp_path / "long.jsonl"
     texts = ["".join(f"{i}.{j} is a number, " for j in range(i * 7)) for i in range(40)]
     source.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -434,9 +462,9 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     )
     pieces = 0
     for size in (100, 333, 1000):
-        monkeypatch.setattr(prep, "PIECE", size)
+        monkeypatch.setattr(data.documents, "PIECE", size)
         parts = (whole[i : i + 77] for i in range(0, len(whole), 77))
-        cut = [text for _, _, text in prep.cut_document(0, parts)]
+        cut = [text for _, _, text in data.documents.cut_document(0, parts)]
         assert "".join(cut) == whole and max(map(len, cut)) <= size
         assert [i for text in cut for i in gpt2.encode(text)] == gpt2.encode(whole)
         pieces += len(cut)
@@ -469,7 +497,40 @@ def test_more_characters_than_uint16_holds_are_refused(
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
+def test_as_many_characters_as_uint16_holds_are_taken() -> None:
+    characters = list(map(chr, range(2**16)))
+    assert prep._uint16([2**16 - 1], data.CharTokenizer(characters)).tolist() == [65535]
+    with pytest.raises(UserError, match="65536"):
+        prep._uint16([0], data.CharTokenizer([*characters, "\U0001f600"]))
+
+
+def test_the_tail_that_validates_is_rounded_up(tmp_path: Path) -> None:
+    """21 tokens, the end of the document among them: a tenth is 2.1."""
+    source = tmp_path / "short.txt"
+    source.write_text("abcdefghij" * 2)
+    meta = run("text", tmp_path / "out", source=str(source), tokenizer="char")
+    assert meta["tokens"] == {"train": 18, "val": 3}
+
+
+@pytest.mark.parametrize("dataset", ["text", "shakespeare_char"])
+def test_a_byte_order_mark_is_no_character(tmp_path: Path, dataset: str) -> None:
+    source = tmp_path / "windows.txt"
+    source.write_text("a rose is a rose\n" * 9, encoding="utf-8-sig")
+    tokenizer = "char" if dataset == "text" else None
+    meta = run(dataset, tmp_path / "out", source=str(source), tokenizer=tokenizer)
+    assert set(meta["tokenizer"]["vocabulary"]) - {""} == set("a rose is\n")
+
+
 # --- the hub's datasets, on local files ---
+
+
+def test_one_of_two_thousand_web_pages_validates(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    pytest.importorskip("datasets")
+    source = tmp_path / "pages.jsonl"
+    pages = [f"Page {i}" for i in range(4100)]
+    source.write_text("".join(json.dumps({"text": d}) + "\n" for d in pages))
+    meta = run("openwebtext", tmp_path / "out", source=str(source))
+    assert documents_of(tmp_path / "out", meta)["val"] == [pages[1999], pages[3999]]
 
 
 @pytest.mark.parametrize("dataset", ["openwebtext", "fineweb"])
@@ -501,12 +562,96 @@ def test_the_hub_out_of_reach_is_one_sentence(
     def offline(*args: object, **kwargs: object) -> None:
         raise ConnectionError("Couldn't reach the hub\nand more")
 
+    monkeypatch.setattr(data.documents, "why_not_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", offline)
     told = refusal("fineweb", tmp_path / "out")
     assert "Couldn't reach the hub" in told and "--source=PATH" in told
 
 
+def test_without_a_network_the_hubs_library_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would try again for half a minute."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(data.documents, "why_not_hub", lambda: "no connection to the hub")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("asked"))
+    for dataset in ("openwebtext", "fineweb"):
+        told = refusal(dataset, tmp_path / "out")
+        assert "no connection to the hub" in told and "--source=PATH" in told
+
+
 # --- mistakes ---
+
+
+@pytest.mark.parametrize("dataset", ["openwebtext", "text"])
+@pytest.mark.parametrize("kind", ["empty", "folder of empty", "one token"])
+def test_a_source_without_text_is_refused(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, dataset: str, kind: str
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    web = dataset == "openwebtext"
+    content = '{"text": ""}\n' if web else ""
+    if kind == "one token":
+        content = '{"text": "rose"}\n' if web else "rose"
+    for i in range(50 if kind == "folder of empty" else 1):
+        (source / f"{i}{'.jsonl' if web else '.txt'}").write_text(content)
+    told = refusal(dataset, tmp_path / "out", source=str(source))
+    assert ("only 2 tokens" if kind == "one token" else "no text") in told and str(source) in told
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+# --- the way on ---
+
+
+def test_a_file_for_a_name_is_told_how_to_go_on() -> None:
+    for name in ("mytext.txt", "pages.jsonl.gz", "README.md"):
+        with pytest.raises(UserError, match=f"python -m data text --source={name}$"):
+            data.prepare(name, data.PrepareConfig())
+    with pytest.raises(UserError, match="did you mean 'shakespeare'"):
+        data.prepare("shakspeare", data.PrepareConfig())
+
+
+def test_the_command_to_train_is_named_and_runs_on_the_dataset(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(dataset: str, folder: Path) -> str:
+        capsys.readouterr()
+        run(dataset, folder, source=str(text), tokenizer="char" if dataset == "text" else None)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("next: python train.py config/train_shakespeare_cpu.py ")
+        return last.partition("_cpu.py ")[2]
+
+    where = shlex.quote(str(tmp_path / "a b"))
+    assert told("text", tmp_path / "a b" / "mine") == (
+        f"--data_dir={where} --dataset=mine --out_dir=out/mine"
+    )
+    assert told("shakespeare_char", tmp_path / "a b" / "shakespeare_char") == f"--data_dir={where}"
+    here = ROOT / "data"
+    command = prep.train_command
+    assert command("text", here / "mine").endswith("cpu.py --dataset=mine --out_dir=out/mine")
+    assert command("shakespeare_char", here / "shakespeare_char").endswith("shakespeare_cpu.py")
+    assert command("openwebtext", here / "openwebtext").endswith("config/train_gpt2.py")
+    assert command("fineweb", here / "fineweb").endswith(
+        "gpt2.py --dataset=fineweb --out_dir=out/fineweb"
+    )
+
+
+def test_a_small_text_is_told_of_characters(
+    tmp_path: Path, text: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """And the command that it is told does it."""
+    run("text", tmp_path / "out", source=str(text))
+    (hint,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("hint: ")]
+    _, _, line = hint.partition("python -m data ")
+    assert main(shlex.split(line)) == 0
+    assert data.read_meta(tmp_path / "out")["tokenizer"]["name"] == "char"
+    for n, settings in enumerate(({"tokenizer": "char"}, {"tokenizer": "gpt2"})):
+        run("text", tmp_path / str(n), source=str(text), **settings)
+    monkeypatch.setattr(prep, "SMALL", 100)
+    run("text", tmp_path / "large", source=str(text))
+    assert "hint" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -561,6 +706,7 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("shakespeare_char", "--workers=many"), "integer"),
         (("shakespeare_char", "--hub_name=x"), "hub_name"),
         (("text", "--tokenizer=bert"), "gpt2"),
+        (("shakespeare_char", "--tokenizer=gpt2"), "takes no --tokenizer"),
         (("text", "--source=no-such-folder"), "no-such-folder"),
     ],
 )
@@ -596,4 +742,4 @@ def test_help_lists_every_setting() -> None:
     for name in data.DATASETS:
         assert name in done.stdout
     assert done.stdout.startswith("usage: python -m data [dataset] [--name=value ...]\n")
-    assert "shakespeare: plays, tinyshakespeare or a file" in " ".join(done.stdout.split())
+    assert "tinyshakespeare" in done.stdout.split("--source=")[1].split("--out_dir=")[0]

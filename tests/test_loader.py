@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import threading
 import time
@@ -31,6 +32,29 @@ def stream(batches: data.Batches, steps: int) -> torch.Tensor:
 sizes = st.tuples(st.integers(1, 9), st.integers(0, 200), st.integers(1, 20), st.integers(0, 99))
 
 
+@pytest.mark.parametrize("N, T, windows", [
+    (9, 8, 1),  # one window, and no other place for it
+    (12, 8, 1),  # one that may begin at 0, 1, 2 or 3
+    (17, 8, 1),  # two would fit, but only at 0
+    (17, 4, 3),  # (N - 1) % T is 0: without the room of a window, every epoch would be the same
+    (18, 4, 3),
+    (20, 4, 3),
+    (21, 4, 4),
+    (6, 1, 4),
+])  # fmt: skip
+def test_over_the_epochs_every_place_is_a_start(N: int, T: int, windows: int) -> None:
+    """By hand: how many windows an epoch has. Of the N - T places that a sequence can begin at,
+    each is taken in some epoch, so every token is seen, first and last ones included."""
+    batches = data.Batches(tokens_up_to(N), T, windows, seed=3)  # a step is an epoch
+    epochs = [batches.starts(step) for step in range(400)]
+    assert set(np.concatenate(epochs).tolist()) == set(range(N - T))
+    assert all(len(set(epoch.tolist())) == windows for epoch in epochs)
+    first, last = (collections.Counter(int(f(e)) for e in epochs) for f in (np.min, np.max))
+    offsets = N - T - (windows - 1) * T  # where the first window can begin
+    assert len(first) == len(last) == offsets
+    assert min(first.values()) > 400 / offsets / 2  # none is rare
+
+
 @given(sizes)
 @settings(max_examples=200, deadline=None)
 def test_an_epoch_visits_each_window_once(size: tuple[int, int, int, int]) -> None:
@@ -38,15 +62,14 @@ def test_an_epoch_visits_each_window_once(size: tuple[int, int, int, int]) -> No
     straddle epochs and batches larger than an epoch included."""
     T, more, G, seed = size
     batches = data.Batches(tokens_up_to(T + 1 + more), T, G, seed=seed)
-    n = batches.windows
+    n = max(1, more // T)  # of the windows after the first T tokens, which is the most it shifts
+    assert batches.windows == n
     steps = -(-3 * n // G)
     starts = np.concatenate([batches.starts(step) for step in range(steps)])
     for epoch in range(3):
         drawn = np.sort(starts[epoch * n : (epoch + 1) * n])
         assert np.array_equal(drawn, drawn[0] + T * np.arange(n))
         assert drawn[0] >= 0 and drawn[-1] + T + 1 <= T + 1 + more
-    # At most one window's worth of tokens plus the room for the offset stays unseen.
-    assert n == 1 or (n + 2) * T + 1 > T + 1 + more
 
 
 @given(sizes)
@@ -74,6 +97,14 @@ def test_a_batch_depends_on_seed_and_step_only() -> None:
         assert torch.equal(data.Batches(tokens, 8, 12, seed=5).get(step)[0], seen[step])
         assert torch.equal(run.get(step)[0], seen[step])
     assert not torch.equal(data.Batches(tokens, 8, 12, seed=6).get(0)[0], seen[0])
+
+
+def test_no_two_seeds_share_an_epoch() -> None:
+    """Not even the second epoch of one and the first of the next."""
+    runs = [data.Batches(tokens_up_to(2000), 8, 1, seed=seed) for seed in (5, 6)]
+    n = runs[0].windows
+    epochs = [[run.starts(e * n + i)[0] for i in range(n)] for run in runs for e in range(3)]
+    assert len(set(map(tuple, epochs))) == 6
 
 
 def test_epochs_differ_in_order_and_offset() -> None:
@@ -219,6 +250,17 @@ def test_no_dataset(tmp_path: Path) -> None:
     assert "no meta.json" in told and "python -m data shakespeare" in told
 
 
+def test_a_dataset_of_hours_names_a_quick_one_too(tmp_path: Path) -> None:
+    told = refusal(tmp_path / "openwebtext")
+    small = tmp_path / "shakespeare"
+    assert f"python -m data openwebtext --out_dir={tmp_path / 'openwebtext'} (hours" in told
+    assert (
+        f"python -m data shakespeare --out_dir={small}, then train with --dataset=shakespeare"
+        in told
+    )
+    assert "--dataset=shakespeare" not in refusal(tmp_path / "shakespeare_char")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tokenizer": {}}', "\xff"])
 def test_a_meta_that_is_none(folder: Path, content: str) -> None:
     (folder / "meta.json").write_bytes(content.encode("latin-1"))
@@ -262,6 +304,17 @@ def test_the_last_token_is_looked_at_too(folder: Path) -> None:
         f.seek(-2, 2)
         f.write(np.array([5000], dtype="<u2").tobytes())
     assert "5000" in refusal(folder)
+
+
+@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**17 + 4999])
+def test_a_large_file_is_looked_at_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """In 256 places of 2**16 tokens, which here overlap and cover it all."""
+    monkeypatch.setattr(data.loader, "SCAN_ALL", 1000)
+    tokens = np.zeros(2**17 + 5000, dtype="<u2")
+    tokens[place] = 7
+    assert data.loader._largest(tokens) == 7
 
 
 def test_the_command_of_the_sentence_keeps_the_options(folder: Path) -> None:

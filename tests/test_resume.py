@@ -289,6 +289,21 @@ def test_settings_of_another_version_are_one_sentence(out):
     assert resume(out, "--max_iters=12", "--bias=False").code == 0  # those are the defaults
 
 
+def test_settings_with_the_names_of_version_0_1(out):
+    """What was the model's, or had another name, stands in the way of no run."""
+    path = checkpoint.latest(out) / "settings.json"
+    settings = json.loads(path.read_text())
+    once = {"attention_deterministic": False, "gradient_checkpointing": False, "sdpa_flash_impl":
+            "FA2", "residual_dtype": "float32", "attention_fallback": True, "allow_mps_sdpa": False,
+            "attention_hub_kernels": False}  # fmt: skip
+    train = {**settings["train"], **once, "keep_freed_memory": True}
+    train.pop("deterministic", None)
+    model = {**settings["model"], **once}
+    path.write_text(json.dumps({**settings, "train": train, "model": model}))
+    r = resume(out, "--max_iters=12")
+    assert r.code == 0 and max(r.losses()) == 12, r.err
+
+
 def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
     """As many characters, but others: the ids would mean something else."""
     other = make_data(tmp_path / "other", TEXT.replace("q", "Q"))
@@ -417,6 +432,7 @@ def evaluations(out: Path) -> dict[int, float]:
     return {k: v for k, (_, v) in found.items()}
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(two, data_dir, tmp_path):
     folder, said = two
     one = run(data_dir, tmp_path / "one", **TWO)
@@ -428,6 +444,7 @@ def test_two_processes_learn_what_one_learns(two, data_dir, tmp_path):
     assert close(val, evaluations(folder / "plain")) and list(val) == [4, 8]
 
 
+@pytest.mark.slow
 def test_gradients_are_synchronized_once_a_step(two):
     _, said = two
     for r in said():
@@ -435,6 +452,7 @@ def test_gradients_are_synchronized_once_a_step(two):
         assert r["unsynced_in_plain"] == 8  # two micro-steps of each process, but the last
 
 
+@pytest.mark.slow
 def test_two_processes_resume_the_same_run(two):
     """One of them was told to stop; both stopped after the same step."""
     folder, said = two
@@ -445,6 +463,7 @@ def test_two_processes_resume_the_same_run(two):
     assert losses(folder / "dropout") != losses(folder / "plain")
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_for_two(two, data_dir):
     folder, _ = two
     r = resume(folder / "half", "--max_iters=8")
@@ -452,12 +471,14 @@ def test_one_process_goes_on_for_two(two, data_dir):
     assert close(r.losses(), losses(folder / "plain"))
 
 
+@pytest.mark.slow
 def test_micro_steps_that_two_processes_cannot_share(two):
     _, said = two
     for r in said():
         assert "gradient_accumulation_steps (3)" in r["odd"]["code"] and "(2)" in r["odd"]["code"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_stops_both(two):
     folder, said = two
     assert [r.get("spoiled", {}).get("code") for r in said()] == [1, 1]

@@ -1,0 +1,191 @@
+"""Documents out of files and from the hub, and the pieces that are tokenized at once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from core.hub import why_not_hub
+from core.settings import UserError, first_line
+
+ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
+HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
+PIECE = 2**20  # characters of a document that are tokenized at once
+
+# A piece of a document: its number in the corpus, whether the document ends with it, its text.
+Piece = tuple[int, bool, str]
+
+
+def source_files(root: Path) -> list[Path]:
+    """The file itself, or all of a folder with texts in them, in sorted order."""
+    if root.is_dir():
+        return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
+    return [root]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file of the user's into one sentence that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
+    except UserError:
+        raise
+    # EOFError, zlib.error: a damaged .gz; ValueError: pyarrow's for a damaged .parquet.
+    except (OSError, EOFError, zlib.error, ValueError) as e:
+        raise UserError(
+            f"{path} cannot be read ({e}); mend it or take it out of --source"
+        ) from None
+
+
+def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]:
+    """Each document of a file or of the files in a folder, as an iterator of its parts.
+
+    A .txt file is one document; so is a line of .jsonl, and a row of .parquet. Folders are searched
+    in sorted order; .txt and .jsonl may be gzipped.
+    """
+    if source is None:
+        raise UserError(
+            "text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them"
+        )
+    root = Path(source)
+    if not root.exists():
+        raise UserError(
+            f"--source={root} does not exist; give a .txt, .jsonl or .parquet file, or a folder"
+        )
+    if not (files := source_files(root)):
+        raise UserError(
+            f"there is no .txt, .jsonl or .parquet file in {root}; give another --source"
+        )
+    for path in files:
+        if not path.name.endswith(ENDINGS):
+            raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
+        if path.suffix == ".parquet":
+            rows = _parquet_rows(path, text_key)
+        elif ".jsonl" in path.name:
+            rows = _json_rows(path)
+        else:
+            yield _parts(path)
+            continue
+        with reading(path):
+            for number, row in rows:
+                yield iter((_text(row, text_key, f"{path}:{number}"),))
+
+
+def _parts(path: Path) -> Iterator[str]:
+    with reading(path), _open_text(path) as f:
+        yield from iter(partial(f.read, PIECE), "")
+
+
+def _open_text(path: Path) -> Any:
+    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with _open_text(path) as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise UserError(
+                        f"{path}:{number} is no JSON ({e.msg}); mend or remove the line"
+                    ) from None
+
+
+def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError("reading .parquet needs pyarrow; run: pip install pyarrow") from None
+    with pq.ParquetFile(path) as table:
+        if key not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise UserError(f"{path} has no column {key!r} but {names}; name it with --text_key")
+        batches = table.iter_batches(batch_size=64, columns=[key])
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def _text(row: Any, key: str, where: str) -> str:
+    """The text of a row of JSON or a table."""
+    text = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        raise UserError(f"{where} has no text in {key!r} ({has}); name the field with --text_key")
+    return text
+
+
+def web_documents(
+    name: str, configuration: str | None, source: str | None, text_key: str
+) -> Iterator[Iterator[str]]:
+    """Each document of a dataset of the hub, or of local files (source) in the same format."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"{name} needs the datasets library; run: pip install datasets") from None
+    where = source or name
+    try:
+        if source:
+            files = [str(f) for f in source_files(Path(source)) if ".txt" not in f.name]
+            kind = "parquet" if files and files[0].endswith(".parquet") else "json"
+            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
+        elif offline := why_not_hub():
+            raise ConnectionError(offline)
+        else:
+            rows = load_dataset(name, configuration, split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield iter((_text(row, text_key, f"{where}, row {number},"),))
+    except UserError:
+        raise
+    except Exception as e:  # the library has dozens of errors for a hub out of reach
+        raise UserError(
+            f"{where} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
+            "network, or give .parquet or .jsonl files at hand with --source=PATH"
+        ) from e
+
+
+# Everything before the last space or line break that a word follows.
+_TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
+
+
+def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
+    """Document i in pieces of at most PIECE characters, the same whatever parts the text comes in.
+
+    A piece ends before a space or line break that a word follows, if its second half has one:
+    GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
+    """
+    rest, start = "", 0
+    for part in parts:
+        rest, start = rest[start:] + part, 0
+        while len(rest) - start > PIECE:
+            end = start + PIECE
+            word = _TO_LAST_WORD.match(rest, start + PIECE // 2, end + 1)
+            end = word.end() if word else end
+            yield i, False, rest[start:end]
+            start = end
+    yield i, True, rest[start:]
+
+
+def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of about PIECE characters together: one task of a worker."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[2])
+        if size >= PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
