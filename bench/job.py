@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import train
 from core.runtime import dtype_name
-from core.settings import Loaded, from_dict
+from core.settings import from_dict
 from model import GPT
 from train import TrainConfig
 
@@ -36,10 +35,9 @@ class Job:
         torch.manual_seed(self.config.seed)
 
     def model(self, cast: bool = False) -> GPT:
-        """A new model by train.py, on the device; its weights in float32, unless they are cast."""
-        config = replace(self.config, vocab_size=self.vocab_size, init_from="scratch")
-        meta = {"vocab_size": self.vocab_size, "tokenizer": None}
-        model = self.setup.place(train.build_model(Loaded(config, {}), meta), cast)
+        """A new model on the device, as train.py makes it; in float32, unless it is cast."""
+        config = self.config
+        model = self.setup.place(GPT(config.model(self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
         model.residual_autocast = config.residual_dtype == "autocast"
         return model

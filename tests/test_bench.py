@@ -481,7 +481,7 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         (["--batch_size=big"], "--batch_size must be an integer or one of auto"),
         (["--rounds=0"], "rounds must be at least 1"),
         (["--seconds=0"], "seconds must be more than 0"),
-        (["--windows=0"], "windows must all be at least 1"),
+        (["--windows=0"], "at least 1"),
         (["--init_from=gpt2"], "init_from must be 'scratch'"),
         (["--rival=llama"], "--rival is nanogpt=PATH or hf"),
         (["--rival=nanogpt=/none/such"], "is no checkout of nanoGPT"),
