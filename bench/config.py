@@ -83,7 +83,7 @@ class Knobs:
 class BenchConfig(Knobs):
     """What a run of the bench is told: its own knobs, and the training step that it measures."""
 
-    train: TrainConfig = field(default_factory=TrainConfig)  # its batch_size is no one's
+    train: TrainConfig = field(default_factory=TrainConfig)  # see training() for batch_size
 
     def training(self, batch_size: int, **changes: Any) -> TrainConfig:
         """train.py's settings at this batch size."""
@@ -168,7 +168,7 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
         for name, backend in attention.BACKENDS.items():
             caps = [c for c in backend.caps if device in c.devices]
             if caps and all(c.interpreted for c in caps):
-                left_out[name] = "it runs here in Triton's interpreter only, which nobody times"
+                left_out[name] = "only Triton's interpreter runs it here, whose speed means nothing"
             else:
                 chosen.append(name)
     if not chosen:

@@ -28,8 +28,8 @@ COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "worker.py"))
 class Failure(Exception):
     """What a worker could not do.
 
-    kind: "unavailable" (refused, with reasons), "failed" (it raised), or "died": the process is of
-    no more use.
+    kind: "unavailable" (refused, with reasons), "failed" (it raised), or "died": the process
+    can answer nothing more.
     """
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ def _error(value: float | None) -> str:
 
 
 def kernel_names(row: Row) -> str:
-    """The kernels that ran: their short names, else the device's own, else what there was not."""
+    """The kernels that ran: their short names, else the device's own, else "not fused"."""
     short, device = ", ".join(row.get("kernels", [])), row.get("device_kernels", [])
     return short or (device[0][:40] if device else "not fused")
 
@@ -115,6 +115,7 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
     "converge": [
         ("final loss", lambda r: f"{r['final_loss']:.4f}"),
         ("off", lambda r: f"{r['difference']:+.3%}" if "difference" in r else "-"),
+        ("seed noise", lambda r: f"{r['seed_noise']:.4f}" if "seed_noise" in r else "-"),
         ("verdict", lambda r: r.get("verdict", "-")),
         ("ms/step", lambda r: _ms(r["ms"])),
         ("quartiles", spread),
