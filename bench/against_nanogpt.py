@@ -34,6 +34,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from attention.system import cpu_name  # noqa: E402
+from bench import records  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
@@ -191,19 +192,16 @@ def main() -> int:
 
 
 def write_record(config: BenchConfig, lines: list[str], results: dict[str, list[Pair]]) -> Path:
-    """What was measured, where and with what, every round of it; see docs/DESIGN.md."""
+    """What was measured, where and with what, every round of it."""
 
-    def git(folder: str | Path, *words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
-        return done.stdout.strip()
+    def told(side: tuple[float, int]) -> dict[str, float]:
+        return {"s_per_step": side[0], "max_rss_bytes": side[1]}
 
     folder = ROOT / "bench" / "records" / f"{date.today()}_cpu_{config.record}"
-    folder.mkdir(parents=True, exist_ok=True)
     command = f"python bench/against_nanogpt.py --rounds={config.rounds} --sizes={config.sizes}"
     content: dict[str, Any] = {
         "command": command + (" --compile=True" if config.compile else ""),
-        "commit": git(ROOT, "rev-parse", "HEAD"),
-        "dirty": bool(git(ROOT, "status", "--porcelain", "--untracked-files=no")),
+        **records.git_state(),
         "device": cpu_name() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -213,22 +211,13 @@ def write_record(config: BenchConfig, lines: list[str], results: dict[str, list[
         "warm_up_steps": SKIP,
         "sizes": {s: asdict(SIZES[s]) for s in config.sizes},
         "rounds": {
-            s: [
-                {
-                    "ours": {"s_per_step": a[0], "max_rss_bytes": a[1]},
-                    "nanogpt": {"s_per_step": b[0], "max_rss_bytes": b[1]},
-                }
-                for a, b in pairs
-            ]
+            s: [{"ours": told(a), "nanogpt": told(b)} for a, b in pairs]
             for s, pairs in results.items()
         },
     }
-    (folder / "record.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    about = "# Training on the CPU, against nanoGPT\n\n" + "\n".join(lines) + "\n\n"
-    about += (
-        f"Commit {content['commit'][:10]}{' (dirty)' if content['dirty'] else ''}: `{command}`\n"
-    )
-    (folder / "README.md").write_text(about, encoding="utf-8")
+    about = ["# Training on the CPU, against nanoGPT", "\n".join(lines),
+             f"Commit {records.commit(content)}: `{content['command']}`\n"]  # fmt: skip
+    records.save(folder, content, "\n\n".join(about))
     return folder.relative_to(ROOT)
 
 

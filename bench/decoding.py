@@ -2,7 +2,7 @@
 
 The model is cast to the dtype, as one does for inference, and draws the likeliest token. Time is
 the host's: a token is there when its reader has it. `first` is from the call to the first token;
-the rate is that of all tokens after it. A rival's model writes with its own generate(), and the
+the rate is that of all tokens after it. A baseline writes with its own generate(), and the
 same clock: transformers hands every token to a reader, as we do; nanoGPT's first token is there
 when its model is called for the second.
 
@@ -16,14 +16,13 @@ and values of every sequence, whether or not they are kept in a cache here:
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
 
 context is the mean length of the text while it grows; the position embeddings, of which one row is
-read, do not count. For a rival it is the same formula. The bandwidth is measured: the best of
-several large copies.
+read, do not count. For a baseline it is the same formula. The bandwidth is measured
+(bench/machine.py).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ from torch import Tensor
 
 import attention
 from attention.select import KERNELS
-from bench import machine, rivals
-from bench.training import build
-from core.runtime import allow_tf32, pick_dtype, synchronize, why_not_onednn
-from core.settings import from_dict
+from bench import baselines, machine
+from bench.baselines import Processor
+from bench.job import Job
+from core.runtime import synchronize
+from inference import engine
 from inference.sampling import Stats
-from train import TrainConfig
 
 
 def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
@@ -47,15 +46,13 @@ def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
 class Ours:
     """This project's model with the attention backend that was named."""
 
-    def __init__(self, name: str, config: TrainConfig, vocab_size: int, device: torch.device,
-                 dtype: torch.dtype) -> None:  # fmt: skip
-        self.title = attention.get(name).title
-        self.compile = config.compile is True
-        self.model = build(config, vocab_size).to(device, dtype).eval()
-        self.model.use_onednn(why_not_onednn(config.onednn, device, dtype) is None)
+    def __init__(self, name: str, job: Job, compile: bool) -> None:
+        self.title, self.compile = attention.get(name).title, compile
+        self.model = job.model(cast=True).eval()
 
-    def write(self, prompt: Tensor, new: int, cache: str,
-              processor: rivals.Processor | None) -> tuple[float, float, int]:  # fmt: skip
+    def write(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> tuple[float, float, int]:
         """Continue `prompt`, (B, T) int64, by `new` tokens.
 
         Returns:
@@ -64,35 +61,24 @@ class Ours:
         """
         stats = Stats()
         options: dict[str, Any] = {"logits_processor": processor} if processor else {}
-        times = [
-            time.perf_counter()
-            for _ in self.model.stream(
-                prompt, new, stats=stats, temperature=0.0, kv_cache=cache,
-                compile=self.compile and cache == "static", **options,
-            )
-        ]  # fmt: skip
+        options |= {"temperature": 0.0, "compile": self.compile and cache == "static"}
+        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **options)
+        times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
 
 
 class Decoding:
-    """Texts of one contender's model, for any batch size, prompt length and cache."""
+    """Texts by one model, for any batch size, prompt length and cache."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        config = from_dict(TrainConfig, job["train"])
-        self.job = job
-        device = self.device = torch.device(job["device"])
-        allow_tf32(config.tf32)
-        dtype = pick_dtype(config.dtype, device)
-        torch.manual_seed(config.seed)
-        # gradient_checkpointing is nothing to generation
-        config = replace(config, dropout=0.0, gradient_checkpointing=False)
-        parts = (config, job["vocab_size"], device, dtype)
-        if job["rival"]:
-            self.ours = None
-            self.who: Any = rivals.writer(job["rival"], *parts)
-        else:
-            self.ours = self.who = Ours(job["contender"], *parts)
+    def __init__(self, told: dict[str, Any]) -> None:
+        compile = told["train"]["compile"] is True  # of single decode steps, not of the model
+        # neither dropout nor gradient_checkpointing is anything to generation
+        job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
+        self.device, dtype, config = job.device, job.setup.dtype, job.config
+        self.ours = None if told["baseline"] else Ours(told["name"], job, compile)
+        other = told["baseline"]
+        self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
         weights = sum(p.numel() for n, p in self.who.model.named_parameters() if "wpe" not in n)
         kv_heads = config.n_kv_head or config.n_head
         head_dim = config.n_embd // config.n_head
@@ -105,7 +91,7 @@ class Decoding:
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
-        prompt = torch.randint(self.job["vocab_size"], (B, P), generator=draw).to(self.device)
+        prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
         how = (request["cache"], forbid_last if request["processor"] else None)
         if request.get("warm_up"):
             return self.warm_up(prompt, new, *how)
@@ -118,8 +104,9 @@ class Decoding:
             "cache_bytes": cache_bytes,
         }
 
-    def warm_up(self, prompt: Tensor, new: int, cache: str,
-                processor: rivals.Processor | None) -> dict[str, Any]:  # fmt: skip
+    def warm_up(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> dict[str, Any]:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache, processor)
         peak = machine.memory(self.device)
@@ -137,9 +124,10 @@ class Decoding:
         return {"kernels": kernels, "peak_bytes": peak}
 
 
-def mbu(about: dict[str, Any], B: int, P: int, new: int, token_ms: float,
-        bandwidth: float) -> float:  # fmt: skip
-    """The share of `bandwidth` (bytes a second) at `token_ms` a token; see above."""
+def mbu(
+    about: dict[str, Any], B: int, P: int, new: int, token_ms: float, bandwidth: float
+) -> float:
+    """The share of `bandwidth` (bytes a second) at `token_ms` a token; see the top of this file."""
     context = P + new / 2
     size = about["weight_bytes"] + B * context * about["token_bytes"]
     return size / (token_ms / 1e3) / bandwidth

@@ -1,17 +1,17 @@
 """--batch_size=auto: the largest batch whose training step fits.
 
-Doubled until it does not fit, then halved towards the edge, each size in a process of its own; to
-an eighth of the size, since the edge itself moves with the allocator's mood. Where a step takes
-longer than `slowest` seconds the search ends: on a CPU a batch that fills the memory could take
-minutes, and is no faster for it.
+The size is doubled until it does not fit, then bisected, each size in a process of its own; down to
+an eighth of the size, since the edge itself moves a little from run to run. The search ends where a
+step takes longer than `slowest` seconds: on a CPU a batch that fills the memory could take minutes
+a step, and is no faster for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.process import COMMAND, Failure, Worker
+from bench.process import Failure, Worker
 
 
 def largest(seconds_of: Callable[[int], float], slowest: float) -> tuple[int, str, dict[int, str]]:
@@ -56,14 +56,17 @@ def largest(seconds_of: Callable[[int], float], slowest: float) -> tuple[int, st
     return good, "memory", tried
 
 
-def search(job: Mapping[str, Any], slowest: float, timeout: float,
-           watch: Callable[[str], None] = lambda what: None,
-           command: Sequence[str] = COMMAND) -> dict[str, Any]:  # fmt: skip
-    """largest() with a fresh worker for each size, as a record has it."""
+def search(
+    job: Mapping[str, Any],
+    slowest: float,
+    timeout: float,
+    watch: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """largest() with a new worker for each size, as a record has it."""
 
     def seconds_of(batch: int) -> float:
-        watch(f"does batch {batch} fit? {job['contender']}")
-        worker = Worker(job, timeout, command)
+        watch(f"does batch {batch} fit? {job['name']}")
+        worker = Worker(job, timeout)
         try:
             return worker.ask({"fits": batch})["seconds"]
         finally:

@@ -1,6 +1,6 @@
 """Attention alone, timed and held against float64: the job "kernel".
 
-FLOPs of a call at (B, T, H, D), by the products that the mathematics needs:
+FLOPs of a call at (B, T, H, D), by the matmuls that the mathematics needs:
 
     forward   4 * B * H * D * pairs     QK^T and PV
     backward  8 * B * H * D * pairs     dV, dP, dQ and dK; computing the scores again is not counted
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import Policy, manual, select
+from attention import manual
+from attention.select import select
 from attention.spec import Spec
 from bench import machine
+from bench.job import Job
 from core.flops import mean_keys
-from core.runtime import allow_tf32, pick_dtype
-from core.settings import from_dict
-from train import TrainConfig
 
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
 
@@ -43,11 +42,10 @@ def flops_of(point: dict[str, Any], causal: bool) -> float:
 class Kernels:
     """Calls of one backend at any point of the grid."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.config, self.name = from_dict(TrainConfig, job["train"]), job["contender"]
-        self.device = torch.device(job["device"])
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.job, self.name = Job(told), told["name"]
+        self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
-        allow_tf32(self.config.tf32)
         self.about = {"title": attention.get(self.name).title}
         self.kernels: dict[Spec, list[str]] = {}  # what ran in the probe
 
@@ -55,9 +53,8 @@ class Kernels:
         """q, k, v and the gradient of the output, the same for all backends."""
         B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
         draw = torch.Generator(self.device).manual_seed(self.config.seed)
-        dtype = pick_dtype(self.config.dtype, self.device)
         made = [
-            torch.randn(B, T, h, D, generator=draw, device=self.device).to(dtype)
+            torch.randn(B, T, h, D, generator=draw, device=self.device).to(self.job.setup.dtype)
             for h in (H, Hkv, Hkv, H)
         ]
         for t in made[:3]:
@@ -65,9 +62,8 @@ class Kernels:
         return made
 
     def spec(self, point: dict[str, Any]) -> Spec:
-        dtype = str(pick_dtype(self.config.dtype, self.device)).removeprefix("torch.")
-        return Spec(point["H"], point["Hkv"], point["D"], dtype, window=point["window"],
-                    hub_kernels=self.config.attention_hub_kernels)  # fmt: skip
+        heads, hub = (point["H"], point["Hkv"], point["D"]), self.config.attention_hub_kernels
+        return Spec(*heads, self.job.dtype, window=point["window"], hub_kernels=hub)
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         spec = self.spec(request)
@@ -101,13 +97,12 @@ class Kernels:
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
 
-    def warm_up(self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...],
-                call: Any) -> dict[str, Any]:  # fmt: skip
+    def warm_up(
+        self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...], call: Any
+    ) -> dict[str, Any]:
         """Resolve strictly; then the error, and the memory beyond the inputs' own."""
         if spec not in self.kernels:
-            chosen = select(
-                self.name, spec, self.device, Policy(False, mps_sdpa=self.config.allow_mps_sdpa)
-            )
+            chosen = select(self.name, spec, self.device, self.config.policy)
             self.kernels[spec] = list(chosen.kernels)
         got = call([])
         answer: dict[str, Any] = {"kernels": self.kernels[spec]}

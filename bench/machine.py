@@ -1,17 +1,22 @@
 """The machine under a measurement: its clock, its memory, its rates; and the job "machine".
 
-Time: on CUDA device events, which the GPU itself stamps; elsewhere the process's clock. Both are
-read with the device synchronized at the ends of an interval only.
+Time: on CUDA by device events, which the GPU itself stamps; elsewhere by the process's clock. Both
+are read with the device synchronized at the ends of an interval only.
 
 Memory: on CUDA the most that PyTorch's allocator has handed out. On the CPU the largest resident
 set of the process, which Linux lets a process reset; where it cannot be reset (macOS) it only ever
 grows, so that the memory of single calls is not known there.
+
+Bandwidth: bytes read and written a second while one large array is copied onto another. Each is
+four times as large as the last-level cache, or 1 GB where that is more: on a server CPU with 300 MB
+of cache, arrays of 64 MB never reach the memory, and the rate came out at twice the truth.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import platform
 import re
 import shutil
@@ -25,17 +30,19 @@ from typing import Any
 import torch
 
 import attention
-from attention.spec import Machine as MachineSpec
-from attention.spec import Spec
+from attention.spec import Machine, Spec
 from attention.system import cpu_name
+from bench.job import Job
 from core import flops
-from core.runtime import allow_tf32, describe, dtype_name, pick_dtype, synchronize
-from core.settings import from_dict
-from train import TrainConfig
+from core.runtime import describe, synchronize
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
-CONTEXT = 600_000_000  # bytes that a process's CUDA context takes, or so; no allocator counts them
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # a container's limits
+CPUS = Path("/sys/devices/system/cpu")
+CONTEXT = 600_000_000  # bytes that a process's CUDA context takes, about; no allocator counts them
+LEAST_COPY = 2**30  # bytes; a virtual machine may not be told how large the host's caches are
 
 
 class Clock:
@@ -109,7 +116,7 @@ def memory(device: torch.device, peak: bool = True) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def give_back(device: torch.device) -> int:
+def empty_cache(device: torch.device) -> int:
     """Return memory that is kept for later, before others measure; the bytes that remain held."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,63 +126,123 @@ def give_back(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are not in use on the device; 0 where that is not known."""
+    """Bytes that are not in use on the device, or left to this container; 0 where unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        text = MEMINFO.read_text(encoding="ascii")
     except OSError:
         return 0
     free = int(re.findall(r"MemAvailable:\s+(\d+) kB", text)[0]) * 1024
-    for file, used in (("memory.max", "memory.current"),):  # a container has a limit of its own
-        group = Path("/sys/fs/cgroup")
-        if (group / file).exists() and (most := (group / file).read_text().strip()).isdecimal():
-            free = min(free, int(most) - int((group / used).read_text()))
+    limit = CGROUP / "memory.max"  # "max" where there is none
+    if limit.exists() and (most := limit.read_text().strip()).isdecimal():
+        free = min(free, int(most) - int((CGROUP / "memory.current").read_text()))
     return free
 
 
 def limit_memory(size: int) -> None:
-    """Let this process allocate `size` bytes and no more: the allocation that goes beyond fails in
-    words, where the kernel would kill some process."""
+    """Let this process allocate `size` bytes and no more.
+
+    The allocation that goes beyond it then fails with an error message; without a limit the kernel
+    would kill some process.
+    """
     import resource
 
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
+# ----------------------------------------------------------------------------- bandwidth
+
+
+def last_level_cache(device: torch.device) -> int | None:
+    """Bytes of the largest caches in front of the memory, all that this process may use together.
+
+    A server CPU has one last-level cache for every few cores, so those of all cores are added up.
+    """
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    found: dict[tuple[int, str], int] = {}  # by level and the cores that share it
+    units = {"K": 2**10, "M": 2**20}
+    for cpu in os.sched_getaffinity(0):
+        for cache in (CPUS / f"cpu{cpu}" / "cache").glob("index*"):
+            try:
+                level, shared, size = (
+                    (cache / name).read_text().strip()
+                    for name in ("level", "shared_cpu_list", "size")
+                )
+                found[int(level), shared] = int(size[:-1]) * units[size[-1]]
+            except (OSError, ValueError, KeyError, IndexError):  # a machine that does not tell
+                continue
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or None
+
+
+def copy_size(device: torch.device, limit: int | None = None) -> tuple[int, str]:
+    """Bytes of each of the two arrays that measure the bandwidth, and a doubt about them, or "".
+
+    Args:
+        limit: bytes that this process may allocate.
+    """
+    cache = last_level_cache(device) or 0
+    wanted = max(LEAST_COPY, 4 * cache)
+    free = free_memory(device) or 4 * wanted
+    size = min(wanted, free // 4, (limit or free) // 4)
+    return size, f", of which a cache of {cache / 1e6:.0f} MB holds a part" * (size < 4 * cache)
+
+
+def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, str]:
+    """Bytes a second to and from memory by the best of several large copies, and how measured."""
+    size, doubt = copy_size(device, limit)
+    a = torch.ones(size // 4, device=device)  # float32
+    b = torch.ones_like(a)
+    clock, rates, began = Clock(device), list[float](), time.perf_counter()
+    while len(rates) < 3 or (len(rates) < 10 and time.perf_counter() - began < 4):
+        start = clock.start()
+        b.copy_(a)
+        seconds = clock.ms(start, clock.stop()) / 1e3
+        rates.append(2 * a.nbytes / seconds)  # all of a is read, all of b written
+    del a, b
+    reset_peak(device)
+    return max(rates), f"measured: copies of {size / 1e9:.2g} GB{doubt}"
+
+
 # ----------------------------------------------------------------------------- what is here
 
 
-class Scout:
+class MachineProbe:
     """What this machine is, how fast it could be, and which backends need not be tried here."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.config = from_dict(TrainConfig, job["train"])
-        self.device = torch.device(job["device"])
-        allow_tf32(self.config.tf32)
-        self.about = look(self.config, self.device)
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.job = job = Job(told)
+        self.device = job.device
+        self.about = look(job)
+        rate, source = None, "not measured"
+        if told["bandwidth_gbs"]:
+            rate, source = told["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
+        elif told["wants_bandwidth"]:  # it takes seconds
+            rate, source = bandwidth(self.device, told["memory_limit"])
+        self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The backends that can do none of what is asked, by what they declare, with the reasons.
+        """The backends that declare that they can do none of what is asked, with the reasons.
 
-        It saves starting a process for each. Those that remain still have to prove themselves.
+        No process need be started for them. Those that remain still have to prove themselves.
 
         Args:
             request: {"names": [...], "specs": [fields of Spec, but those of the settings]}.
         """
-        config = self.config
-        here = MachineSpec.here(str(self.device), attention.packages())
-        always = {
-            "dtype": dtype_name(pick_dtype(config.dtype, self.device)),
-            "hub_kernels": config.attention_hub_kernels,
-        }
+        config = self.job.config
+        here = Machine.here(str(self.device), attention.packages())
+        always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
         refused = {}
         for name in request["names"]:
             reasons = []
             for asked in request["specs"]:
                 try:
-                    policy = attention.Policy(False, mps_sdpa=config.allow_mps_sdpa)
-                    attention.resolve(name, Spec(**{**always, **asked}), here, policy)
+                    attention.resolve(name, Spec(**{**always, **asked}), here, config.policy)
                 except attention.BackendUnavailable as e:
                     reasons.append(reason(e))
             if len(reasons) == len(request["specs"]):
@@ -189,12 +256,12 @@ def reason(error: attention.BackendUnavailable) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
-def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
-    dtype = pick_dtype(config.dtype, device)
-    peak = flops.peak(device, dtype_name(dtype), config.peak_tflops)
-    # What a datasheet promises, no product reaches; so on a GPU also measure what one does reach.
-    products = flops.measured_peak(device, dtype) if device.type == "cuda" else None
+    device = job.device
+    peak = flops.peak(device, job.dtype, job.config.peak_tflops)
+    # No matmul reaches what a datasheet promises; so on a GPU also measure what one does reach.
+    products = flops.measured_peak(device, job.setup.dtype) if device.type == "cuda" else None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     name = cpu_name() or platform.machine()
     return {
@@ -210,12 +277,12 @@ def look(config: TrainConfig, device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": versions(),
-        "dtype": dtype_name(dtype),
+        "dtype": job.dtype,
         "free_memory": free_memory(device),
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
+        "peak_measured": peak.measured,
         "products_tflops": products.tflops if products else None,
-        "bandwidth": bandwidth(device),
     }
 
 
@@ -237,18 +304,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second to and from memory, of the best of several large copies."""
-    n = 2**28 if device.type == "cuda" else 2**24  # float32: 1 GB and 64 MB, beyond any cache
-    a = torch.zeros(n, device=device)
-    b = torch.ones_like(a)
-    clock, best = Clock(device), 0.0
-    for _ in range(10):
-        start = clock.start()
-        b.copy_(a)
-        best = max(best, 2 * 4 * n / (clock.ms(start, clock.stop()) / 1e3))
-    del a, b
-    reset_peak(device)
-    return best

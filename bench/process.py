@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "worker.py"))
 class Failure(Exception):
     """What a worker could not do.
 
-    kind: "unavailable" (refused, with reasons), "failed" (it raised), or "died": the process is of
-    no more use.
+    kind: "unavailable" (refused, with reasons), "failed" (it raised), or "died": the process
+    can answer nothing more.
     """
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
@@ -37,11 +37,25 @@ class Failure(Exception):
         self.kind, self.why = kind, tuple(why)
 
 
+def result(answer: dict[str, Any]) -> dict[str, Any]:
+    """What a worker's answer holds.
+
+    Raises:
+        Failure: it is a refusal, or what went wrong.
+    """
+    if "unavailable" in answer:
+        raise Failure("unavailable", answer["unavailable"])
+    if "failed" in answer:
+        raise Failure("died" if answer.get("broken") else "failed", [answer["failed"]])
+    return answer["ok"]
+
+
 class Worker:
     """One process, and the lines between it and us."""
 
-    def __init__(self, job: Mapping[str, Any], timeout: float,
-                 command: Sequence[str] = COMMAND) -> None:  # fmt: skip
+    def __init__(
+        self, job: Mapping[str, Any], timeout: float, command: Sequence[str] = COMMAND
+    ) -> None:
         """Start the process and set up its job; `about` is what it answers.
 
         Args:
@@ -89,12 +103,7 @@ class Worker:
             if not piece:
                 raise self._died()
             line += piece
-        answer = json.loads(line)
-        if "unavailable" in answer:
-            raise Failure("unavailable", answer["unavailable"])
-        if "failed" in answer:
-            raise Failure("died" if answer.get("broken") else "failed", [answer["failed"]])
-        return answer["ok"]
+        return result(json.loads(line))
 
     def _died(self) -> Failure:
         code = self.process.wait()
@@ -128,13 +137,20 @@ class Outcome:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failure: Failure | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
+        """The outcomes of one name's several runs as one, the rounds of all in order."""
+        made = replace(parts[0], rounds=[r for part in parts for r in part.rounds])
+        made.failure = next((part.failure for part in parts if part.failure), None)
+        return made
+
     @property
     def out_of_memory(self) -> bool:
         words = str(self.failure)  # worker.py's, or those of _died()
         return words.startswith("out of memory") or "memory runs out" in words
 
 
-Key = tuple[str, str]  # contender, point
+Key = tuple[str, str]  # name of the row, point
 
 
 def measure(
@@ -149,17 +165,17 @@ def measure(
     watch: Callable[[str], None] = lambda what: None,
     command: Sequence[str] = COMMAND,
 ) -> tuple[dict[Key, Outcome], bool]:
-    """Warm every contender up at every point, then measure `rounds` rounds in turn.
+    """Warm every job up at every point, then measure `rounds` rounds in turn.
 
     Args:
-        jobs: contender -> its worker's job; points: name -> what a round asks of a worker.
-        without: pairs that there are not; nothing comes of them.
+        jobs: name -> its worker's job; points: name -> what a round asks of a worker.
+        without: pairs of name and point to leave out.
         fresh: new processes in every round; None: only where they do not all fit into `budget`.
         budget: bytes for all workers together; 0: not known, so they all stay.
         watch: told what is about to be done.
 
     Returns:
-        what came of it, and whether rounds had fresh processes.
+        the outcome of each pair, and whether rounds had fresh processes.
     """
     pairs = ((name, point) for name in jobs for point in points)
     outcomes = {pair: Outcome() for pair in pairs if pair not in without}

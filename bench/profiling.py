@@ -6,8 +6,8 @@ Nothing is attributed by a guess. An operator belongs to a part
   open and close a range around each module (Scopes). A backward operator belongs where its forward
   did: autograd numbers its nodes, and the profiler notes the number of the node that a forward
   operator makes and that a backward operator runs;
-- where the model is compiled, by the operator (attention) or by the sizes that a product has, which
-  tell the layers' weights from the head's, or by the name that Inductor gives a kernel:
+- where the model is compiled, by the operator (attention) or by the sizes of a matmul, which tell
+  the layers' weights from the head's, or by the name that Inductor gives a kernel:
   triton_per_fused_add_native_layer_norm_3 says what was fused. A kernel that does several things is
   named by the first of these that is in it: loss, attention, embedding's gradient, norm or GELU,
   embedding; and any other fused kernel is elementwise;
@@ -259,23 +259,23 @@ class Owner:
         return None
 
     def by_name(self, name: str, shapes: list[Any] | None = None) -> str | None:
-        """What the name of an operator or a kernel says, and the sizes of a product."""
+        """What the name of an operator or a kernel says, and the sizes of a matmul."""
         if ATTENTION.search(name):
             return "attention"
         if name in ("aten::mm", "aten::addmm"):
             return self.by_sizes(shapes or [])
         if name in ("aten::bmm", "aten::baddbmm"):
-            return "attention"  # the only products of batches
+            return "attention"  # the only batched matmuls
         if LOOKED_UP.match(name):  # what Inductor leaves to PyTorch
             return "embedding" if "embedding" in name else "head and loss"
         if fused := FUSED.search(name):
-            if re.search(r"(?<![a-z])(add)?mm(?![a-z])", fused[1]):  # a product as a template
+            if re.search(r"(?<![a-z])(add)?mm(?![a-z])", fused[1]):  # a matmul as a template
                 return self.by_sizes(shapes or [])
             return next((p for p, w in WORDS if re.search(w, fused[1])), "norms and elementwise")
         return None
 
     def by_sizes(self, shapes: list[Any]) -> str | None:
-        """The part of a product by its three sizes; None where they would do for two."""
+        """The part of a matmul by its three sizes; None where they fit two parts."""
         pairs = [s for s in shapes if len(s) == 2]
         both = next(((a, b) for a, b in pairwise(pairs) if a[1] == b[0]), None)
         if both is None:

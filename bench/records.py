@@ -1,7 +1,7 @@
 """A record: what was measured, where and with what, every round of it.
 
-A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, the words) and the
-pictures. Two records are compared row by row. On one machine their rates may be; between two
+A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, what they say) and
+the pictures. Two records are compared row by row. On one machine their rates may be; between two
 machines a rate says nothing about the code, so there it is each backend's ratio to manual, round by
 round within a record, that is compared.
 """
@@ -12,11 +12,12 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench import tables
+from bench import pictures, tables
 from bench.rows import Row
 from bench.stats import Summary, exceeds_noise
 from core.settings import UserError
@@ -63,23 +64,33 @@ def check_slug(slug: str) -> None:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """record.json, the pictures and README.md.
+    """record.json, the pictures and README.md."""
+    drawn = pictures.draw(content)
+    save(folder, content, readme(content, list(drawn)), drawn)
+
+
+def save(
+    folder: Path, content: dict[str, Any], page: str, drawn: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a record's files.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    from bench import report
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         (folder / "record.json").write_text(text, encoding="utf-8")
-        pictures = report.pictures(content)
-        for name, picture in pictures.items():
+        (folder / "README.md").write_text(page, encoding="utf-8")
+        for name, picture in (drawn or {}).items():
             (folder / f"{name}.png").write_bytes(picture)
-        (folder / "README.md").write_text(readme(content, list(pictures)), encoding="utf-8")
     except OSError as e:
         raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
+
+
+def commit(content: dict[str, Any]) -> str:
+    """The commit in short, and whether the code was changed since."""
+    return (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -111,17 +122,14 @@ def title(content: dict[str, Any]) -> str:
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     """What a figure depends on, as (name, value)."""
     m, s = content["machine"], content["settings"]
-    commit = (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     extra = "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
     shape = (f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
              f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
              f"{m['dtype']}")  # fmt: skip
-    rounds = f"{s['rounds']} rounds" + (
-        ", each in new processes" if content["fresh_rounds"] else ""
-    )
+    rounds = f"{s['rounds']} rounds" + ", each in new processes" * content["fresh_rounds"]
     if content["mode"] == "converge":
-        rounds = f"{s['steps']} steps"
+        rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
     warm_up = {  # converge has none: there every step counts
         "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
         "kernel": "; warm-up: a call, and another in each round",
@@ -134,16 +142,19 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     found = {
         "command": content["command"],
         "date": content["date"],
-        "commit": commit,
+        "commit": commit(content),
         "device": m["about"],
         "software": f"{software}{extra}, python {m['python']}, {m['system']}",
         "model": shape,
         "peak": f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})",
         "MFLOP a token": f"{per_token['mfu'] / 1e6:,.2f} (mfu), "
         f"{per_token['mfu_causal'] / 1e6:,.2f} (mfu_causal){counted}",
-        "bandwidth": f"{m['bandwidth'] / 1e9:,.4g} GB/s (measured)",
+        "bandwidth": "not measured",
         "rounds": rounds + warm_up.get(content["mode"], ""),
     }
+    if m["bandwidth"]:
+        source = m.get("bandwidth_source", "measured")
+        found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
     no_use = {
         "kernel": ("model", "MFLOP a token", "bandwidth"),
         "decode": ("peak", "MFLOP a token"),
@@ -155,7 +166,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
     """The tables of a record, with their titles."""
     titles = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
-              "decode": "Generation", "converge": "Convergence against manual"}  # fmt: skip
+              "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
     found = []
     for mode, name in titles.items():
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
@@ -200,7 +211,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         )
     same, other = a["settings"], b["settings"]
     changed = [n for n in same if n in other and same[n] != other[n]]
-    changed = [n for n in changed if n not in ("record", "html", "json")]
+    changed = [n for n in changed if n not in ("record", "json")]
     changed += [n for n in ("dtype", "packages") if a["machine"][n] != b["machine"][n]]
     if changed:
         told = ", ".join(
@@ -208,7 +219,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             for n in changed
         )
         notes.append(f"not only the code differs: {told}")
-    head = ["backend", "where", "A", "B", "B / A", "noise", "verdict"]
+    unit = " x manual" if differs else "/s"
+    head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
     lines = []
     of_b = {_key(r): r for r in b["rows"] if r["status"] == "ok"}
     of_a = {_key(r): r for r in a["rows"] if r["status"] == "ok"}
@@ -220,14 +232,13 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             continue
         x, y = (Summary.of(s) for s in speed if s)
         sure = exceeds_noise(x, y)
-        word = "one round, noise unknown" if sure is None else "within the noise"
+        word = "noise unknown" if sure is None else "within noise"
         if sure:
             word = "B faster" if y.median > x.median else "B slower"
         noise = "-" if sure is None else f"{(x.spread or 0) + (y.spread or 0):.1%}"
-        unit = " x manual" if differs else _unit(row)
         where = f"{row['mode']} {tables.point(row)}".strip()
-        lines.append([row["backend"], where, _rate(x, unit), _rate(y, unit),
-                      f"{y.median / x.median:.3f}", noise, word])  # fmt: skip
+        ratio = f"{y.median / x.median:.3f}"
+        lines.append([row["backend"], where, _rate(x), _rate(y), ratio, noise, word])
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
@@ -237,8 +248,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
     return notes, (head, lines)
 
 
-def _rate(x: Summary, unit: str) -> str:
-    return (f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}") + unit
+def _rate(x: Summary) -> str:
+    return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
 
 
 def _value(content: dict[str, Any], name: str) -> Any:
@@ -247,10 +258,6 @@ def _value(content: dict[str, Any], name: str) -> Any:
 
 def _key(row: Row) -> tuple[str, str, str]:
     return row["mode"], row["backend"], json.dumps(row["point"], sort_keys=True)
-
-
-def _unit(row: Row) -> str:
-    return " tok/s" if row["mode"] in ("train", "converge", "decode") else " calls/s"
 
 
 def _speed(row: Row, beside: dict[tuple[str, str, str], Row]) -> list[float] | None:

@@ -2,12 +2,12 @@
 
 A part takes at least the time of its operations at the device's peak rate, and at least the time of
 its bytes at the bandwidth of its memory; the larger of both is its roofline (Williams, Waterman and
-Patterson 2009, CACM 52(4)). It is reckoned from the sizes alone, for what has to be done however
+Patterson 2009, CACM 52(4)). It is computed from the sizes alone, for what has to be done however
 well it is fused. Only a step that is small enough for the caches can be quicker than its bytes.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
-AdamW's moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: the weights of a layer's products, whose
+AdamW's moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: the weights of a layer's matmuls, whose
 inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro-batches in a step.
 
     part                   FLOPs           bytes
@@ -19,10 +19,10 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
     data, gaps             -               -
 
-- linear, head: a product forward and two backward, each reading two matrices and writing one. The
-  logits never leave the chip. GELU and the biases ride in the products' epilogues.
+- linear, head: a matmul forward and two backward, each reading two matrices and writing one. The
+  logits never leave the chip. GELU and the biases ride in the matmuls' epilogues.
 - attention: QK^T and PV forward; backward those of dV, dP, dQ, dK, and QK^T once more, since no
-  scores are stored: 7 products of 2 C FLOPs a pair of query and key; `keys` is the mean number that
+  scores are stored: 7 matmuls of 2 C FLOPs a pair of query and key; `keys` is the mean number that
   a query sees. Its exponentials take another unit of the chip and are not counted. Bytes: q, k, v
   in and out out, then q, k, v, out and its gradient in, and three gradients out.
 - norms and elementwise: each of the 2 L + 1 norms with the addition before it, in one pass forward
@@ -67,7 +67,7 @@ def work(config: GPTConfig, sequences: int, micro: int, dtype: str, clip: bool) 
 
     Args:
         micro: micro-batches that the sequences are cut into.
-        dtype: of the products and activations: "bfloat16".
+        dtype: of the matmuls and activations: "bfloat16".
         clip: whether the gradient norm is taken.
     """
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
@@ -93,7 +93,7 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
     """The step in which every part runs at its roofline: "ms", "tokens_per_s", "mfu", "mfu_causal".
 
     Args:
-        tflops: the rate at which products run.
+        tflops: the rate at which matmuls run.
         bandwidth: bytes a second.
         peak: TFLOP/s that the MFU is of.
     """

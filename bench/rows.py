@@ -1,4 +1,4 @@
-"""What the workers answered -> the rows of a table.
+"""What the workers measured -> the rows of a table.
 
 A row is a plain dict, as it stands in a record: what was measured (`mode`, `backend`, `point`),
 whether it was (`status`: ok, unavailable or failed, and `why`), every round, and what follows.
@@ -6,6 +6,7 @@ whether it was (`status`: ok, unavailable or failed, and `why`), every round, an
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from bench import roofline
@@ -17,7 +18,12 @@ from core import flops
 from model import GPTConfig
 
 Row = dict[str, Any]
-TELLING = 16e6  # bytes: less than this between two batch sizes drowns in what a heap keeps
+LEAST = 16e6  # bytes between two batch sizes: a smaller difference drowns in what a heap keeps
+
+
+def unavailable(mode: str, backend: str, why: str) -> Row:
+    """A row of what was never started."""
+    return {"mode": mode, "backend": backend, "point": {}, "status": "unavailable", "why": [why]}
 
 
 def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, noise: float) -> Row:
@@ -53,8 +59,14 @@ def summary(row: Row) -> Summary:
     return Summary(row["ms"], row["q1_ms"], row["q3_ms"], len(row["rounds"]))
 
 
-def of_training(row: Row, outcome: Outcome, config: GPTConfig, sequences: int,
-                peak: flops.Peak, reference: dict[str, Any]) -> Row:  # fmt: skip
+def of_training(
+    row: Row,
+    outcome: Outcome,
+    config: GPTConfig,
+    sequences: int,
+    peak: flops.Peak,
+    reference: dict[str, Any],
+) -> Row:
     """A row of the modes train and converge.
 
     Args:
@@ -74,7 +86,7 @@ def of_training(row: Row, outcome: Outcome, config: GPTConfig, sequences: int,
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
     more = warm["peak_bytes"] - warm["half_bytes"] if "half_bytes" in warm else 0
-    if more > TELLING:
+    if more > LEAST:
         row["bytes_per_sequence"] = more / (sequences - warm["half"])
     if reference and "loss" in warm and not config.dropout:
         row["loss_difference"] = warm["loss"] - reference["loss"]
@@ -83,15 +95,21 @@ def of_training(row: Row, outcome: Outcome, config: GPTConfig, sequences: int,
     return row
 
 
-def of_profile(found: dict[str, Any], parts: dict[str, roofline.Work], config: GPTConfig,
-               sequences: int, peak: flops.Peak, bandwidth: tuple[float, str],
-               products_tflops: float | None) -> dict[str, Any]:  # fmt: skip
+def of_profile(
+    found: dict[str, Any],
+    parts: dict[str, roofline.Work],
+    config: GPTConfig,
+    sequences: int,
+    peak: flops.Peak,
+    bandwidth: tuple[float, str],
+    products_tflops: float | None,
+) -> dict[str, Any]:
     """What a worker's profile says, part by part beside the roofline; the largest gap first.
 
     Args:
         found: Training.profile's answer.
         bandwidth: bytes a second, and where that is from.
-        products_tflops: the rate that large products really reach, where that is known.
+        products_tflops: the rate that large matmuls really reach, where that is known.
     """
     if "why" in found:
         return found
@@ -100,27 +118,19 @@ def of_profile(found: dict[str, Any], parts: dict[str, roofline.Work], config: G
     for part, w in parts.items():
         ms, least = found["parts"].get(part, 0.0), w.ms(peak.tflops, bandwidth[0])
         if ms or least:
-            lines.append({
-                "part": part,
-                "ms": ms,
-                "share": ms / total,
-                "roofline_ms": least,
-                "times": ms / least if least else None,
-                "over_ms": ms - least,
-                "limit": w.limit(peak.tflops, bandwidth[0]),
-                "names": found["names"].get(part, []),
-            })  # fmt: skip
+            line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
+            line |= {"times": ms / least if least else None, "over_ms": ms - least}
+            line["limit"] = w.limit(peak.tflops, bandwidth[0])
+            lines.append({**line, "names": found["names"].get(part, [])})
     lines.sort(key=lambda line: -line["over_ms"])
-    at = [("ceiling", peak.tflops), ("reachable", products_tflops)]
-    return {k: v for k, v in found.items() if k != "names"} | {
-        "parts": lines,
-        "ms": total,
-        "bandwidth": bandwidth[0],
-        "bandwidth_source": bandwidth[1],
-        "products_tflops": products_tflops,
-        **{name: roofline.ceiling(parts, config, sequences, rate, bandwidth[0], peak.tflops)
-           for name, rate in at if rate},
-    }  # fmt: skip
+    made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}
+    made |= {"bandwidth": bandwidth[0], "bandwidth_source": bandwidth[1]}
+    made["products_tflops"] = products_tflops
+    for name, rate in (("ceiling", peak.tflops), ("reachable", products_tflops)):
+        if rate:
+            args = (parts, config, sequences, rate, bandwidth[0], peak.tflops)
+            made[name] = roofline.ceiling(*args)
+    return made
 
 
 def of_kernel(row: Row, outcome: Outcome, peak: flops.Peak) -> Row:
@@ -146,28 +156,37 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
     return row
 
 
-def of_convergence(rows: list[Row], tolerance: float) -> bool:
-    """Judge the final losses against manual's, in place; whether all passed.
+def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
+    """Judge the final losses against the baseline's, in place; whether all passed.
 
-    The final loss is the mean over the last tenth of the steps: the same sequences for all.
+    The final loss is the mean over the last tenth of the steps: the same sequences for all. Of one
+    seed it may differ by `tolerance` of itself. Of several seeds the mean difference must be less
+    than the standard deviation of the baseline's final losses over the seeds: the noise that the
+    choice of a seed makes anyway. A lower loss than that is as suspicious as a higher one.
+
+    Args:
+        rows: whose rounds are those of all seeds, one seed after the other.
     """
     for row in rows:
         if row["status"] == "ok":
-            row["losses"] = [loss for r in row["rounds"] for loss in r["losses"]]
+            losses = [loss for r in row["rounds"] for loss in r["losses"]]
             row["rounds"] = [{k: v for k, v in r.items() if k != "losses"} for r in row["rounds"]]
-            last = row["losses"][-max(1, len(row["losses"]) // 10) :]
-            row["final_loss"] = sum(last) / len(last)
-    base = next((r for r in rows if r["backend"] == "manual" and r["status"] == "ok"), None)
-    passed = base is not None
+            steps = len(losses) // seeds
+            runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
+            row["final_losses"] = [statistics.fmean(run[-max(1, steps // 10) :]) for run in runs]
+            row |= {"losses": runs[0], "final_loss": statistics.fmean(row["final_losses"])}
+    base = next((r for r in rows if r["backend"] == baseline and r["status"] == "ok"), None)
     for row in rows:
         if row["status"] == "failed":
             row["verdict"] = "FAIL"
         elif row["status"] == "ok" and base is not None:
             row["difference"] = row["final_loss"] / base["final_loss"] - 1
             good = abs(row["difference"]) <= tolerance
+            if seeds > 1:
+                row["seed_noise"] = statistics.stdev(base["final_losses"])
+                good = abs(row["final_loss"] - base["final_loss"]) < row["seed_noise"]
             row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:
                 row["memory_saved"] = 1 - row["memory_bytes"] / base["memory_bytes"]
-        passed = passed and row.get("verdict") != "FAIL"
-    return passed
+    return base is not None and not any(r.get("verdict") == "FAIL" for r in rows)

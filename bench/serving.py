@@ -4,25 +4,24 @@
     python -m bench.serving --shared=64 --record=serving      with a common beginning; keep it
 
 The prompts have different lengths, and each wants a different number of new tokens, both drawn
-evenly from a range. The contenders write the same texts (greedily), with the same weights, in one
+evenly from a range. The candidates write the same texts (greedily), with the same weights, in one
 process, and take turns (A B A B ...):
 
-    batches    generate.stream() of `batch_size` prompts in their order; a row that has its tokens
+    batches    engine.stream() of `batch_size` prompts in their order; a row that has its tokens
                idles until the last of its batch has them
     sorted     the same, prompts that want about as many new tokens together: the least that batches
-               can lose, for one who knows before how long each text will be
+               can lose, for one who knows in advance how long each text will be
     serve      inference/serve.py: a prompt enters when a text ends
 
 Reported: tokens a second, of the tokens that were wanted; how many of the rows that went through
 the model in decode steps were wanted; when the average text was finished; bytes of the keys and
 values (of batches the buffers, of serve the pages that were in use at most); and how many texts are
-those of the first contender. In float32 on the CPU that should be all: a rounding in another batch
-size can only tell between two tokens that are all but equally likely.
+those of the first candidate. In float32 on the CPU that should be all: the rounding of another
+batch size can only decide between two tokens that are all but equally likely.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -40,12 +39,13 @@ from rich.progress import Progress
 from bench import records, tables
 from bench.machine import versions
 from bench.stats import Summary, differ
-from core.runtime import describe, pick_device, pick_dtype, synchronize, why_not_onednn
-from core.settings import UserError, check_fields, exit_on_user_error, read
-from inference import serve
+from core.runtime import Setup, describe, dtype_name, pick_device, synchronize
+from core.settings import check_fields, exit_on_user_error, read
+from inference import engine, serve
 from inference.sampling import ENDED, Stats
 from model import GPT, GPTConfig
 
+Candidates = tuple[Literal["batches", "sorted", "serve"], ...]
 NOISY = 0.05  # spread from which a row is called noisy, as in bench_mfu.py
 
 
@@ -60,7 +60,7 @@ class ServingConfig:
     shared: int = 0  # tokens that all prompts begin with, before their own
     seed: int = 1337  # of the weights and the prompts
     # --- how they are served ---
-    contenders: tuple[Literal["batches", "sorted", "serve"], ...] = ("batches", "sorted", "serve")
+    candidates: Candidates = ("batches", "sorted", "serve")  # in this order
     batch_size: PositiveInt = 8  # texts at a time
     kv_cache: Literal["dynamic", "static", "paged"] = "dynamic"  # of the batches
     page_size: PositiveInt = 16  # tokens a page
@@ -74,7 +74,9 @@ class ServingConfig:
     attention_window: int | None = None  # keys that a query sees; none: all
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: str = "auto"  # of weights and arithmetic; auto: bfloat16 on a GPU, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # of weights and arithmetic; auto: the GPU's best half, else float32
+    )
     # --- measuring ---
     rounds: PositiveInt = 5  # of each, in turn
     record: str | None = None  # also write bench/records/DATE_DEVICE_RECORD
@@ -89,13 +91,13 @@ class ServingConfig:
         longest = self.shared + self.prompt_tokens[1] + self.new_tokens[1]
         if self.shared < 0 or longest > self.block_size:
             raise ValueError(f"texts of {longest} tokens do not fit into {self.block_size}")
-        if not self.contenders:
-            raise ValueError("contenders must name at least one")
+        if not self.candidates:
+            raise ValueError("candidates must name at least one")
 
 
 @dataclass
 class Round:
-    """What one contender gave in one round."""
+    """What one candidate gave in one round."""
 
     seconds: float
     finished: float  # seconds until a text was there, the mean
@@ -110,13 +112,13 @@ class Serving:
     def __init__(self, config: ServingConfig) -> None:
         self.config = config
         self.device = pick_device(config.device)
-        self.dtype = pick_dtype(config.dtype, self.device)
+        setup = Setup.of(self.device, config.dtype)
+        self.dtype = dtype_name(setup.dtype)
         torch.manual_seed(config.seed)
         sizes = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_size",
                  "attention_window")  # fmt: skip
         model = GPT(GPTConfig(**{name: getattr(config, name) for name in sizes}))
-        self.model = model.to(self.device, self.dtype).eval()
-        self.model.use_onednn(why_not_onednn(None, self.device, self.dtype) is None)
+        self.model = setup.place(model, cast=True).eval()
         draw = random.Random(config.seed)
 
         def tokens(n: int) -> list[int]:
@@ -127,13 +129,13 @@ class Serving:
                         for _ in range(config.prompts)]  # fmt: skip
         self.wanted = [draw.randint(*config.new_tokens) for _ in self.prompts]
 
-    def round(self, contender: str) -> Round:
+    def round(self, candidate: str) -> Round:
         """All prompts, once."""
         synchronize(self.device)
-        if contender == "serve":
+        if candidate == "serve":
             return self.serve()
         order: Sequence[int] = range(len(self.prompts))
-        if contender == "sorted":
+        if candidate == "sorted":
             order = sorted(order, key=self.wanted.__getitem__)
         return self.batches(order)
 
@@ -149,11 +151,14 @@ class Serving:
             def enough(row: int, new: list[int], batch: Sequence[int] = batch) -> bool:
                 return len(new) == self.wanted[batch[row]]
 
-            for tokens in self.model.stream(
-                [self.prompts[i] for i in batch], max(self.wanted[i] for i in batch),
-                temperature=0.0, kv_cache=self.config.kv_cache, page_size=self.config.page_size,
-                stop=enough, stats=stats,
-            ):  # fmt: skip
+            prompts, most = [self.prompts[i] for i in batch], max(self.wanted[i] for i in batch)
+            how: dict[str, Any] = {
+                "kv_cache": self.config.kv_cache,
+                "page_size": self.config.page_size,
+            }
+            for tokens in engine.stream(
+                self.model, prompts, most, temperature=0.0, stop=enough, stats=stats, **how
+            ):
                 rows += len(batch)
                 for i, token in zip(batch, tokens.tolist(), strict=True):
                     if token != ENDED:
@@ -188,7 +193,7 @@ class Serving:
 
 
 def summary(serving: Serving, rounds: dict[str, list[Round]]) -> tables.Cells:
-    """A line a contender; the ratios are to the first, round by round."""
+    """A line a candidate; the ratios are to the first, round by round."""
     head = ["", "tok/s", "quartiles", "ratio", "rows wanted", "mean finish s", "KV cache", "same"]
     wanted, lines = sum(serving.wanted), []
     first = next(iter(rounds.values()))
@@ -217,7 +222,7 @@ def facts(serving: Serving) -> str:
     beginning = f" after {c.shared} that all have" if c.shared else ""
     return (
         f"{describe(serving.device)}, torch {torch.__version__}: {c.n_layer} layers, {c.n_embd} "
-        f"wide, {str(serving.dtype).removeprefix('torch.')}; {c.prompts} prompts of "
+        f"wide, {serving.dtype}; {c.prompts} prompts of "
         f"{c.prompt_tokens[0]} to {c.prompt_tokens[1]} tokens{beginning}, {c.new_tokens[0]} to "
         f"{c.new_tokens[1]} new ones, {c.batch_size} at a time; batches with the {c.kv_cache} "
         f"cache; {c.rounds} rounds"
@@ -227,17 +232,15 @@ def facts(serving: Serving) -> str:
 def write_record(serving: Serving, rounds: dict[str, list[Round]], argv: list[str]) -> Path:
     """record.json with every round, and README.md with the table."""
     config, device = serving.config, serving.device
-    assert config.record is not None
     kind = {"kind": device.type, "name": describe(device)}
-    folder = records.folder_of(config.records_dir, config.record, kind)
-    command = records.command(argv).replace("bench_mfu.py", "-m bench.serving")
+    folder = records.folder_of(config.records_dir, config.record or "serving", kind)
     content = {
-        "command": command,
+        "command": records.command(argv).replace("bench_mfu.py", "-m bench.serving"),
         "date": str(date.today()),
         **records.git_state(),
         "device": describe(device),
         "threads": torch.get_num_threads(),
-        "dtype": str(serving.dtype).removeprefix("torch."),
+        "dtype": serving.dtype,
         "packages": versions(),
         "settings": asdict(config),
         "wanted_tokens": sum(serving.wanted),
@@ -246,19 +249,15 @@ def write_record(serving: Serving, rounds: dict[str, list[Round]], argv: list[st
             for name, got in rounds.items()
         },
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        (folder / "record.json").write_text(text, encoding="utf-8")
-        about = ["# Serving many prompts", facts(serving) + ".",
-                 tables.markdown(summary(serving, rounds)),
-                 f"Commit {(content['commit'] or 'none')[:10]}"
-                 f"{' (with changes)' if content['dirty'] else ''}: `{command}`. Every round is in "
-                 "[record.json](record.json); the columns are explained in "
-                 "[bench/serving.py](../../serving.py)."]  # fmt: skip
-        (folder / "README.md").write_text("\n\n".join(about) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
+    about = [
+        "# Serving many prompts",
+        facts(serving) + ".",
+        tables.markdown(summary(serving, rounds)),
+        f"Commit {records.commit(content)}: `{content['command']}`. Every round is in "
+        "[record.json](record.json); the columns are explained in "
+        "[bench/serving.py](../../serving.py).",
+    ]
+    records.save(folder, content, "\n\n".join(about) + "\n")
     return folder
 
 
@@ -267,7 +266,7 @@ def main(argv: list[str]) -> int:
     if config.record is not None:
         records.check_slug(config.record)
     serving = Serving(config)
-    rounds: dict[str, list[Round]] = {name: [] for name in config.contenders}
+    rounds: dict[str, list[Round]] = {name: [] for name in config.candidates}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("warm-up", total=len(rounds) * config.rounds)
         for name in rounds:

@@ -1,9 +1,10 @@
-"""The rows as tables: the same cells for the terminal, for Markdown and for HTML."""
+"""The rows as tables: the same cells for the terminal and for Markdown."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -34,12 +35,16 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
 def kernel_names(row: Row) -> str:
-    """The kernels that ran: their short names, else the device's own, else what there was not."""
+    """The kernels that ran: their short names, else the device's own, else "not fused"."""
     short, device = ", ".join(row.get("kernels", [])), row.get("device_kernels", [])
     return short or (device[0][:40] if device else "not fused")
 
@@ -52,8 +57,9 @@ def spread(row: Row) -> str:
 
 
 def point(row: Row) -> str:
-    """Where in the grid: "B=1 T=512 H=4 D=64"."""
-    return " ".join(f"{k}={v}" for k, v in row["point"].items() if v is not None)
+    """Where in the grid: "B=1 P=64 cache=static processor"."""
+    at = row["point"].items()
+    return " ".join(k if v is True else f"{k}={v}" for k, v in at if v not in (None, False))
 
 
 COLUMNS: dict[str, list[tuple[str, Any]]] = {
@@ -108,7 +114,8 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
     ],
     "converge": [
         ("final loss", lambda r: f"{r['final_loss']:.4f}"),
-        ("to manual", lambda r: f"{r['difference']:+.3%}" if "difference" in r else "-"),
+        ("off", lambda r: f"{r['difference']:+.3%}" if "difference" in r else "-"),
+        ("seed noise", lambda r: f"{r['seed_noise']:.4f}" if "seed_noise" in r else "-"),
         ("verdict", lambda r: r.get("verdict", "-")),
         ("ms/step", lambda r: _ms(r["ms"])),
         ("quartiles", spread),
@@ -134,26 +141,23 @@ def profile(found: dict[str, Any]) -> Cells:
     lines = []
     for i, p in enumerate(found["parts"]):
         mostly = ", ".join(f"{name[:40]} {_ms(ms)}" for name, ms in p["names"][:2])
-        lines.append([p["part"], _ms(p["ms"]), _percent(p["share"]), _ms(p["roofline_ms"]),
-                      _times(p["times"]), _ms(p["over_ms"]) + " (largest gap)" * (i == 0),
-                      p["limit"], mostly])  # fmt: skip
+        times = [_ms(p["ms"]), _percent(p["share"]), _ms(p["roofline_ms"]), _times(p["times"])]
+        over = _ms(p["over_ms"]) + " (largest gap)" * (i == 0)
+        lines.append([p["part"], *times, over, p["limit"], mostly])
     least = found["ceiling"]["ms"]
-    lines.append(["the step", _ms(found["ms"]), "100.0%", _ms(least), _times(found["ms"] / least),
-                  _ms(found["ms"] - least), "", ""])  # fmt: skip
+    whole = [_ms(found["ms"]), "100.0%", _ms(least), _times(found["ms"] / least)]
+    lines.append(["the step", *whole, _ms(found["ms"] - least), "", ""])
     return head, lines
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
-
-
 def roofline(lines: list[dict[str, Any]]) -> Cells:
-    """What bench/roofline.py reckons, a line a part."""
+    """What bench/roofline.py computes, a line a part."""
     head = ["part", "TFLOP", "GB", "roofline ms", "share", "limit"]
-    return head, [
-        [p["part"], f"{p['tflop']:.4g}", f"{p['gb']:.4g}", _ms(p["roofline_ms"]),
-         _percent(p["share"]), p["limit"]] for p in lines
-    ]  # fmt: skip
+    made = []
+    for p in lines:
+        work = [p["part"], f"{p['tflop']:.4g}", f"{p['gb']:.4g}"]
+        made.append([*work, _ms(p["roofline_ms"]), _percent(p["share"]), p["limit"]])
+    return head, made
 
 
 def missing(rows: list[Row]) -> Cells:
@@ -170,14 +174,23 @@ def missing(rows: list[Row]) -> Cells:
     return ["backend", "status", "why"], lines
 
 
+def console(width: int = 200) -> Console:
+    """A console on stdout, of this width where it is no terminal."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=width)
+
+
+TEXTS = {"backend", "kernel", "why", "status", "quartiles", "verdict", "cache", "processor", "part",
+         "limit", "mostly", "where"}  # columns that read from the left  # fmt: skip
+FOLDS = {"why", "kernel", "mostly", "where"}  # columns that may take several lines
+
+
 def rich_table(title: str, content: Cells) -> Table:
     head, lines = content
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    texts = {"backend", "kernel", "why", "status", "quartiles", "verdict", "cache", "processor",
-             "part", "limit", "mostly"}  # fmt: skip
     for name in head:
-        table.add_column(name, justify="left" if name in texts else "right", overflow="fold",
-                         no_wrap=name not in ("why", "kernel", "mostly"))  # fmt: skip
+        justify: Any = "left" if name in TEXTS else "right"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in FOLDS)
     for line in lines:
         bad = "noisy" in " ".join(line) or "FAIL" in line
         table.add_row(*(Text(cell) for cell in line), style="yellow" if bad else None)
@@ -186,5 +199,5 @@ def rich_table(title: str, content: Cells) -> Table:
 
 def markdown(content: Cells) -> str:
     head, lines = content
-    rows = [head, ["---"] * len(head), *lines]
+    rows = [head, ["---"] * len(head), *lines]  # a pipe in a cell would begin another one
     return "\n".join("| " + " | ".join(c.replace("|", "/") for c in r) + " |" for r in rows)

@@ -1,12 +1,12 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.train_step, the very function that train.py runs; a rival's is its own loop's. In
-the mode train its tokens are random, since no kernel's time depends on them, and lie on the device
-already; in the mode converge they are the dataset's.
+A step is train.train_step, the very function that train.py runs; a baseline's is its own loop's.
+In the mode train its tokens are random, since no kernel's time depends on them, and lie on the
+device already; in the mode converge they are the dataset's.
 
 The parts of a step: this project's model takes the gradient of the head and of the loss within its
-forward pass (model.py, linear_cross_entropy), so `forward` holds a third of the head's work that in
-the rivals' models belongs to `backward`. Only the whole step compares between models; between two
+forward pass (linear_cross_entropy), so `forward` holds a third of the head's work that belongs to
+`backward` in the baselines' models. Only the whole step compares between models; between two
 attention backends the parts do too.
 """
 
@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +26,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import train
-from attention import Resolution
 from attention.select import KERNELS
-from bench import machine, rivals
+from bench import baselines, machine
+from bench.job import Job
 from bench.profiling import ATTENTION, Scopes, read
-from core.runtime import (
-    allow_tf32,
-    dtype_name,
-    keep_freed_memory,
-    pick_dtype,
-    synchronize,
-    why_not_compile,
-    why_not_onednn,
-)
-from core.settings import Loaded, from_dict
-from model import GPT
-from train import TrainConfig
+from core.optimizer import build_optimizer, learning_rate
+from core.runtime import keep_freed_memory, synchronize
 
 Mark = Callable[[str], None]
-
-
-def random_batch(config: TrainConfig, V: int, n: int,
-                 device: torch.device) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same n sequences of random tokens for all, and their targets: (n, T) int64 each."""
-    draw = torch.Generator().manual_seed(config.seed)
-    tokens = torch.randint(V, (n, config.block_size + 1), generator=draw)
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    return x.contiguous().to(device), y.contiguous().to(device)
 
 
 def gradient_norm(params: Iterable[Tensor]) -> float:
@@ -69,23 +49,16 @@ def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profi
 
 
 class Reference:
-    """Loss and gradient norm by manual in float32 of the batch that all begin with, and its FLOPs
+    """Loss and gradient norm, by manual in float32, of the batch that all begin with, and its FLOPs
     as torch counts them. One sequence at a time, so that manual needs little memory."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        config = replace(
-            from_dict(TrainConfig, job["train"]),
-            attention_backend="manual",
-            attention_fallback=False,
-            gradient_checkpointing=False,
-        )
-        device = torch.device(job["device"])
-        allow_tf32(False)
-        torch.manual_seed(config.seed)
-        model = build(config, job["vocab_size"]).to(device)
+    def __init__(self, told: dict[str, Any]) -> None:
+        exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
+        job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
+        config, model = job.config, job.model()
         params = list(model.parameters())
-        x, y = random_batch(config, job["vocab_size"], config.batch_size, device)
-        model(x[:1], y[:1])  # the backend's probe is none of the model's work
+        x, y = job.random_tokens(config.batch_size)
+        model(x[:1], y[:1])  # the probe of the backend is none of the model's work
         # torch knows no addmm_, the in-place form with which the loss sums the head's gradient
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_})
         total = 0.0
@@ -98,7 +71,7 @@ class Reference:
             "loss": total,
             "gradient_norm": gradient_norm(params),
             "flops_per_token": counter.get_total_flops() / config.block_size,
-            # the formula has six operations for them too, torch's counter products only
+            # the formula has six operations for them too, torch's counter has matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
 
@@ -107,100 +80,72 @@ def _addmm_(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[1]  # they are shapes
 
 
-def build(config: TrainConfig, vocab_size: int) -> GPT:
-    """A new model by train.py, on the CPU."""
-    config = replace(config, vocab_size=vocab_size, init_from="scratch")
-    return train.build_model(Loaded(config, {}), {"vocab_size": vocab_size, "tokenizer": None})
-
-
 class Ours:
     """This project's model and optimizer, with the attention backend that was named."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int, device: torch.device,
-                 autocast: Any, scaler: Any) -> None:  # fmt: skip
-        self.config, self.scaler = config, scaler
-        self.model = build(config, vocab_size).to(device)
-        self.optimizer = train.build_optimizer(self.model, config, device)
-        self.model.compiled = why_not_compile(config.compile, device) is None
-        with autocast:
-            self.chosen: Resolution | None = self.model.attention(
-                shape=(config.batch_size, config.block_size)
-            )[0]
-        dtype = pick_dtype(config.dtype, device)
-        self.compiled = self.model.compiled
-        no_onednn = why_not_onednn(config.onednn, device, dtype, self.compiled)
-        self.model.use_onednn(no_onednn is None)
-        if self.compiled:
-            micro_steps = config.gradient_accumulation_steps
-            train.check_compile_mode(config.compile_mode, device, micro_steps)
-        mode = config.compile_mode
-        self.run: Any = torch.compile(self.model, mode=mode) if self.compiled else self.model
-        self.bad = torch.zeros((), device=device)
-        self.title = self.chosen.backend.title if self.chosen else ""
+    def __init__(self, job: Job, scaler: torch.amp.GradScaler) -> None:
+        self.setup, self.config, self.scaler = job.setup, job.config, scaler
+        config = job.config
+        self.model = job.model()
+        self.optimizer = build_optimizer(self.model, config, job.device)
+        with self.setup.autocast:
+            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
+        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
+        self.found_inf = torch.zeros((), device=job.device)  # 1 at a gradient that is not finite
+        self.title = self.chosen.backend.title
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-    def step(self, x: Tensor, y: Tensor, micro: int, autocast: Any, mark: Mark) -> Tensor:
-        return train.train_step(self.run, self.optimizer, self.scaler, autocast, x, y, micro,
-                                self.config.grad_clip, self.bad, mark)  # fmt: skip
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
+        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
+        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
 
 class Training:
-    """Steps of one contender: an attention backend of ours, or a rival's model."""
+    """Training steps of one candidate, an attention backend of ours, or of one baseline."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        config = from_dict(TrainConfig, job["train"])
-        self.config, self.job = config, job
-        device = self.device = torch.device(job["device"])
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.converge, baseline = told["job"] == "converge", told["baseline"]
+        self.base = machine.memory(torch.device(told["device"]), peak=False)
+        job = self.job = Job(told)
+        self.config, self.device, self.setup = config, device, setup = (
+            job.config, job.device, job.setup)  # fmt: skip
         self.clock = machine.Clock(device)
-        if config.keep_freed_memory and device.type == "cpu" and not job["rival"]:
+        if device.type == "cpu" and not baseline:  # as train.py does
             keep_freed_memory()
-        allow_tf32(config.tf32)
-        dtype = pick_dtype(config.dtype, device)
-        self.autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-        scaler = self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.base = machine.memory(device, peak=False)
-        if job.get("profile") and why_not_compile(config.compile, device) is None:
+        self.compiled = bool(setup.compile)
+        if told["profile"] and self.compiled:
             from torch._inductor import config as inductor  # it imports for a second
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
-        torch.manual_seed(config.seed)
-        parts = (config, job["vocab_size"], device, self.autocast, scaler)
-        if job["rival"]:
-            self.ours = None
-            self.who: Any = rivals.build(job["rival"], *parts)
-        else:
-            self.ours = self.who = Ours(*parts)
+        scaler = self.scaler = setup.scaler()
+        self.ours = None if baseline else Ours(job, scaler)
+        self.who: Any = self.ours or baselines.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
-        if job["job"] == "converge":
+        if self.converge:
             folder = Path(config.data_dir) / config.dataset
-            tokens = data.load(folder, "train", config.block_size, job["vocab_size"])
+            tokens = data.load(folder, "train", config.block_size, job.vocab_size)
             self.batches = data.Batches(tokens, config.block_size, n, config.seed, device)
         else:
-            self.batch = random_batch(config, job["vocab_size"], n, device)
-        self.about = {
-            "title": self.who.title,
-            "compiled": self.who.compiled,
-            "dtype": dtype_name(dtype),
-            "base_bytes": self.base,
-        }
+            self.batch = job.random_tokens(n)
+        self.about = {"title": self.who.title, "compiled": self.compiled,
+                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
-        """One step of training as the contender's own loop does it; the loss, float32 ().
+        """One step of training as its own loop does it; the loss, float32 ().
 
         Args:
             mark: told what begins, as train.train_step tells it.
         """
-        return self.who.step(x, y, self.micro, self.autocast, mark)
+        return self.who.step(x, y, self.micro, mark)
 
     def timed(self, steps: int) -> dict[str, Any]:
         """Mean milliseconds of `steps` steps, whole and in parts, and the losses."""
-        converge = self.job["job"] == "converge"
         numbers = range(self.done, self.done + steps)
-        batches = [self.batches.get(n) for n in numbers] if converge else [self.batch] * steps
+        batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
         stamps: list[list[Any]] = []  # of each step: at each forward and backward, update, end
         losses = []
@@ -210,9 +155,9 @@ class Training:
 
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
-            if converge:
+            if self.converge:
                 for group in self.who.optimizer.param_groups:
-                    group["lr"] = train.learning_rate(n, self.config)
+                    group["lr"] = learning_rate(n, self.config)
             stamps.append([])
             losses.append(self.step(x, y, mark))
         end = self.clock.stop()
@@ -226,7 +171,7 @@ class Training:
             answer["optimizer_ms"] = sum(ms(s[-2], s[-1]) for s in stamps) / steps
         if not math.isfinite(float(losses[-1])):
             raise FloatingPointError(f"the loss became {float(losses[-1])}")
-        if converge:
+        if self.converge:
             answer["losses"] = [float(loss) for loss in losses]
         return answer
 
@@ -238,20 +183,17 @@ class Training:
         if "steps" in request:
             answer = self.timed(request["steps"])
         else:
-            if (
-                self.device.type != "mps"
-            ):  # its memory was given back, a GPU's clock may have fallen
+            if self.device.type != "mps":  # memory was given back, a GPU's clock may have fallen
                 self.step(*self.batch)
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Compile, fill the caches, learn how long a step takes; and look at what may be looked at
-        once: the first loss, the memory at half the batch, the kernels' names."""
+        """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
+        the first loss, the memory at half the batch, the kernels' names."""
         answer: dict[str, Any] = {}
-        converge = self.job["job"] == "converge"
         began = time.perf_counter()
-        if not converge:  # there every step counts, and none comes before the first
+        if not self.converge:  # there every step counts, and none comes before the first
             x, y = self.batch
             b = self.config.batch_size
 
@@ -265,12 +207,8 @@ class Training:
             synchronize(self.device)
             answer["first_step_s"] = time.perf_counter() - began
             # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
-            if (
-                b > 1
-                and self.micro == 1
-                and not self.who.compiled
-                and machine.reset_peak(self.device)
-            ):
+            plain = b > 1 and self.micro == 1 and not self.compiled
+            if plain and machine.reset_peak(self.device):
                 self.step(x[: b // 2], y[: b // 2])
                 synchronize(self.device)
                 answer["half_bytes"], answer["half"] = machine.memory(self.device), b // 2
@@ -283,11 +221,11 @@ class Training:
             if request.get("profile") and not request.get("again"):
                 answer["profile"] = self.profile(request["profile"])
             machine.reset_peak(self.device)
-        elif self.who.compiled:  # compiling belongs to no step: a pass that leaves no trace
-            with self.autocast:
+        elif self.compiled:  # compiling belongs to no step: a pass that leaves no trace
+            with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        if self.ours and self.ours.chosen:
+        if self.ours:
             answer.setdefault("kernels", list(self.ours.chosen.kernels))
         answer.setdefault("peak_bytes", machine.memory(self.device))
         return answer
@@ -298,7 +236,7 @@ class Training:
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
-        V, n = self.job["vocab_size"], len(self.batch[0])
+        V, n = self.job.vocab_size, len(self.batch[0])
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
@@ -320,17 +258,17 @@ class Training:
 
         plain = run(nullcontext())
         looking = profiler(device, shapes=True)
-        with nullcontext() if self.who.compiled else scopes.modules():
+        with nullcontext() if self.compiled else scopes.modules():
             seen = run(looking)
         kernels, rows = device.type == "cuda", n // self.micro * config.block_size
-        found = read(looking.events(), config.model(V), rows, self.who.compiled, device.type)
+        found = read(looking.events(), config.model(V), rows, self.compiled, device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
         parts = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
-            "by": "kernel names" if self.who.compiled else "modules",
+            "by": "kernel names" if self.compiled else "modules",
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
@@ -361,8 +299,8 @@ class Training:
 
     def fits(self, batch: int) -> dict[str, Any]:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""
-        x, y = random_batch(self.config, self.job["vocab_size"], batch, self.device)
-        small = slice(None) if self.who.compiled else slice(0, 1)  # it only makes AdamW's state
+        x, y = self.job.random_tokens(batch)
+        small = slice(None) if self.compiled else slice(0, 1)  # it only makes AdamW's state
         self.step(x[small], y[small])
         machine.reset_peak(self.device)
         start = self.clock.start()

@@ -26,7 +26,7 @@ def tiny(**changes: Any) -> Serving:
 
 @pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
 @pytest.mark.parametrize("shared", [0, 9])
-def test_contenders_write_the_same_texts_of_the_wanted_lengths(kv, shared) -> None:
+def test_all_write_the_same_texts_of_the_wanted_lengths(kv, shared) -> None:
     bench = tiny(kv_cache=kv, shared=shared)
     wanted = bench.wanted
     assert len(set(wanted)) > 2 and len({len(p) for p in bench.prompts}) > 2
@@ -90,8 +90,8 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path) -> None:
     ("--prompt_tokens=9,2", "prompt_tokens must be two numbers, from and to"),
     ("--new_tokens=3", "new_tokens must be two numbers, from and to"),
     ("--shared=30", "texts of 51 tokens do not fit into 48"),
-    ("--contenders=serve,vllm", "contenders must be a list (each one of batches, sorted, serve)"),
-    ("--kv_cache=none", "kv_cache must be one of dynamic, static, paged"),
+    ("--candidates=serve,vllm", "--candidates must be a list (each one of batches, sorted, serve)"),
+    ("--kv_cache=none", "--kv_cache must be one of dynamic, static, paged"),
     ("--record=a/b", "--record must be letters"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(word, said) -> None:

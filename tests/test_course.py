@@ -17,7 +17,6 @@ from test_readme import commands
 import bench_mfu
 from attention import Spec, visible
 from attention.__main__ import ALIASES, Options
-from bench.settle import settle
 from core import settings
 from core.settings import UserError
 from docs import build, figures, source
@@ -124,7 +123,7 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
     elif words[:2] == ["python", "bench_mfu.py"] and words[2:3] == ["compare"]:
         assert all((ROOT / record).is_dir() for record in words[3:])
     elif words[:2] == ["python", "bench_mfu.py"]:
-        settle(words[3:] if words[2:] and words[2] in bench_mfu.MODES else words[2:])
+        load_config(words[3:] if words[2:] and words[2] in bench_mfu.MODES else words[2:])
     elif words[:3] == ["python", "-m", "pytest"]:
         file, _, test = words[3].partition("::")
         assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")

@@ -20,9 +20,8 @@ import bench_mfu
 from attention import support
 from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options
-from bench.curves import CurvesConfig
+from bench.config import load_config
 from bench.serving import ServingConfig
-from bench.settle import settle
 from core.settings import read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
@@ -80,12 +79,10 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         read(Options, rest[2:], aliases=CLI_ALIASES, positional="backend")
     elif rest[0] == "bench_mfu.py":
         words = rest[1:]
-        if words[:1] not in (["compare"], ["report"]):
-            settle(words[1:] if words and words[0] in bench_mfu.MODES else words)
+        if words[:1] != ["compare"]:
+            load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:2] == ["-m", "bench.serving"]:
         read(ServingConfig, rest[2:])
-    elif rest[:2] == ["-m", "bench.curves"]:
-        read(CurvesConfig, rest[2:])
     elif rest[:2] == ["-m", "docs.exercises"]:
         assert rest[2] in map(str, range(1, 10))
     else:

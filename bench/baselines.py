@@ -1,0 +1,293 @@
+"""Baselines: other people's GPT-2 at the same sizes, in the same rounds, so that a ratio can be
+claimed; and the training step as everybody would write it.
+
+    --rival nanogpt=PATH    karpathy/nanoGPT: the model.py of the checkout in PATH is imported from
+                            there, and stepped as its train.py does
+    --rival hf              transformers' GPT2LMHeadModel with its own attention implementations:
+                            hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
+                            stepped as its Trainer does (fused AdamW, gradients clipped)
+
+In the mode decode each writes with its own generate(). nanoGPT has no cache and no logits
+processors, and samples; transformers takes the likeliest token, with sdpa, its default, and has a
+row for each of its caches that is also one of ours. Its static cache is compiled where ours is.
+
+Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
+window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
+parameters; its MFU is computed with the same FLOPs as everyone's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.job import Job
+from core.optimizer import build_optimizer
+from core.runtime import synchronize
+from core.settings import UserError
+from train import TrainConfig
+
+HF = ("eager", "sdpa", "flash_attention_2")
+CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
+Mark = Callable[[str], None]
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
+    """--rival's words -> {name of the row: what build() wants}.
+
+    Args:
+        implementations: of transformers' attention, a row each.
+
+    Raises:
+        UserError: an unknown baseline, or a path that is no checkout.
+    """
+    found: dict[str, str] = {}
+    for word in asked:
+        name, _, path = word.partition("=")
+        if name == "nanogpt" and path:
+            model = Path(path).expanduser().resolve() / "model.py"
+            if not model.is_file():
+                raise UserError(f"{path} is no checkout of nanoGPT: it has no model.py")
+            found["nanogpt"] = f"nanogpt={model}"
+        elif word == "hf":
+            found |= {f"hf_{a}": f"hf={a}" for a in implementations}
+        else:
+            raise UserError(f"--rival is nanogpt=PATH or hf, got {word!r}")
+    return found
+
+
+def can_write(baseline: str, cache: str, processor: bool) -> bool:
+    """Whether its generate() knows such a cache, and logits processors."""
+    name = baseline.partition("=")[0]
+    return cache in CACHES[name] and not (processor and name == "nanogpt")
+
+
+def check(name: str, config: TrainConfig) -> None:
+    """Raises: UserError where the baseline cannot do what is asked."""
+    wanted = {
+        "attention_window": config.attention_window,
+        "n_kv_head": None if config.n_kv_head == config.n_head else config.n_kv_head,
+        "gradient_checkpointing": config.gradient_checkpointing or None,
+        "gelu=tanh": (config.gelu == "tanh" and name == "nanogpt") or None,
+    }
+    if lacks := [k for k, v in wanted.items() if v is not None]:
+        raise UserError(f"it has no {' and no '.join(lacks)}")
+
+
+def build(baseline: str, job: Job) -> Baseline:
+    """The baseline, its new model on the device.
+
+    Raises:
+        UserError: it cannot do what is asked.
+    """
+    name, _, what = baseline.partition("=")
+    if name == "plain":
+        return Plain(job)
+    check(name, job.config)
+    return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
+
+
+class Baseline:
+    """A model, its optimizer, and how its own loops step and write."""
+
+    title: str
+    model: Any
+    optimizer: Any
+    run: Any  # the model, compiled or not
+    loss: Callable[[Tensor, Tensor], Tensor]
+    make_optimizer: Callable[[], Any]
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.setup, self.config = job, job.setup, job.config
+
+    def for_training(self, scaler: torch.amp.GradScaler) -> Baseline:
+        self.scaler = scaler
+        self.model.train()
+        self.optimizer = self.make_optimizer()
+        self.run = torch.compile(self.model) if self.setup.compile else self.model
+        return self
+
+    def for_decoding(self, compile: bool) -> Baseline:
+        self.compile = compile
+        self.model.to(self.setup.dtype).eval()
+        return self
+
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
+        """One step as its own loop does it, with the marks of train.train_step."""
+        scaler = self.scaler
+        loss = torch.zeros((), device=x.device)
+        for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
+            mark("forward")
+            with self.setup.autocast:
+                part = self.loss(mx, my) / micro
+            mark("backward")
+            scaler.scale(part).backward()
+            loss += part.detach()
+        mark("update")
+        if self.config.grad_clip:
+            scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("end")
+        return loss
+
+
+class Plain(Baseline):
+    """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
+    logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
+
+    It is told to run in float32 with the backend manual (bench/modes.py, converge).
+    """
+
+    title = "plain PyTorch, float32"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.model = job.model()
+
+    def make_optimizer(self) -> Any:
+        ours = build_optimizer(self.model, self.config, self.setup.device)
+        groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
+        betas = (self.config.beta1, self.config.beta2)
+        return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
+
+
+class NanoGPT(Baseline):
+    """The model of a nanoGPT checkout, with the optimizer that it configures."""
+
+    title = "nanoGPT"
+
+    def __init__(self, path: str, job: Job) -> None:
+        super().__init__(job)
+        spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+        assert spec and spec.loader
+        theirs = importlib.util.module_from_spec(spec)
+        sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
+        spec.loader.exec_module(theirs)
+        same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+        sizes = {name: getattr(self.config, name) for name in same}
+        config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
+        self.model = theirs.GPT(config).to(job.device)
+
+    def make_optimizer(self) -> Any:
+        c = self.config
+        args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
+        return self.model.configure_optimizers(*args)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.run(x, y)[1]
+
+    def write(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> tuple[float, float, int]:
+        """Its generate(), which reads the whole text anew for every token; see decoding.Ours."""
+        assert cache == "none" and processor is None
+        began: list[float] = []
+
+        def note(module: Any, inputs: Any) -> None:
+            if len(began) == 1:  # the first token is drawn, but on a GPU perhaps not there yet
+                synchronize(self.setup.device)
+            began.append(time.perf_counter())
+
+        # It has no streamer; but when the model is called again, there is one more token.
+        hook = self.model.register_forward_pre_hook(note)
+        try:
+            text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
+        finally:
+            hook.remove()
+        synchronize(self.setup.device)
+        end = time.perf_counter()
+        assert len(began) == new and text.shape[1] == prompt.shape[1] + new, text.shape
+        return began[1], end, 0
+
+
+class HuggingFace(Baseline):
+    """transformers' GPT-2."""
+
+    def __init__(self, implementation: str, job: Job) -> None:
+        super().__init__(job)
+        if importlib.util.find_spec("transformers") is None:
+            raise UserError("package 'transformers' is not installed (pip install transformers)")
+        import transformers
+
+        config, device = self.config, job.device
+        if implementation == "flash_attention_2" and device.type != "cuda":
+            raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
+        same = {name: getattr(config, name) for name in ("n_embd", "n_layer", "n_head")}
+        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        settings: Any = transformers.GPT2Config(
+            vocab_size=job.vocab_size,
+            n_positions=config.block_size,
+            activation_function="gelu" if config.gelu == "exact" else "gelu_new",
+            bos_token_id=None,
+            eos_token_id=None,
+            **same,
+        )
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                settings, attn_implementation=implementation
+            )
+        except ImportError as e:
+            raise UserError(" ".join(str(e).split())) from e
+        self.model = model.to(device)
+        self.title = f"transformers {transformers.__version__}"
+
+    def make_optimizer(self) -> Any:
+        c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
+        how = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
+        return torch.optim.AdamW(self.model.parameters(), fused=fused, **how)  # type: ignore[arg-type]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        # It shifts the labels by itself; the last position then counts for nothing.
+        return self.run(input_ids=x, labels=x, use_cache=False).loss
+
+    def write(
+        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
+    ) -> tuple[float, float, int]:
+        """Its generate(), greedy; its streamer is told of every token. See decoding.Ours."""
+        from transformers import LogitsProcessorList
+
+        reader = Reader()
+        found = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            cache_implementation=cache,
+            disable_compile=not self.compile,
+            streamer=reader,
+            logits_processor=LogitsProcessorList([processor] if processor else []),
+            return_dict_in_generate=True,
+        )
+        times = reader.times[1:]  # it is told of the prompt first
+        assert len(times) == new and found.sequences.shape[1] == prompt.shape[1] + new
+        layers = found.past_key_values.layers
+        return times[0], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))
+
+
+class Reader:
+    """What transformers takes for a streamer: it notes when it was told something."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,169 @@
+"""The pictures of a record, as PNG: speed, length, error, loss, generation."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from bench.rows import Row
+
+# One colour a backend in every picture, told apart by people who see few colours as well.
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f",
+           "#9467bd", "#bcbd22", "#17becf", "#e377c2", "#2ca02c", "#d62728"]  # fmt: skip
+MARKERS = "osD^vPX*<>hdp8"
+STYLE: Any = {"font.size": 10, "axes.grid": True, "grid.linewidth": 0.6, "grid.color": "#c9ced6",
+              "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+              "legend.frameon": False}  # fmt: skip
+Look = dict[str, tuple[str, str]]  # backend -> colour, marker
+
+
+def draw(content: dict[str, Any]) -> dict[str, bytes]:
+    """Name -> PNG, of those that the rows can fill."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in content["rows"] if r["status"] == "ok"]
+    backends = dict.fromkeys(r["backend"] for r in content["rows"])
+    look = {b: (COLOURS[i % 14], MARKERS[i % 14]) for i, b in enumerate(backends)}
+    of = {m: [r for r in rows if r["mode"] == m] for m in ("train", "kernel", "decode", "converge")}
+    lengths = {r["point"]["T"] for r in of["kernel"]}
+    wanted: dict[str, tuple[Callable[..., Any], list[Row]]] = {
+        "speed": (speed, of["train"]),
+        "length": (length, of["kernel"] if len(lengths) > 1 else []),
+        "error": (error, [r for r in of["kernel"] if "error_out" in r]),
+        "loss": (loss, of["converge"]),
+        "decode": (decode, of["decode"]),
+    }
+    made = {}
+    for name, (picture, its) in wanted.items():
+        if its:
+            with plt.rc_context(STYLE):
+                figure, file = picture(plt, its, look, content), io.BytesIO()
+                figure.savefig(file, dpi=110, format="png", metadata={"Software": None})
+                plt.close(figure)
+            made[name] = file.getvalue()
+    return made
+
+
+def label(ax: Any, x: float, y: float, text: str) -> None:
+    """A figure beside a bar or a point."""
+    how = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+    ax.annotate(text, (x, y), xytext=(4, 0), **how)
+
+
+def size(rows: int) -> tuple[float, float]:
+    """Inches of a picture with a line for each of so many rows."""
+    return 9, 1.3 + 0.42 * rows
+
+
+def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+    """Tokens/s and MFU by backend."""
+    rows = sorted(rows, key=lambda r: r["tokens_per_s"])
+    names, at = [r["backend"] for r in rows], range(len(rows))
+    colours = [look[n][0] for n in names]
+    figure, axes = plt.subplots(1, 2, figsize=size(len(rows)), sharey=True, layout="constrained")
+    left, right = axes
+    rates = [r["tokens_per_s"] for r in rows]
+    low = [rate - rate * r["ms"] / r["q3_ms"] for rate, r in zip(rates, rows)]
+    high = [rate * r["ms"] / r["q1_ms"] - rate for rate, r in zip(rates, rows)]
+    whisker = {"elinewidth": 1, "capsize": 3}
+    left.barh(at, rates, color=colours, height=0.65, xerr=[low, high], error_kw=whisker)
+    for i, rate in enumerate(rates):
+        inside = {"va": "center", "color": "white", "fontweight": "bold", "fontsize": 9}
+        left.annotate(f"{rate:,.0f}", (rate * 0.02, i), **inside)
+    left.set(yticks=list(at), yticklabels=names, title="tokens a second, quartiles", xlim=(0, None))
+    for key, dy, alpha in (("mfu", 0.18, 1.0), ("mfu_causal", -0.18, 0.55)):
+        shares = [100 * r[key] for r in rows]
+        right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
+        for i, share in enumerate(shares):
+            label(right, share, i + dy, f"{share:.1f}")
+    of = "measured peak" if content["machine"]["peak_measured"] else "peak"
+    right.set(title=f"% of {of}: mfu, mfu_causal")
+    right.margins(x=0.12)
+    return figure
+
+
+def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+    """Time and memory of attention alone against the length, at the smallest batch."""
+    smallest = min(r["point"]["B"] for r in rows)
+    same = {k: rows[0]["point"][k] for k in ("H", "D", "window")} | {"B": smallest}
+    rows = [r for r in rows if {k: r["point"][k] for k in same} == same]
+    lengths = sorted({r["point"]["T"] for r in rows})
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    sides = (("ms", 1.0, "milliseconds, forward and backward"),
+             ("memory_bytes", 1e-6, "MB beyond the inputs"))  # fmt: skip
+    for ax, (key, unit, title) in zip(axes, sides):
+        for name in dict.fromkeys(r["backend"] for r in rows):
+            its = [r for r in rows if r["backend"] == name and r.get(key)]
+            colour, marker = look[name]
+            points = sorted((r["point"]["T"], r[key] * unit) for r in its) or [(None, None)]
+            ax.plot(*zip(*points), color=colour, marker=marker, markersize=5, label=name)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
+        ax.minorticks_off()
+        ax.set(xlabel="tokens", title=title)
+    axes[0].legend()
+    figure.suptitle(f"batch {smallest}, {same['H']} heads of {same['D']}", fontsize=10)
+    return figure
+
+
+def error(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+    """The largest error of output and gradients over all points, by backend."""
+    names = list(dict.fromkeys(r["backend"] for r in rows))
+    colours = [look[n][0] for n in names]
+    figure, ax = plt.subplots(figsize=size(len(names)), layout="constrained")
+    for key, dy, fill in (("error_out", 0.12, colours), ("error_grad", -0.12, "none")):
+        worst = [max(r[key] for r in rows if r["backend"] == n) for n in names]
+        ys = [i + dy for i in range(len(names))]
+        ax.scatter(worst, ys, s=46, facecolors=fill, edgecolors=colours)
+        for x, y in zip(worst, ys):
+            label(ax, x, y, f" {x:.1e}")
+    ax.set_xscale("log")
+    ax.margins(x=0.2)
+    about = f"{content['machine']['dtype']}; filled: output, open: worst gradient"
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4),
+           title=f"error against float64, relative to the largest entry ({about})")  # fmt: skip
+    return figure
+
+
+def loss(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+    """The loss curves of the first seed, and how far each is from the baseline's."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    base = next((r["losses"] for r in rows if r.get("verdict") == "baseline"), None)
+    for r in rows:
+        how = {"color": look[r["backend"]][0], "linewidth": 1.2, "label": r["backend"]}
+        steps = range(1, len(r["losses"]) + 1)
+        left.plot(steps, r["losses"], **how)
+        if base and r.get("verdict") != "baseline":
+            off = [100 * abs(a / b - 1) + 1e-9 for a, b in zip(r["losses"], base)]
+            right.plot(steps, off, **how)
+    tolerance = 100 * content["settings"]["tolerance"]
+    right.axhline(tolerance, linestyle="--", linewidth=1, color="black")
+    right.set_yscale("log")
+    left.set(xlabel="step", title="loss (nats a token)")
+    right.set(xlabel="step", title="% from the baseline's loss; dashed: the tolerance")
+    left.legend()
+    return figure
+
+
+def decode(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+    """Tokens a second by cache and backend, at the largest batch and the longest prompt."""
+    B, P = (max(r["point"][k] for r in rows) for k in ("B", "P"))
+    plain = min(r["point"]["processor"] for r in rows)
+    at = {"B": B, "P": P, "processor": plain}
+    rows = [r for r in rows if {k: r["point"][k] for k in at} == at]
+    rows.sort(key=lambda r: (r["point"]["cache"], r["tokens_per_s"]))
+    figure, ax = plt.subplots(figsize=size(len(rows)), layout="constrained")
+    rates = [r["tokens_per_s"] for r in rows]
+    ax.barh(range(len(rows)), rates, color=[look[r["backend"]][0] for r in rows], height=0.65)
+    for i, rate in enumerate(rates):
+        label(ax, rate, i, f"{rate:,.0f}")
+    labels = [f"{r['backend']}, cache: {r['point']['cache']}" for r in rows]
+    title = f"tokens a second of {B} sequences together, prompt {P}"
+    ax.set(yticks=range(len(rows)), yticklabels=labels, title=title, xlim=(0, None))
+    return figure

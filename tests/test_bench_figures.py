@@ -1,0 +1,382 @@
+"""The arithmetic of the bench, with expected values from elsewhere: by hand, by made-up clocks.
+
+Whoever measures is measured: every figure of a row is computed here from made-up rounds, stamps
+and files, by the code that computes it in a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_bench import job
+
+import bench_mfu
+from bench import against_nanogpt, decoding, machine, modes, records, rows, tables, training
+from bench.config import BenchConfig
+from bench.kernels import Kernels
+from bench.process import Failure, Outcome
+from bench.stats import Summary
+from core.flops import Peak
+from model import GPTConfig
+from train import TrainConfig
+
+CPU = torch.device("cpu")
+
+
+class Ticks(machine.Clock):
+    """A clock that moves on by given milliseconds at each stamp, in a circle; 1 at a stop."""
+
+    def __init__(self, *steps: float) -> None:
+        super().__init__(CPU)
+        self.steps, self.now, self.n = steps, 0.0, 0
+
+    def stamp(self) -> float:
+        self.now += self.steps[self.n % len(self.steps)] / 1e3
+        self.n += 1
+        return self.now
+
+    def start(self) -> float:
+        return self.now
+
+    def stop(self) -> float:
+        self.now += 1 / 1e3
+        return self.now
+
+
+# ----------------------------------------------------------------------------- rows
+
+
+def outcome(*ms: float, about: dict[str, Any] | None = None, **warm: Any) -> Outcome:
+    """Rounds of so many milliseconds; their parts are a half, a third and a tenth of it."""
+    about = {"base_bytes": 1, "compiled": False, "dtype": "float32", **(about or {})}
+    rounds = [
+        {"ms": t, "forward_ms": t / 2, "backward_ms": t / 3, "optimizer_ms": t / 10,
+         "peak_bytes": 100 + t}
+        for t in ms
+    ]  # fmt: skip
+    return Outcome(about=about, setup_s=3.0, warm=warm, warm_up_s=2.0, rounds=rounds)
+
+
+def test_what_every_row_has():
+    found = outcome(8.0, 2.0, 4.0, 1.0, 2.0, peak_bytes=90)
+    row = rows.begin("train", "a", {}, found, 0.9)
+    assert (row["ms"], row["q1_ms"], row["q3_ms"]) == (2.0, 2.0, 4.0)
+    assert row["spread"] == pytest.approx(1.0) and row["noisy"] is True
+    assert rows.begin("train", "a", {}, found, 1.1)["noisy"] is False
+    parts = row["forward_ms"], row["backward_ms"], row["optimizer_ms"]
+    assert parts == pytest.approx((1.0, 2 / 3, 0.2))
+    assert row["memory_bytes"] == 108 and (row["setup_s"], row["warm_up_s"]) == (3.0, 2.0)
+    assert rows.begin("train", "a", {}, outcome(1.0, peak_bytes=500), 1)["memory_bytes"] == 500
+    assert rows.summary(row) == Summary(2.0, 2.0, 4.0, 5)
+    # numpy's percentiles are another library's quartiles
+    ms = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6, 5.0, 3.5]
+    row = rows.begin("train", "a", {}, outcome(*ms), 1)
+    assert [row["q1_ms"], row["ms"], row["q3_ms"]] == pytest.approx(np.percentile(ms, (25, 50, 75)))
+
+
+def test_a_training_row_by_hand():
+    # V C + (C 3C + C C + 8 C C) + 3 gains of C = 20 + 48 + 6 = 74 weights; 6 * 74 = 444 FLOPs,
+    # and 12 L C T = 96 for the square of scores, 60 for the 2.5 keys that a query sees
+    config = GPTConfig(block_size=4, vocab_size=10, n_layer=1, n_head=1, n_embd=2, bias=False)
+    found = outcome(1.0, 2.0, 4.0, 3.0, 2.0, first_step_s=5.0, loss=2.5, gradient_norm=3.0)
+    reference = {"loss": 2.0, "gradient_norm": 2.0}
+
+    def made(found: Outcome, sequences: int = 3) -> dict[str, Any]:
+        row = rows.begin("train", "a", {}, found, 0.1)
+        return rows.of_training(row, found, config, sequences, Peak(1e-3, ""), reference)
+
+    row = made(found)
+    assert row["tokens_a_step"] == 12 and row["tokens_per_s"] == pytest.approx(6000)
+    assert row["mfu"] == pytest.approx(6000 * 540 / 1e9)
+    assert row["mfu_causal"] == pytest.approx(6000 * 504 / 1e9)
+    assert row["loss_difference"] == 0.5 and row["gradient_norm_difference"] == 0.5
+    assert "compile_s" not in row and row["first_step_s"] == 5.0
+    slow = outcome(2.0, about={"compiled": True}, first_step_s=5.0)
+    assert made(slow)["compile_s"] == pytest.approx(4.998)
+
+
+def test_the_bytes_of_a_sequence_are_the_slope_between_two_batch_sizes():
+    config = GPTConfig(block_size=4, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
+
+    def each(more: float, sequences: int, half: int) -> float | None:
+        found = outcome(1.0, peak_bytes=600e6 + more, half_bytes=600e6, half=half)
+        row = rows.begin("train", "a", {}, found, 0.1)
+        row = rows.of_training(row, found, config, sequences, Peak(1, ""), {})
+        return row.get("bytes_per_sequence")
+
+    assert each(300e6, 4, 1) == 100e6
+    assert each(300e6, 12, 6) == 50e6
+    assert each(15e6, 4, 2) is None  # drowns in what a heap keeps
+    assert each(17e6, 4, 2) == 8.5e6
+
+
+def test_a_kernel_row_by_hand():
+    point = {"B": 2, "T": 3, "H": 2, "Hkv": 1, "D": 4, "window": None}
+    found = outcome(0.001, error_out=1e-7, error_grad=2e-7, memory_bytes=7)
+    row = rows.of_kernel(rows.begin("kernel", "a", point, found, 0.1), found, Peak(0.01, ""))
+    # 4 B H D = 64 FLOPs a pair forward, twice that backward; 6 visible pairs of 9; a microsecond
+    assert row["tflops_causal"] == pytest.approx(3 * 64 * 6 / 1e-6 / 1e12)
+    assert row["tflops_full"] == pytest.approx(3 * 64 * 9 / 1e-6 / 1e12)
+    assert row["share"] == pytest.approx(0.1152)
+    assert (row["error_out"], row["error_grad"], row["memory_bytes"]) == (1e-7, 2e-7, 7)
+
+
+def test_a_decoding_row_by_hand():
+    point = {"B": 2, "P": 10, "cache": "dynamic", "processor": False, "new_tokens": 4}
+    found = outcome(5.0, 5.0, about={"weight_bytes": 1000, "token_bytes": 10})
+    for n, r in enumerate(found.rounds):
+        r |= {"first_ms": 7.0, "cache_bytes": 50 + n}
+    row = rows.of_decoding(rows.begin("decode", "a", point, found, 0.1), found, 1e6)
+    assert row["tokens_per_s"] == pytest.approx(400) and row["cache_bytes"] == 51
+    assert row["mbu"] == pytest.approx((1000 + 2 * 12 * 10) / 0.005 / 1e6)
+    assert row["first_ms"] == 7.0
+
+
+def test_a_failure_is_no_figure():
+    for kind, status in (("unavailable", "unavailable"), ("failed", "failed"), ("died", "failed")):
+        found = Outcome(failure=Failure(kind, ["why"]))
+        row = rows.begin("train", "a", {}, found, 0.1)
+        assert row["status"] == status and row["why"] == ["why"] and "ms" not in row
+        assert rows.of_training(row, found, GPTConfig(), 1, Peak(1, ""), {}) == row
+    assert rows.begin("train", "a", {}, Outcome(), 0.1)["why"] == ["no round was measured"]
+
+
+def test_a_step_is_of_all_micro_batches(monkeypatch):
+    config = BenchConfig(train=TrainConfig(batch_size=4, gradient_accumulation_steps=3,
+                                           block_size=16, n_layer=1, n_head=2, n_embd=32),
+                         batch_size=4, sweep=False)  # fmt: skip
+    here = {"peak_tflops": 1.0, "peak_source": "given"}
+    bench = modes.Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
+    asked = []
+
+    def measure(self: Any, jobs: Any, points: Any, *how: Any) -> Any:
+        asked.append(jobs["sdpa"]["train"]["gradient_accumulation_steps"])
+        return {("sdpa", ""): outcome(10.0)}
+
+    monkeypatch.setattr(modes.Bench, "measure", measure)
+    monkeypatch.setattr(modes.Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
+    (row,), reference = modes.train(bench)
+    assert asked == [3] and reference == {"why": "reference 12"}
+    assert row["tokens_a_step"] == 4 * 3 * 16 and row["tokens_per_s"] == pytest.approx(19200)
+
+
+def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
+    here = {"peak_tflops": 0.1, "peak_source": "measured: x", "bandwidth": 5.0}
+    bench = modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
+    looks = iter([{"peak_tflops": 0.3, "bandwidth": 4.0}, {"peak_tflops": 9.0, "bandwidth": 9.0}])
+    bench.ask_once = lambda kind, n=1: next(looks)  # type: ignore[method-assign]
+    bench.look_again()
+    bench.look_again()
+    assert (here["peak_tflops"], here["bandwidth"]) == (0.3, 5.0)
+    assert bench.peak == Peak(0.3, "measured: x")
+    given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops", "bandwidth": None}
+    modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
+    assert given["peak_tflops"] == 0.1
+
+
+# ----------------------------------------------------------------------------- stamps
+
+
+def test_the_parts_of_a_step_by_made_up_stamps():
+    """Of two micro-batches: forward, backward, forward, backward, update, end."""
+    worker = training.Training(job("train", "manual", gradient_accumulation_steps=2))
+    worker.clock = Ticks(1, 2, 4, 8, 16, 32)
+    found = worker.timed(2)
+    assert found["ms"] == pytest.approx((2 * 63 + 1) / 2) and found["steps"] == 2
+    assert found["forward_ms"] == pytest.approx(2 + 8)  # from "forward" to "backward"
+    assert found["backward_ms"] == pytest.approx(4 + 16)
+    assert found["optimizer_ms"] == pytest.approx(32)
+
+
+def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
+    worker = training.Training(job("train", "manual"))
+    asked: list[int] = []
+    monkeypatch.setattr(worker, "timed", lambda n: asked.append(n) or {"ms": 1.0})
+    for step_s in (0.2, 0.3, 7.0):
+        worker.step_s = step_s
+        worker.round({"seconds": 1.0})
+    assert asked == [5, 3, 1]
+
+
+def test_the_seconds_of_a_step_that_fits():
+    worker = training.Training(job("train", "manual"))
+    worker.clock = Ticks(1)
+    assert worker.fits(2)["seconds"] == pytest.approx(0.001)  # one stop
+
+
+def test_the_parts_of_an_attention_call_by_made_up_stamps():
+    kernels = Kernels(job("kernel", "manual"))
+    kernels.clock = Ticks(1, 2, 4)  # until a call, its forward, its backward
+    point = {"B": 1, "T": 4, "H": 2, "Hkv": 2, "D": 8, "window": None}
+    found = kernels.round({**point, "seconds": 0.028})  # a call takes 8 ms, its stop included
+    assert found["calls"] == round(28 / 8)
+    assert found["ms"] == pytest.approx((found["calls"] * 7 + 1) / found["calls"])
+    assert found["forward_ms"] == pytest.approx(2)
+    assert found["backward_ms"] == pytest.approx(found["ms"] - 2)
+
+
+def test_the_times_of_a_text(monkeypatch):
+    worker = decoding.Decoding(job("decode", "sdpa"))
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: 100.0)
+    monkeypatch.setattr(worker.who, "write", lambda *asked: (100.010, 100.070, 55))
+    ask = {"B": 3, "P": 5, "cache": "dynamic", "processor": False, "new_tokens": 4}
+    found = worker.round(ask)
+    assert found["first_ms"] == pytest.approx(10) and found["ms"] == pytest.approx(20)
+    assert found["cache_bytes"] == 55
+    # by hand: 1 layer of 2 heads of 16, float32, keys and values
+    assert worker.about["token_bytes"] == 2 * 1 * 2 * 16 * 4
+    gains = 3 * 32
+    assert worker.about["weight_bytes"] == 4 * (64 * 32 + 12 * 32 * 32 + gains)
+
+
+# ----------------------------------------------------------------------------- the machine
+
+
+def files(folder: Path, **content: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in content.items():
+        (folder / name.replace("__", ".")).write_text(text, encoding="ascii")
+
+
+def test_the_memory_of_a_process_is_what_linux_says(tmp_path, monkeypatch):
+    files(tmp_path, status="Name: x\nVmHWM:\t   3000 kB\nVmRSS:\t   1000 kB\n")
+    monkeypatch.setattr(machine, "STATUS", tmp_path / "status")
+    assert machine.memory(CPU) == 3000 * 1024
+    assert machine.memory(CPU, peak=False) == 1000 * 1024
+
+
+def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monkeypatch):
+    files(tmp_path, meminfo="MemTotal: 9 kB\nMemAvailable:   5000000 kB\n")
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.free_memory(CPU) == 5_000_000 * 1024
+    files(tmp_path, memory__max="max\n", memory__current="7\n")
+    assert machine.free_memory(CPU) == 5_000_000 * 1024
+    files(tmp_path, memory__max="3000000000\n", memory__current="1200000000\n")
+    assert machine.free_memory(CPU) == 1_800_000_000
+    files(tmp_path, memory__max="30000000000\n")  # more than the machine has
+    assert machine.free_memory(CPU) == 5_000_000 * 1024
+
+
+def test_the_last_level_cache_is_all_that_our_cores_share(tmp_path, monkeypatch):
+    """Two groups of two cores, each with its own cache of the third level; we may use three."""
+    for cpu in range(4):
+        cache = tmp_path / f"cpu{cpu}" / "cache"
+        files(cache / "index0", level="1", shared_cpu_list=f"{cpu}", size="48K")
+        files(cache / "index2", level="2", shared_cpu_list=f"{cpu}", size="1M")
+        group = f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}"
+        files(cache / "index3", level="3", shared_cpu_list=group, size="32768K")
+    monkeypatch.setattr(machine, "CPUS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    assert machine.last_level_cache(CPU) == 2 * 32 * 2**20
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert machine.last_level_cache(CPU) == 32 * 2**20
+    monkeypatch.setattr(machine, "CPUS", tmp_path / "none")
+    assert machine.last_level_cache(CPU) is None
+
+
+@pytest.mark.parametrize(
+    "cache, free, limit, size, doubt",
+    [
+        (None, 64e9, None, 2**30, ""),
+        (32e6, 64e9, None, 2**30, ""),
+        (480e6, 64e9, None, 4 * 480e6, ""),
+        (480e6, 64e9, 4e9, 1e9, ", of which a cache of 480 MB holds a part"),
+        (480e6, 2e9, None, 0.5e9, ", of which a cache of 480 MB holds a part"),
+        (480e6, 0, None, 4 * 480e6, ""),  # not known
+    ],
+)
+def test_the_copied_arrays_are_four_times_the_cache(cache, free, limit, size, doubt, monkeypatch):
+    monkeypatch.setattr(machine, "last_level_cache", lambda device: cache and int(cache))
+    monkeypatch.setattr(machine, "free_memory", lambda device: int(free))
+    assert machine.copy_size(CPU, limit and int(limit)) == (int(size), doubt)
+
+
+def test_bandwidth_is_both_ways_of_the_best_copy(monkeypatch):
+    monkeypatch.setattr(machine, "copy_size", lambda device, limit: (4000, ", a doubt"))
+    times = iter([5.0, 2.0, 4.0, *[3.0] * 20])
+    monkeypatch.setattr(machine.Clock, "ms", lambda self, a, b: next(times))
+    rate, how = machine.bandwidth(CPU)
+    assert rate == pytest.approx((4000 + 4000) / 2e-3)
+    assert how == "measured: copies of 4e-06 GB, a doubt"
+
+
+def test_a_clock_gives_milliseconds():
+    clock = machine.Clock(CPU)
+    assert clock.ms(10.0, 10.25) == 250
+
+
+# ----------------------------------------------------------------------------- records, tables
+
+
+def test_a_pipe_in_a_cell_begins_no_column():
+    text = tables.markdown((["backend", "kernel"], [["a|b", "x"], ["c", "void f<int|long>"]]))
+    assert [line.count("|") for line in text.splitlines()] == [3, 3, 3, 3]
+    assert "a/b" in text
+
+
+def test_sizes_and_rates_as_people_read_them():
+    assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
+        "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
+    assert [tables.rate(x) for x in (4.51, 99.94, 1234.4)] == ["4.5", "99.9", "1,234"]
+
+
+@pytest.mark.parametrize(
+    "mode, row, rate",
+    [
+        ("train", {"tokens_a_step": 8000, "point": {}}, 400_000),
+        ("converge", {"tokens_a_step": 100, "point": {}}, 5000),
+        ("decode", {"point": {"B": 8, "P": 9}}, 400),
+        ("kernel", {"point": {"B": 8, "T": 9}}, 50),  # calls
+    ],
+)
+def test_the_rate_that_two_records_are_compared_by(mode, row, rate):
+    row = {"mode": mode, "backend": "sdpa", "rounds": [{"ms": 20.0}, {"ms": 10.0}], **row}
+    assert records._speed(row, {}) == pytest.approx([rate, 2 * rate])
+    manual = {**row, "backend": "manual", "rounds": [{"ms": 40.0}, {"ms": 5.0}]}
+    beside = {records._key(r): r for r in (row, manual)}
+    assert records._speed(row, beside) == pytest.approx([2.0, 0.5])
+
+
+def test_the_noise_of_a_comparison_is_both_spreads():
+    def one(*ms: float) -> dict[str, Any]:
+        row = {"mode": "train", "backend": "sdpa", "status": "ok", "point": {},
+               "tokens_a_step": 1000, "rounds": [{"ms": t} for t in ms]}  # fmt: skip
+        return {"machine": {"about": "x", "dtype": "", "packages": ""}, "settings": {},
+                "rows": [row]}  # fmt: skip
+
+    _, (head, (line,)) = records.compare(one(10, 10.2, 10.4), one(5, 5.1, 5.2))
+    cells = dict(zip(head, line))
+    assert cells["A/s"] == "98,039" and cells["B/s"] == "196,078" and cells["B / A"] == "2.000"
+    # quartiles of 1/x: half the distance of the ends from the middle, two percent of it each
+    spread = (1 / 10.1 - 1 / 10.3) * 10.2
+    assert cells["noise"] == f"{2 * spread:.1%}" and cells["verdict"] == "B faster"
+
+
+def committed() -> list[Path]:
+    """The records of bench_mfu.py; bench.serving and against_nanogpt.py have their own form."""
+    files = sorted((records.ROOT / "bench" / "records").glob("*/record.json"))
+    return [f.parent for f in files if '"format": 1' in f.read_text(encoding="utf-8")[:200]]
+
+
+@pytest.mark.parametrize("folder", committed(), ids=lambda folder: folder.name)
+def test_every_record_that_was_ever_committed_can_still_be_compared(folder, capsys):
+    assert len(committed()) >= 7
+    assert bench_mfu.main(["compare", str(folder), str(folder)]) == 0
+    lines = [s for s in capsys.readouterr().out.splitlines() if "within noise" in s]
+    content = records.read(folder)
+    assert len(lines) == sum(r["status"] == "ok" for r in content["rows"])
+    assert all("1.000" in line for line in lines)
+    assert records.title(content) and records.sections(content) and records.facts(content)
+
+
+def test_a_row_of_the_comparison_with_nanogpt_by_hand():
+    size = against_nanogpt.Size("small", "x", 1, 1, 8, 10, 2, 5)  # 20 tokens a step
+    pairs = [((0.1, 2 * 10**9), (0.2, 4 * 10**9)), ((0.1, 10**9), (0.4, 5 * 10**9)),
+             ((0.2, 3 * 10**9), (0.2, 6 * 10**9))]  # fmt: skip
+    cells = [c.strip() for c in against_nanogpt.row(size, pairs).strip("|").split("|")]
+    assert cells == ["small", "100", "200", "**2.00** (1.00 to 4.00)", "5.00", "2.00"]
