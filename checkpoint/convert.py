@@ -13,14 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention import Policy
-from checkpoint.store import (
-    load,
-    load_json,
-    load_torch,
-    load_weights,
-    own_checkpoint,
-    read_file,
-)
+from checkpoint.store import load, load_json, load_torch, load_weights, own_checkpoint, read_file
 from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig

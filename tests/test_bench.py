@@ -493,10 +493,7 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         (["--backend_s=sdpa"], "did you mean '--backends'"),
         (["compare", "a"], "compare takes two records"),
         (["compare", "/none/a", "/none/b"], "is no record that can be read"),
-        (
-            ["nomode"],
-            "unknown mode 'nomode'; the modes are train, kernel, decode",
-        ),
+        (["nomode"], "unknown mode 'nomode'; the modes are train, kernel, decode"),
         (["--seeds=2"], "--paths and --seeds are for the mode converge"),
         (["converge", "--seeds=0"], "seeds must be at least 1"),
         (["converge", "--paths=fp8"], "each one of float32, bfloat16, bfloat16-residual"),

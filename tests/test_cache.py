@@ -29,8 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=30),
-    st.one_of(st.none(), st.integers(1, 12)),
+    st.lists(st.integers(1, 9), min_size=1, max_size=30), st.one_of(st.none(), st.integers(1, 12))
 )
 @settings(max_examples=200, deadline=None)
 def test_a_dynamic_cache_gives_back_what_later_tokens_can_see(counts, window) -> None:

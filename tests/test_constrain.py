@@ -561,10 +561,7 @@ def test_dates_are_in_the_calendar(year):
 def test_times_and_uuids_are_read_by_python():
     import uuid
 
-    for format_, read in (
-        ("date-time", datetime.datetime.fromisoformat),
-        ("uuid", uuid.UUID),
-    ):
+    for format_, read in (("date-time", datetime.datetime.fromisoformat), ("uuid", uuid.UUID)):
         automaton = json_schema.compile_schema({"type": "string", "format": format_}, BYTES)
         for text in sample(automaton, BYTES, [automaton.shortest + n for n in range(12)], 5):
             value = json.loads(text)
@@ -577,8 +574,7 @@ def test_times_and_uuids_are_read_by_python():
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\"],
+    "pattern", ["(a", "a)(b", "a{", "[a", "*", "(?=a)b", r"(a)\1", r"(?<!a)b", "a\\"]
 )
 def test_a_pattern_that_cannot_be_used(pattern):
     with pytest.raises(UserError, match=re.escape(repr(pattern)) + ".*cannot be used"):

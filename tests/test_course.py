@@ -17,6 +17,7 @@ from test_readme import commands
 import bench_mfu
 from attention import Spec, visible
 from attention.__main__ import ALIASES, Options
+from bench.config import load_config
 from core import settings
 from core.settings import UserError
 from docs import build, figures, source

@@ -42,11 +42,7 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
     one = calls[layer].spec
     trace = trace_of(*calls[layer].given, B_r=B_r, B_c=B_c)[0]
     layers, heads, with_o, notes = _chosen(
-        (len(calls), H),
-        layer,
-        head,
-        len(trace) * B_r * (B_c + 4) + 2 * T * D,
-        len(trace) * B_r * D,
+        (len(calls), H), layer, head, len(trace) * B_r * (B_c + 4) + 2 * T * D, len(trace) * B_r * D
     )
     if calls[layer].segments is not None:
         notes.append("The border of a document masks scores, and skips no tile.")
