@@ -162,7 +162,7 @@ class GPT(nn.Module):
         self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
-        self._kernels: dict[tuple[str, Spec], Resolution] = {}
+        self._kernels: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
         self.transformer: Any = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
@@ -257,32 +257,33 @@ class GPT(nn.Module):
         device, dtype = weight.device, weight.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        spec = self.config.spec(
-            str(dtype).removeprefix("torch."),
-            training=self.training,
-            segments=segments,
-            grad=torch.is_grad_enabled(),
-            compiled=compiled or self.compiled or torch.compiler.is_compiling(),
-            cache=cache,
-            page_size=page_size,
-            hub_kernels=self.policy.hub_kernels,
-        )
-        if (str(device), spec) not in self._kernels:
-            self._choose(spec, device, shape or (1, self.config.block_size))
-        return self._kernels[str(device), spec], spec
+        compiled = compiled or self.compiled or torch.compiler.is_compiling()
+        grad = torch.is_grad_enabled()
+        # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
+        # anew when another one is added to it.
+        phase = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
+        if phase not in self._kernels:
+            self._choose(phase, shape or (1, self.config.block_size))
+        return self._kernels[phase]
 
     @torch.compiler.disable
-    def _choose(self, spec: Spec, device: torch.device, shape: tuple[int, int]) -> None:
-        B, T = shape
+    def _choose(self, phase: tuple[Any, ...], shape: tuple[int, int]) -> None:
+        device, dtype, training, grad, segments, compiled, cache, page_size = phase
+        spec = self.config.spec(
+            str(dtype).removeprefix("torch."), training=training, segments=segments, grad=grad,
+            compiled=compiled, cache=cache, page_size=page_size,
+            hub_kernels=self.policy.hub_kernels,
+        )  # fmt: skip
         if (name := self.config.attention_backend) == "fastest":
+            B, T = shape
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
-            full = (B, T, T) if spec.cache == "none" else (B, 1, self.config.block_size)
+            full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
             chosen = attention.fastest(spec, device, full, self.policy)
         else:
             chosen = attention.select(name, spec, device, self.policy, shape=shape)
-        where = f" with the {spec.cache} cache" if spec.cache != "none" else " for evaluation"
-        attention.announce(chosen, "" if spec.grad else where)
-        self._kernels[str(device), spec] = chosen
+        where = f" with the {cache} cache" if cache != "none" else " for evaluation"
+        attention.announce(chosen, "" if grad else where)
+        self._kernels[phase] = chosen, spec
 
     @torch.no_grad()
     def generate(

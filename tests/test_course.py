@@ -450,8 +450,8 @@ def test_an_answer_that_does_not_end_is_left(tmp_path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path, capsys) -> None:
-    assert command_line.main(["4", str(tmp_path / "none.py")]) == 1
-    assert "cannot be read: No such file" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no file"):  # exit code 2
+        command_line.main(["4", str(tmp_path / "none.py")])
 
 
 def test_the_command_line(capsys) -> None:

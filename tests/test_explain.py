@@ -24,13 +24,14 @@ import checkpoint
 import explain
 import viewer.caches
 import viewer.tiles
-from attention import Resolution, Spec, manual, tiled, visible
+from attention import Policy, Resolution, Spec, manual, tiled, visible
 from attention.gpus import datasheet_bandwidth, datasheet_tflops
+from attention.select import allowed_error
 from attention.tiled import forward_tiles
 from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, forward, prompt_of
-from inference.cache import PagedView, StaticView
+from inference.cache import PagedStep, StaticStep
 from model import GPT, GPTConfig
 from viewer.cost import (
     GPUS,
@@ -44,7 +45,7 @@ from viewer.cost import (
     visited,
 )
 from viewer.document import Document, pack, token_of, unpack
-from viewer.maps import Call, agreement, allowed, maps, seen, watched, weights
+from viewer.maps import Call, agreement, maps, seen, watched, weights
 from viewer.text import amount, duration, render, scaled
 
 PROMPT = "to be or not to be that is it"
@@ -272,12 +273,10 @@ def test_a_wrong_kernel_does_not_agree(wrong):
 
 @pytest.mark.parametrize("dtype, eps", [("float32", 2**-23), ("bfloat16", 2**-7)])
 def test_what_is_allowed_by_hand(dtype, eps):
-    """Twice the error of manual, a rounding of the largest value, 32 of float32 inside."""
-    plain, truth = torch.tensor([1.0, -4.25]).double(), torch.tensor([1.0, -4.0]).double()
-    want = 2 * 0.25 + 4 * eps + 32 * 2**-23 * 4
-    assert allowed(plain, truth, getattr(torch, dtype)) == pytest.approx(want, rel=1e-12)
-    larger = allowed(plain, truth, getattr(torch, dtype), 3, 10.0)
-    assert larger == pytest.approx(3 * 0.25 + 4 * eps + 32 * 2**-23 * 10, rel=1e-12)
+    """Twice the error of manual, a rounding of this size, 32 of float32 of the largest value."""
+    got = allowed_error(0.25, 4.0, 10.0, getattr(torch, dtype))
+    assert got == pytest.approx(2 * 0.25 + 4 * eps + 32 * 2**-23 * 10, rel=1e-12)
+    assert allowed_error(0.25, 4.0, 10.0, getattr(torch, dtype), 3) == pytest.approx(got + 0.25)
 
 
 # --- bytes ---
@@ -719,11 +718,11 @@ def test_a_token_beyond_the_tokenizers_is_never_decoded():
 
 
 @pytest.mark.parametrize("shape", ["plain", "bfloat16"])
-@pytest.mark.parametrize("view, wrong", [(StaticView, 1), (PagedView, 2)])
-def test_a_cache_that_stores_the_wrong_thing_does_not_agree(view, wrong, shape, monkeypatch):
+@pytest.mark.parametrize("step, wrong", [(StaticStep, 1), (PagedStep, 2)])
+def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, monkeypatch):
     explained(*made(shape))  # the probe, which would refuse such a cache, has been by then
-    real = view.append
-    monkeypatch.setattr(view, "append", lambda self, k, v: real(self, k, v.roll(1, dims=3)))
+    real = step.append
+    monkeypatch.setattr(step, "append", lambda self, n, k, v: real(self, n, k, v.roll(1, dims=3)))
     found = explained(*made(shape))
     errors = [s["error"] > found["caches"]["allowed"] for s in found["caches"]["steps"]]
     assert errors == [n == wrong for n in range(3)] and not found["caches"]["agree"]
@@ -731,17 +730,17 @@ def test_a_cache_that_stores_the_wrong_thing_does_not_agree(view, wrong, shape, 
 
 
 def test_a_cache_that_writes_to_another_cell_is_seen(monkeypatch):
-    real = StaticView.append
+    real = StaticStep.append
 
-    def append(self: StaticView, k: Tensor, v: Tensor) -> Any:
-        self.k[0, 44] = 1.0
-        return real(self, k, v)
+    def append(self: StaticStep, layer: int, k: Tensor, v: Tensor) -> Any:
+        self.cache.k[layer][0, 44] = 1.0
+        return real(self, layer, k, v)
 
-    monkeypatch.setattr(StaticView, "append", append)
+    monkeypatch.setattr(StaticStep, "append", append)
     (step,) = (s for s in explained(*made("one token"))["caches"]["steps"] if s["kind"] == "static")
     assert step["written"] == [1]  # it was there before this step
-    monkeypatch.setattr(StaticView, "append", lambda self, k, v: real(
-        replace(self, start=self.start + 3), k, v))  # fmt: skip
+    monkeypatch.setattr(StaticStep, "append", lambda self, layer, k, v: real(
+        replace(self, start=self.start + 3), layer, k, v))  # fmt: skip
     (step,) = (s for s in explained(*made("one token"))["caches"]["steps"] if s["kind"] == "static")
     assert step["written"] == [4] and step["holds"][4] == -1
 
@@ -786,7 +785,8 @@ def test_a_refused_backend_is_told():
     about = explained(model, made("plain")[1])["about"]
     assert about["requested"] == "flash_attn_3" and about["backend"] == "sdpa"
     assert [r["name"] for r in about["refused"]] == ["flash_attn_3", "flash_attn_2"]
-    strict = tiny(attention_backend="tiled", attention_fallback=False)
+    strict = tiny(attention_backend="tiled")
+    strict.policy = Policy(fallback=False)
     with pytest.raises(UserError, match="it has no 'static' cache"):
         explained(strict, made("plain")[1])
 

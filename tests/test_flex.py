@@ -153,8 +153,8 @@ def test_the_model_compiles_into_one_graph(graphs) -> None:
     models = []
     for name in ("flex", "manual"):
         torch.manual_seed(0)
-        asked = replace(config, attention_backend=name, attention_fallback=False)
-        models.append(GPT(asked).eval())
+        asked = replace(config, attention_backend=name)
+        models.append(GPT(asked, Policy(fallback=False)).eval())
     idx, segments = torch.randint(0, 64, (2, 200)), packed(2, 200)
     with torch.no_grad():
         models[0].compiled = True

@@ -45,25 +45,9 @@ def lively(**changes: Any) -> GPT:
     return build(scale=20.0, **changes).eval()
 
 
-@torch.no_grad()
-def plain_generate(
-    model: GPT, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
-) -> Tensor:
-    """nanoGPT's loop: the last block_size tokens through the model for each new one."""
-    for _ in range(max_new_tokens):
-        logits, _ = model(idx[:, -model.config.block_size :])
-        assert logits is not None
-        logits = logits[:, -1] / temperature
-        if top_k is not None:
-            least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return idx
-
-
 def greedy(model: GPT, idx: Tensor, n: int) -> Tensor:
     """The likeliest token each time."""
-    return plain_generate(model, idx, n, top_k=1)
+    return model.generate(idx, n, top_k=1)
 
 
 def ragged() -> list[Tensor]:
@@ -152,7 +136,7 @@ def test_the_engine_is_the_plain_loop(kv, sampling, monkeypatch) -> None:
         return order.gather(1, at)
 
     monkeypatch.setattr(torch, "multinomial", multinomial)
-    assert torch.equal(got, plain_generate(model, idx, 20, **sampling))
+    assert torch.equal(got, model.generate(idx, 20, **sampling))
 
 
 # --- the same logits ---
@@ -212,7 +196,7 @@ def test_logits_are_those_without_a_cache(name, kv, phase) -> None:
             allowed = 2 * (yardstick - truth).abs().max()
             allowed += torch.finfo(dtype).eps * truth.abs().max()
             assert (got - truth).abs().max() <= allowed, (shape, dtype)
-            spec = next(s for _, s in model._resolved.values() if s.cache in (kv, "none"))
+            spec = next(s for _, s in model._kernels.values() if s.cache in (kv, "none"))
             assert spec.dtype == str(dtype).removeprefix("torch.") and not spec.grad
 
 
@@ -302,7 +286,7 @@ def test_a_strict_backend_generates_with_the_caches_that_it_has(name, kv) -> Non
     model = build(attention_backend=name, attention_fallback=False).eval()
     for T, n in ((5, 6), (5, 1), (12, 8), (20, 2), (5, 0)):  # beyond the limit too
         assert engine.generate(model, tokens(T=T), n, kv_cache=kv).shape == (2, T + n)
-    assert {r.backend.name for r, _ in model._resolved.values()} == {name}
+    assert {r.backend.name for r, _ in model._kernels.values()} == {name}
 
 
 def test_the_named_backend_reads_the_cache(monkeypatch) -> None:
@@ -319,9 +303,9 @@ def test_the_named_backend_reads_the_cache(monkeypatch) -> None:
         ("static", [("none", False, 5, 5), ("static", True, 1, 16), ("static", True, 1, 16)]),
     ):
         engine.generate(model, tokens(T=5), 3, kv_cache=kv)
-        for key, (chosen, spec) in model._resolved.items():
+        for phase, (chosen, spec) in model._kernels.items():
             backend = replace(chosen.backend, attend=spy)
-            monkeypatch.setitem(model._resolved, key, (replace(chosen, backend=backend), spec))
+            monkeypatch.setitem(model._kernels, phase, (replace(chosen, backend=backend), spec))
         seen.clear()
         engine.generate(model, tokens(T=5), 3, kv_cache=kv)
         monkeypatch.undo()

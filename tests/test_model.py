@@ -807,7 +807,7 @@ def test_what_was_named_is_what_is_called(monkeypatch) -> None:
 
     want = model(idx)[0]
     (key,) = model._kernels
-    model._kernels[key] = replace(chosen, backend=replace(chosen.backend, attend=spy))
+    model._kernels[key] = replace(chosen, backend=replace(chosen.backend, attend=spy)), spec
     assert torch.equal(model(idx)[0], want)
     assert calls == [spec] * 2
 
