@@ -135,19 +135,11 @@ import attention
 import checkpoint
 import data
 from attention import Policy
-from core import flops
+from core import flops, runtime
 from core.distributed import DistInfo
 from core.metrics import Metrics, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
-from core.runtime import (
-    Setup,
-    StopSignal,
-    dtype_name,
-    keep_freed_memory,
-    peak_memory,
-    show_log,
-    synchronize,
-)
+from core.runtime import Setup
 from inference import engine
 from model import GPT, GPTConfig
 
@@ -203,7 +195,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
             f"all processes, so it must be a multiple of their number ({distributed.world_size})"
         )
     if device.type == "cpu":
-        keep_freed_memory()
+        runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
     setup = config.setup(device)
     folder, T = Path(config.data_dir) / config.dataset, config.block_size
@@ -227,7 +219,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         with torch.no_grad():
             model.eval().attention(shape=shape)
         model.train()
-    peak = flops.peak(device, dtype_name(setup.dtype), config.peak_tflops)
+    peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
     module = setup.compiled(model, config.gradient_accumulation_steps // distributed.world_size)
     if distributed.world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
@@ -272,7 +264,7 @@ def main(argv: list[str]) -> int:
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; the exit code."""
-    show_log()
+    runtime.show_log()
     for line in loaded.report():
         distributed.say(line)
     run = set_up(loaded, distributed)
@@ -290,14 +282,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.eval_on_start and run.step == 0:
         evaluate(run)
 
-    stop = StopSignal()
+    stop = runtime.StopSignal()
     found_inf = torch.zeros((), device=device)  # becomes 1 at a loss or gradient that is not finite
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
     T, ranks = config.block_size, (distributed.rank, distributed.world_size)
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
-    synchronize(device)
+    runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *ranks):
         lr = learning_rate(run.step, config)
@@ -307,7 +299,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
                           run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
         run.step += 1
         if run.step == warm:
-            synchronize(device)
+            runtime.synchronize(device)
             began, began_step = time.perf_counter(), run.step
 
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
@@ -330,7 +322,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             say(not_finite(run.step, mean_loss, val_loss, lr, backend), file=sys.stderr)
             return 1
         if logging_now:
-            memory = peak_memory(device)
+            memory = runtime.peak_memory(device)
             row = {"iter": run.step, "loss": mean_loss, "lr": lr, "mem_bytes": memory}
             speed = run.speed(run.global_batch * T / per_step) if run.step > warm else None
             if speed:
@@ -343,7 +335,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             checkpoint.save_run(run, val_loss)
         if stopping:
             break
-        synchronize(device)
+        runtime.synchronize(device)
         began, began_step = time.perf_counter(), run.step
 
     if run.metrics:

@@ -926,7 +926,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def test_a_run_on_the_cpu_keeps_freed_memory(data_dir, tmp_path, monkeypatch) -> None:
     called = []
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: called.append(True))
+    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.append(True))
     assert run(data_dir, tmp_path, max_iters=1).code == 0 and called == [True]
 
 
