@@ -972,3 +972,21 @@ def test_a_compiled_run_checks_its_mode_and_takes_no_onednn(
     r = run(data_dir, tmp_path, max_iters=1, onednn=True, gradient_accumulation_steps=2)
     assert r.code == 0 and asked == [("default", 2)]
     assert "oneDNN for float32 products: off (a compiled training step" in r.out
+
+
+@pytest.mark.parametrize("dtype, scaled, autocast", [
+    ("float32", False, False), ("bfloat16", False, True), ("float16", True, True)])  # fmt: skip
+def test_only_float16_scales_its_loss(dtype, scaled, autocast) -> None:
+    setup = runtime.Setup.of(torch.device("cpu"), dtype)
+    assert setup.scaler().is_enabled() == scaled
+    with setup.autocast:
+        assert torch.is_autocast_enabled("cpu") == autocast
+
+
+def test_the_switches_of_the_process() -> None:
+    """Deterministic algorithms and TF32 are for the whole process, and only where asked for."""
+    runtime.Setup.of(torch.device("cpu"), tf32=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cuda.matmul.allow_tf32
+    runtime.Setup.of(torch.device("cpu"), deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
