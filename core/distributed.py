@@ -61,10 +61,6 @@ class DistInfo:
         if self.main:
             print(text, file=file, flush=True)
 
-    def any(self, flag: bool) -> bool:
-        """Whether any process says yes; all get the same answer."""
-        return self.sum([float(flag)])[0] > 0
-
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in order of rank."""
         if self.world_size == 1:

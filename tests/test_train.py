@@ -469,7 +469,7 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row}
     assert timed.keys() >= {10, 15, 20}
     assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
-    # The last line is the median interval, and 19 steps of 100 s seemed to be left after the first.
+    # 19 steps of 100 s seemed to be left after the first.
     assert "\n64,000 tok/s, mfu" in r.out
     left = [m["left"] for line in r.out.splitlines() if (m := LINE.fullmatch(line))]
     assert left == ["32 min", "0 s", "0 s", "0 s", None]
@@ -478,6 +478,21 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row and row["iter"] > 20}
     assert timed.keys() >= {30, 35, 40}
     assert all(ms == pytest.approx(1.0) for ms in timed.values()), timed
+
+
+def test_the_last_line_has_the_median_of_the_intervals(data_dir, tmp_path, monkeypatch):
+    """Steps of 1 ms, of 2 ms from the 9th on, and of 16 ms from the 17th: intervals of 4 steps."""
+    now, steps, forward = [0.0], [0], GPT.forward
+
+    def moves(self: GPT, *args: Any, **kwargs: Any) -> Any:
+        steps[0] += self.training
+        now[0] += self.training * 1e-3 * (1 if steps[0] <= 8 else 2 if steps[0] <= 16 else 16)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", moves)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=4, eval_interval=20)
+    assert "\n32,000 tok/s, mfu" in r.out  # of 64,000 twice, 32,000 twice and 4,000: the third
 
 
 def test_a_long_silence_is_broken(data_dir, tmp_path, monkeypatch):
