@@ -1,7 +1,7 @@
 """Save, load and resume; weights from other formats and to them."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, random_state, restore, resumed, save_run
+from checkpoint.resume import build_model, restore, resumed, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -23,7 +23,6 @@ __all__ = [
     "load",
     "load_hf",
     "load_nanogpt",
-    "random_state",
     "restore",
     "resumed",
     "save",

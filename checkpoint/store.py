@@ -9,7 +9,7 @@ A checkpoint is a folder, out_dir/step-00000250:
 
 It is written under a temporary name, synced to disk, then renamed: a kill at any moment leaves the
 last good checkpoint. Loading never runs code from a file: the formats are safetensors, JSON, and
-torch.load with weights_only=True.
+torch.load with weights_only=True. What is missing, damaged or unfit is a UserError that says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,10 +90,8 @@ class Checkpoint:
 
 
 def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved settings of the dataclass cls, without the names that cls no longer has.
-
-    Only the names in RETIRED are dropped or renamed; from_dict refuses every other unknown one.
-    """
+    """Saved settings of the dataclass cls, those in RETIRED renamed or dropped where cls lacks
+    them; any other unknown name is left for from_dict to refuse."""
     known = {f.name for f in fields(cls)}
     names = {old: old if old in known else RETIRED.get(old, old) for old in saved}
     return {new: saved[old] for old, new in names.items() if new in known or old not in RETIRED}
@@ -107,11 +105,7 @@ def folders(out_dir: str | Path) -> list[Path]:
 
 
 def latest(out_dir: str | Path) -> Path:
-    """The newest checkpoint of out_dir.
-
-    Raises:
-        UserError: there is none; it names runs that are near.
-    """
+    """The newest checkpoint of out_dir; where there is none, the error names runs that are near."""
     if found := folders(out_dir):
         return found[-1]
     near = ", ".join(map(str, runs_near(Path(out_dir))[:3]))
@@ -135,16 +129,11 @@ def runs_near(out_dir: Path) -> list[Path]:
 
 
 def load(folder: str | Path) -> Checkpoint:
-    """Read a checkpoint's JSON files.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Read a checkpoint's JSON files."""
     folder = Path(folder)
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
-    parts = ("train", "model", "tokenizer")
-    if not (isinstance(settings, dict) and all(isinstance(settings.get(p), dict) for p in parts)):
+    if not has_dicts(settings, "train", "model", "tokenizer"):
         raise UserError(f"{folder / 'settings.json'} is not a checkpoint's: {_elsewhere(folder)}")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"{folder / 'train_state.json'} holds no step: {_elsewhere(folder)}")
@@ -167,9 +156,6 @@ def save(
         optimizer: {"optimizer": ..., "scaler": ..., "rng": ...}, tensors and plain values only.
         settings: {"train": ..., "model": ..., "tokenizer": ...}.
         state: train_state.json; "step" names the folder, the lowest "val_loss" is the best.
-
-    Raises:
-        UserError: it could not be written; what was there before is still there.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
@@ -216,17 +202,12 @@ def _delete(folder: Path) -> None:
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N.
-
-    Returns:
-        the folder earlier-N; None if there were no checkpoints.
-    """
+    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, and name that
+    folder; None if there were no checkpoints."""
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
         return None
-    n = 1
-    while (target := out_dir / f"earlier-{n}").exists():
-        n += 1
+    target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
     try:
         target.mkdir()
         for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
@@ -245,17 +226,15 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy every weight into the model.
-
-    Raises:
-        UserError: names or shapes differ.
-    """
+    """Copy every weight into the model, which must have the same names and shapes."""
     own = model.state_dict()
-    missing = sorted(own.keys() - weights.keys())
-    unknown = sorted(weights.keys() - own.keys())
-    if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
-        raise UserError(f"the weights in {origin} are of another model: it {what}")
+    if missing := own.keys() - weights.keys():
+        raise UserError(f"the weights in {origin} are of another model: it lacks {min(missing)}")
+    if unknown := weights.keys() - own.keys():
+        raise UserError(
+            f"the weights in {origin} are of another model: it has {min(unknown)}, which the "
+            "model lacks"
+        )
     for name, tensor in own.items():
         if tensor.shape != weights[name].shape:
             raise UserError(
@@ -294,10 +273,15 @@ def read_file(path: Path, reader: Any) -> Any:
 
 def _elsewhere(folder: Path) -> str:
     """What else could be loaded."""
-    others = [p.name for p in folders(folder.parent) if p != folder]
+    others = [p for p in folders(folder.parent) if p != folder]
     if not others:
         return f"name another checkpoint, or train one with {_TRAIN}"
-    return f"another one there is --init_from={folder.parent / others[-1]}"
+    return f"another one there is --init_from={others[-1]}"
+
+
+def has_dicts(content: Any, *keys: str) -> bool:
+    """Whether what a file holds is a dict that has a dict under each of these keys."""
+    return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
 def load_torch(path: Path) -> Any:
