@@ -12,22 +12,3 @@ from checkpoint.store import (
     set_aside,
     tokenizer_meta,
 )
-
-__all__ = [
-    "Checkpoint",
-    "best_folder",
-    "build_model",
-    "folders",
-    "init_model",
-    "latest",
-    "load",
-    "load_hf",
-    "load_nanogpt",
-    "restore",
-    "resumed",
-    "save",
-    "save_hf",
-    "save_run",
-    "set_aside",
-    "tokenizer_meta",
-]

@@ -11,6 +11,7 @@ import torch
 from checkpoint.convert import init_model
 from checkpoint.store import Checkpoint, latest, load, save, tokenizer_meta
 from core.distributed import DistInfo
+from core.runtime import random_state
 from core.settings import Loaded, UserError
 from model import GPT
 
@@ -80,10 +81,7 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
 def save_run(run: Any, val_loss: float | None) -> None:
     """Write a checkpoint after the step that train.py's Run just made (and evaluated, or not)."""
     distributed = run.distributed
-    state = {"cpu": torch.get_rng_state()}
-    if distributed.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(distributed.device)
-    rng = distributed.gather(state)  # the random states of every process
+    rng = distributed.gather(random_state(distributed.device))  # of every process
     if val_loss is not None:
         run.best_loss = min(run.best_loss, val_loss)
     if not distributed.main:

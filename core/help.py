@@ -62,8 +62,7 @@ def help_text(
     words = positional or "config/file.py ..."
     lines = [f"usage: python {program()} [{words}] [--name=value ...]", ""]
     about = inspect.getdoc(cls) or ""
-    if not about.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
-        lines += [*textwrap.wrap(about.split("\n\n")[0], width), ""]
+    lines += [*textwrap.wrap(about.split("\n\n")[0], width), ""]
     source = f"what {', '.join(files)} set" if files else "the defaults"
     lines += textwrap.wrap(f"The values shown are {source}; the command line wins.", width)
     for group, comments in _comments(cls, values).items():

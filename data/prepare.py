@@ -47,8 +47,8 @@ DATASETS = {  # name -> the settings that make its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS | {"tokenizer"},
-    "openwebtext": _DOCUMENTS | {"hub_name", "hub_config"},
-    "fineweb": _DOCUMENTS | {"hub_name", "hub_config"},
+    "openwebtext": _DOCUMENTS,
+    "fineweb": _DOCUMENTS,
 }
 SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
 
@@ -64,12 +64,10 @@ class PrepareConfig:
     source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
     text_key: str = "text"  # the field with the text in .jsonl and .parquet
     limit: PositiveInt | None = None  # documents to take at most (None: all)
-    hub_name: str | None = None  # another dataset of the hub, owner/name (None: the usual one)
-    hub_config: str | None = None  # its configuration on the hub
 
     # --- what to make of it ---
     tokenizer: Literal["gpt2", "char"] | None = None  # of text: char suits small ones (None: gpt2)
-    val_fraction: Fraction | None = None  # kept for validation (None: 0.1, web data 0.0005)
+    val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
     workers: PositiveInt | None = None  # processes that tokenize (None: one a core)
     force: bool = False  # prepare again, and replace what is there
@@ -98,8 +96,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
     work = prepare_shakespeare if shakespeare else prepare_documents
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        with progress(f"preparing {dataset}") as report:
-            tokenizer, found = work(dataset, config, out_dir, report)
+        tokenizer, found = work(dataset, config, out_dir, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
         meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         _publish(out_dir, meta | found)
@@ -133,13 +130,12 @@ def train_command(dataset: str, folder: Path) -> str:
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
     """Give the partial files their names; at no moment a meta.json lies beside files of another."""
-    meta["sha256"] = {
-        f"{s}.bin": _sha256(_partial_path(out_dir, f"{s}.bin")) for s in ("train", "val")
-    }
+    bins = ("train.bin", "val.bin")
+    meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in bins}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
     (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
-    for name in ("train.bin", "val.bin", "meta.json"):
+    for name in (*bins, "meta.json"):
         os.replace(_partial_path(out_dir, name), out_dir / name)
 
 
@@ -163,10 +159,8 @@ def _state(source: str | None) -> str | None:
     """A hash of the names, sizes and times of a source's files, which changes with the text."""
     if source is None or not (root := Path(source)).exists():
         return None
-    files = [
-        (str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns)
-        for f in source_files(root)
-    ]
+    stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
@@ -239,10 +233,8 @@ def prepare_shakespeare(
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """The losses on val, in nats a token, of a unigram and a bigram model counted on train.
-
-    Each count is plus one (Laplace's rule).
-    """
+    """The losses on val, in nats a token, of a unigram and a bigram model counted on train, each
+    count plus one (Laplace's rule)."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
     pairs = pairs.reshape(V, V)
@@ -268,8 +260,7 @@ def prepare_documents(
 
     def pieces() -> Iterator[Piece]:
         if web and config.source is None:
-            name, configuration = (config.hub_name, None) if config.hub_name else HUB[dataset]
-            documents = web_documents(name, config.hub_config or configuration, config.text_key)
+            documents = web_documents(*HUB[dataset], config.text_key)
         else:
             documents = file_documents(config.source, config.text_key)
         for i, document in enumerate(islice(documents, config.limit)):
@@ -335,9 +326,7 @@ def _characters(batch: list[Piece]) -> set[str]:
 
 def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
     if tokenizer.vocab_size > 2**16:
-        raise UserError(
-            f"the text has {tokenizer.vocab_size} different characters, 65536 fit in uint16"
-        )
+        raise UserError(f"of {tokenizer.vocab_size} different characters 65536 fit in uint16")
     return np.array(ids, dtype="<u2")
 
 
@@ -378,21 +367,14 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def progress(title: str) -> Iterator[Report]:
-    """On stderr: a line that changes on a terminal; elsewhere one a stage and every ten seconds."""
-    moving = sys.stderr.isatty()
+def progress(title: str) -> Report:
+    """On stderr: a line for each stage, and one every ten seconds."""
     shown, at = "", 0.0
 
     def report(stage: str, done: str) -> None:
         nonlocal shown, at
-        if stage != shown or time.monotonic() > at + (0.2 if moving else 10):
+        if stage != shown or time.monotonic() > at + 10:
             shown, at = stage, time.monotonic()
-            begin, end = ("\r", "\x1b[K") if moving else ("", "\n")
-            print(f"{begin}{title}: {stage} {done}", end=end, file=sys.stderr, flush=True)
+            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
 
-    try:
-        yield report
-    finally:
-        if moving:
-            sys.stderr.write("\r\x1b[K")
+    return report
