@@ -108,7 +108,7 @@ def latest(out_dir: str | Path) -> Path:
     """The newest checkpoint of out_dir; where there is none, the error names runs that are near."""
     if found := folders(out_dir):
         return found[-1]
-    near = ", ".join(map(str, runs_near(Path(out_dir))[:3]))
+    near = ", ".join(map(str, runs_near(Path(out_dir))))
     raise UserError(
         f"no checkpoint in {out_dir}; train one with: {_TRAIN} --out_dir={out_dir}"
         + (f"; or name a run that is there: {near}" if near else "")
@@ -116,16 +116,13 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def runs_near(out_dir: Path) -> list[Path]:
-    """Folders with checkpoints in out_dir, beside it and in out/, the most similar name first."""
-
-    def likeness(run: Path) -> float:
-        a, b = (re.sub(r"[\W_]", " ", str(path)) for path in (run, out_dir))
-        return difflib.SequenceMatcher(None, a, b).ratio()
-
+    """Three folders with checkpoints in out_dir, beside it or in out/, the most similar first."""
     places = {out_dir, out_dir.parent, Path("out")}
     beside = [p for place in places for p in islice(place.glob("*"), 1000)]
     runs = {p.resolve(): p for p in beside if folders(p)}.values()
-    return sorted(runs, key=lambda run: (-likeness(run), run))
+    words = {re.sub(r"[\W_]", " ", str(run)): run for run in runs}
+    wanted = re.sub(r"[\W_]", " ", str(out_dir))
+    return [words[w] for w in difflib.get_close_matches(wanted, words, n=3, cutoff=0)]
 
 
 def load(folder: str | Path) -> Checkpoint:

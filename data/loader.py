@@ -10,11 +10,9 @@ window once, in random order, before any comes again.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from core.settings import UserError
 from data.documents import HUB
-from data.prepare import command
+from data.prepare import command, map_ahead
 
 SCAN_ALL = 2**28  # tokens; larger files are checked in 256 places only
 
@@ -132,35 +130,16 @@ class Batches:
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """get(start), get(start + 1), ... get(stop - 1), prepared ahead by a thread."""
-        ready: queue.Queue[Any] = queue.Queue(maxsize=4)
-        ended = threading.Event()
+        """get(start), get(start + 1), ... get(stop - 1), prepared up to four ahead by a thread."""
 
-        def work() -> None:
-            try:
-                if self.device.type == "cuda" and self.device.index is not None:
-                    # A new thread is on device 0, where pinning would open a second context.
-                    torch.cuda.set_device(self.device)
-                for step in range(start, stop):
-                    if ended.is_set():
-                        return
-                    ready.put(self.get(step, rank, world))
-            except BaseException as e:  # the consumer raises it
-                ready.put(e)
+        def begin() -> None:
+            if self.device.type == "cuda" and self.device.index is not None:
+                # A new thread is on device 0, where pinning would open a second context.
+                torch.cuda.set_device(self.device)
 
-        thread = threading.Thread(target=work, daemon=True, name="batches")
-        thread.start()
-        try:
-            for _ in range(start, stop):
-                batch = ready.get()
-                if isinstance(batch, BaseException):
-                    raise batch
-                yield batch
-        finally:
-            ended.set()
-            while thread.is_alive():  # it may be waiting for room
-                with contextlib.suppress(queue.Empty):
-                    ready.get(timeout=0.01)
+        with ThreadPoolExecutor(1, "batches", begin) as pool:
+            steps = range(start, stop)
+            yield from map_ahead(pool, lambda step: self.get(step, rank, world), steps, 5)
 
 
 def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,

@@ -271,7 +271,7 @@ def prepare_documents(
         tokenizer: Tokenizer
         if config.tokenizer == "char":
             seen: set[str] = set()
-            for chars in _map_ahead(pool, _characters, batched(pieces()), 2 * workers):
+            for chars in map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
                 report("looking for characters", f"found {len(seen):,}")
             # A document ends with an entry that is no character, so no text contains it.
@@ -281,7 +281,7 @@ def prepare_documents(
         encode = partial(_encode, tokenizer)
         documents = tokens = 0
         with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
-            for batch in _map_ahead(pool, encode, batched(pieces()), 2 * workers):
+            for batch in map_ahead(pool, encode, batched(pieces()), 2 * workers):
                 for i, ends, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
                     documents += ends
@@ -298,7 +298,7 @@ def prepare_documents(
     return tokenizer, {"documents": documents, "tokens": sizes}
 
 
-def _map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
+def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
     """pool.map, with no more than `ahead` tasks in memory; results in order."""
     running: deque[Future[Any]] = deque()
     for task in tasks:
