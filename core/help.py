@@ -94,7 +94,7 @@ def _comments(cls: type, names: Iterable[str]) -> dict[str, dict[str, str]]:
     A line `# --- name ---` opens a group. The fields of a base class come last.
     """
     groups: dict[str, dict[str, str]] = {}
-    missing = dict.fromkeys(names, "")
+    missing = set(names)
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(base))
@@ -109,5 +109,5 @@ def _comments(cls: type, names: Iterable[str]) -> dict[str, dict[str, str]]:
                 text = " ".join(comments[n] for n in lines if n in comments)
                 group = above[-1].strip("- ") if above else "settings"
                 groups.setdefault(group, {})[name] = text
-                del missing[name]
-    return groups | {"settings": groups.get("settings", {}) | missing} if missing else groups
+                missing.remove(name)
+    return groups

@@ -165,10 +165,9 @@ def from_dict(cls: type[T], mapping: Mapping[str, Any], origin: str = "settings.
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     """Run main and exit with its code; a UserError is one line on stderr (rank 0) and code 2."""
     try:
-        code = main()
+        sys.exit(main())
     except UserError as error:
         _fail(error)
-    sys.exit(code)
 
 
 def _fail(error: UserError) -> NoReturn:
@@ -200,10 +199,7 @@ _LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more tha
 
 def check(hint: Any, value: Any, name: str, *, typed: str | None = None) -> Any:
     """The value, if it is of the type `hint` and in its range; a list passes for a tuple, an
-    integer for a float, but True for no number.
-
-    Args:
-        typed: what was written for it on the command line, where strings are converted.
+    integer for a float, but True for no number. What was `typed` on the command line is converted.
     """
     value = tuple(value) if isinstance(value, list) else value  # JSON has lists only
     try:

@@ -34,7 +34,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Turn what goes wrong with a file of the user's into one sentence that names it."""
     try:
         yield
@@ -69,15 +69,15 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]
         elif ".jsonl" in path.name:
             rows = _json_rows(path)
         else:
-            yield _parts(path)
+            yield text_parts(path)
             continue
-        with reading(path):
+        with _reading(path):
             for number, row in rows:
                 yield iter((_text(row, text_key, f"{path}:{number}"),))
 
 
-def _parts(path: Path) -> Iterator[str]:
-    with reading(path), _open_text(path) as f:
+def text_parts(path: Path) -> Iterator[str]:
+    with _reading(path), _open_text(path) as f:
         yield from iter(partial(f.read, PIECE), "")
 
 

@@ -34,8 +34,8 @@ from data.documents import (
     batched,
     cut_document,
     file_documents,
-    reading,
     source_files,
+    text_parts,
     web_documents,
 )
 from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
@@ -211,8 +211,7 @@ def prepare_shakespeare(
     elif config.source == "tinyshakespeare":
         text = tiny_shakespeare()
     elif (path := Path(config.source or "")).is_file():
-        with reading(path):
-            text = path.read_text(encoding="utf-8-sig")
+        text = "".join(text_parts(path))
     else:
         raise UserError(f"--source={path} is no file; give one, or name plays or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))

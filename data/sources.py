@@ -7,7 +7,6 @@ installed or run. What cannot be had is a UserError.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import http.client
@@ -18,14 +17,13 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from core.settings import UserError
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """One release of a package, by the hash of its file."""
 
     name: str
@@ -82,18 +80,13 @@ def fetch_wheel(wheel: Wheel) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside path, then rename it: path is never half written."""
+    """Write a file beside path, then rename it: no process ever reads half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
+        beside.write_bytes(content)
         os.replace(beside, path)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise UserError(
             f"{path} cannot be written ({e.strerror or e}); set XDG_CACHE_HOME to a folder that can"
         ) from e
