@@ -102,7 +102,6 @@ def save_hf(model: GPT, folder: str | Path) -> None:
         "model_type": "gpt2",
         **{key: getattr(config, key) for key in SAME_NAMES},
         "n_positions": config.block_size,
-        "n_ctx": config.block_size,
         "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
@@ -117,13 +116,8 @@ def save_hf(model: GPT, folder: str | Path) -> None:
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """A model with weights from a file, a folder or the hub.
-
-    Args:
-        source: a checkpoint of ours or a run's folder, a folder that transformers wrote, a nanoGPT
-            ckpt.pt, "gpt2" and its larger sizes, or "owner/name" on the hub.
-        changes: GPTConfig fields that differ.
-    """
+    """A model with the weights of a checkpoint of ours or a run's folder, of a nanoGPT ckpt.pt, or
+    of what load_hf() takes; `changes` are to some of the config's fields."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := own_checkpoint(source):

@@ -148,11 +148,7 @@ def save(
 ) -> Path:
     """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
-    Args:
-        weights: the model's state_dict.
-        optimizer: {"optimizer": ..., "scaler": ..., "rng": ...}, tensors and plain values only.
-        settings: {"train": ..., "model": ..., "tokenizer": ...}.
-        state: train_state.json; "step" names the folder, the lowest "val_loss" is the best.
+    state's "step" names the folder, the lowest "val_loss" is the best; see Checkpoint for the rest.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
@@ -179,9 +175,8 @@ def save(
         still = f"{had[-1]} is still good" if had else "there is none before it"
         there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
         free = f"{shutil.disk_usage(there).free / 1e9:.2f} GB free"
-        raise UserError(
-            f"could not write checkpoint {final} ({first_line(e)}; {free}): {still}"
-        ) from e
+        why = f"{first_line(e)}; {free}"
+        raise UserError(f"could not write checkpoint {final} ({why}): {still}") from e
     try:
         best = best_folder(out_dir)
         for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:

@@ -47,8 +47,7 @@ DATASETS = {  # name -> the settings that make its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS | {"tokenizer"},
-    "openwebtext": _DOCUMENTS,
-    "fineweb": _DOCUMENTS,
+    **dict.fromkeys(HUB, _DOCUMENTS),
 }
 SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
 
@@ -79,10 +78,9 @@ class PrepareConfig:
 def prepare(dataset: str, config: PrepareConfig) -> Path:
     """Write train.bin, val.bin and meta.json, unless they are there and good; their folder."""
     if dataset not in DATASETS:
+        hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         if Path(dataset).suffix or Path(dataset).exists():
             hint = f"; for a text of your own: python -m data text --source={dataset}"
-        else:
-            hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         raise UserError(f"unknown dataset {dataset!r} (known: {', '.join(DATASETS)}){hint}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     shakespeare = dataset.startswith("shakespeare")
@@ -332,14 +330,12 @@ def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
 def _move_tail(out_dir: Path, fraction: float) -> None:
     """Move the last part of train's tokens to val."""
     path = _partial_path(out_dir, "train.bin")
-    tokens = path.stat().st_size // 2
-    keep = tokens - math.ceil(tokens * fraction)
-    with path.open("r+b") as source, _partial(out_dir, "val.bin") as target:
-        source.seek(2 * keep)
-        while block := source.read(2**24):
-            target.write(block)
-        source.truncate(2 * keep)
-        os.fsync(source.fileno())
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    keep = len(tokens) - math.ceil(len(tokens) * fraction)
+    with _partial(out_dir, "val.bin") as val:
+        tokens[keep:].tofile(val)
+    del tokens  # Windows cannot cut a file that is mapped
+    os.truncate(path, 2 * keep)
 
 
 # ----------------------------------------------------------------------------- files

