@@ -1,7 +1,7 @@
 """Save, load and resume; weights from other formats and to them."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, random_state, restore, resumed, save_run
+from checkpoint.resume import build_model, restore, resumed, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -12,23 +12,3 @@ from checkpoint.store import (
     set_aside,
     tokenizer_meta,
 )
-
-__all__ = [
-    "Checkpoint",
-    "best_folder",
-    "build_model",
-    "folders",
-    "init_model",
-    "latest",
-    "load",
-    "load_hf",
-    "load_nanogpt",
-    "random_state",
-    "restore",
-    "resumed",
-    "save",
-    "save_hf",
-    "save_run",
-    "set_aside",
-    "tokenizer_meta",
-]

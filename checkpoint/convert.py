@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -13,9 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention import Policy
-from checkpoint.store import load, load_json, load_torch, load_weights, own_checkpoint, read_file
+from checkpoint.store import (
+    has_dicts,
+    load,
+    load_json,
+    load_torch,
+    load_weights,
+    own_checkpoint,
+    read_file,
+)
 from core.hub import why_not_hub
-from core.settings import UserError, first_line, from_dict
+from core.settings import UserError, did_you_mean, first_line, from_dict
 from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -23,14 +30,9 @@ SAME_NAMES = ("n_layer", "n_head", "n_embd", "vocab_size")  # here and in transf
 
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """The model in a nanoGPT ckpt.pt, without its training state.
-
-    Raises:
-        UserError: it is no such file.
-    """
+    """The model in a nanoGPT ckpt.pt, without its training state."""
     saved = read_file(Path(path), load_torch)
-    parts = ("model", "model_args")
-    if not (isinstance(saved, dict) and all(isinstance(saved.get(p), dict) for p in parts)):
+    if not has_dicts(saved, "model", "model_args"):
         raise UserError(f"{path} is no nanoGPT checkpoint: it has no 'model' and 'model_args'")
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
@@ -41,22 +43,12 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) ->
 
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """GPT-2 from a folder that `transformers` wrote, or from the hub.
-
-    Args:
-        source: a folder with config.json and model.safetensors, "gpt2" and its larger sizes, or
-            "owner/name" on the hub.
-        changes: GPTConfig fields that differ.
-
-    Raises:
-        UserError: nothing there, or not a GPT-2 that this model can be.
-    """
+    """GPT-2 from a folder with config.json and model.safetensors, as `transformers` writes it, or
+    from the hub: "gpt2" and its larger sizes, or "owner/name". `changes`: GPTConfig's fields."""
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = read_file(folder / "config.json", load_json)
-    if not isinstance(saved, dict):
-        raise UserError(f"{folder / 'config.json'} does not describe a model")
-    if saved.get("model_type") != "gpt2":
-        kind = saved.get("model_type")
+    kind = saved.get("model_type") if isinstance(saved, dict) else None
+    if kind != "gpt2":
         raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
     if lacking := [key for key in (*SAME_NAMES, "n_positions") if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
@@ -94,11 +86,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
 
 
 def save_hf(model: GPT, folder: str | Path) -> None:
-    """Write a folder that transformers.GPT2LMHeadModel.from_pretrained loads, same logits.
-
-    Raises:
-        UserError: grouped-query or windowed attention, which GPT-2 there does not have.
-    """
+    """Write a folder that transformers.GPT2LMHeadModel.from_pretrained loads, same logits."""
     config = model.config
     if config.kv_heads != config.n_head or config.attention_window is not None:
         raise UserError("a model with n_kv_head or attention_window has no GPT-2 format to go to")
@@ -114,7 +102,6 @@ def save_hf(model: GPT, folder: str | Path) -> None:
         "model_type": "gpt2",
         **{key: getattr(config, key) for key in SAME_NAMES},
         "n_positions": config.block_size,
-        "n_ctx": config.block_size,
         "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
@@ -129,16 +116,8 @@ def save_hf(model: GPT, folder: str | Path) -> None:
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """A model with weights from a file, a folder or the hub.
-
-    Args:
-        source: a checkpoint of ours or a run's folder, a folder that transformers wrote, a nanoGPT
-            ckpt.pt, "gpt2" and its larger sizes, or "owner/name" on the hub.
-        changes: GPTConfig fields that differ.
-
-    Raises:
-        UserError: it is none of these, or cannot be read.
-    """
+    """A model with the weights of a checkpoint of ours or a run's folder, of a nanoGPT ckpt.pt, or
+    of what load_hf() takes; `changes` are to some of the config's fields."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := own_checkpoint(source):
@@ -157,29 +136,22 @@ def _is_conv1d(name: str) -> bool:
 
 
 def _download(name: str) -> Path:
-    """The folder on this machine with config.json and model.safetensors of a model of the hub.
-
-    Raises:
-        UserError: no such name, or it is neither here already nor to be had from the hub.
-    """
+    """The folder on this machine with config.json and model.safetensors of a model of the hub."""
+    no_file = f"{name!r} is no local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists() or name.endswith(".pt")):
         beside = {p.name: str(p) for p in Path(name).parent.glob("*")}
         known = {**beside, **dict(zip(HUB_NAMES, HUB_NAMES))}
-        near = difflib.get_close_matches(Path(name).name, known, n=1)
         raise UserError(
-            f"{name!r} is no local folder or file, and no model's name"
-            + (f"; did you mean {known[near[0]]!r}?" if near else "")
-            + f" (known: {', '.join(HUB_NAMES)}, and owner/name on the hub)"
+            f"{no_file}, and no model's name{did_you_mean(Path(name).name, known)} "
+            f"(known: {', '.join(HUB_NAMES)}, and owner/name on the hub)"
         )
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
-        raise UserError(
-            f"{name!r} is no local folder or file, and taking it from the hub needs: "
-            "pip install huggingface_hub"
-        ) from None
+        needs = "taking it from the hub needs: pip install huggingface_hub"
+        raise UserError(f"{no_file}, and {needs}") from None
     # It prints its warnings itself; the root logger would print each of them again.
     logging.getLogger("huggingface_hub").propagate = False
     offline = why_not_hub()  # then only a file that was downloaded before will do
@@ -189,6 +161,5 @@ def _download(name: str) -> Path:
         return Path(config).parent
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise UserError(
-            f"{name!r} is no local folder or file, and the hub did not give it "
-            f"({offline or first_line(e)})"
+            f"{no_file}, and the hub did not give it ({offline or first_line(e)})"
         ) from e

@@ -7,11 +7,11 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from checkpoint.convert import init_model
 from checkpoint.store import Checkpoint, latest, load, save, tokenizer_meta
 from core.distributed import DistInfo
+from core.runtime import random_state
 from core.settings import Loaded, UserError
 from model import GPT
 
@@ -22,14 +22,7 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size
 
 
 def resumed(loaded: Loaded[C]) -> Loaded[C]:
-    """The settings that a checkpoint was written with, and on top of them what was given.
-
-    Args:
-        loaded: what was given; its out_dir says which run it is.
-
-    Raises:
-        UserError: there is no checkpoint, or the two do not go together.
-    """
+    """The settings that the newest checkpoint in out_dir has, and on top of them what was given."""
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
     before: Any = saved.train_settings(type(given))
@@ -47,12 +40,8 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
 def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     """A new model, or one with the weights that init_from names, on the CPU.
 
-    Args:
-        loaded: the settings of the run, and which of them were given.
-        meta: the dataset's meta.json.
-
-    Raises:
-        UserError: the weights cannot be had, or do not fit the settings or the dataset.
+    Weights that do not fit the settings that were given, or the dataset (its meta.json), are
+    refused.
     """
     config, V = loaded.settings, meta["vocab_size"]
     if config.init_from == "scratch":
@@ -89,21 +78,8 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     return model
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The random state of this process, for the checkpoint."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
 def save_run(run: Any, val_loss: float | None) -> None:
-    """Write a checkpoint after the step that was just made.
-
-    Args:
-        run: train.py's Run.
-        val_loss: where the step was evaluated.
-    """
+    """Write a checkpoint after the step that train.py's Run just made (and evaluated, or not)."""
     distributed = run.distributed
     rng = distributed.gather(random_state(distributed.device))  # of every process
     if val_loss is not None:
@@ -141,16 +117,9 @@ def restore(
     seed: int,
     distributed: DistInfo,
 ) -> tuple[int, float]:
-    """Put back what `saved` holds beside the weights.
-
-    Args:
-        optimizer: keeps its own weight decay and betas, which the settings of a run may change.
-        seed: of the run, for random states that the checkpoint does not have.
-
-    Returns:
-        the steps done, and the lowest validation loss so far.
-    """
+    """Put back what `saved` holds beside the weights; its step, and the lowest loss so far."""
     tensors: dict[str, Any] = saved.optimizer()
+    # The optimizer keeps its own weight decay and betas, which the settings of a run may change.
     settings = [{k: g[k] for k in ("weight_decay", "betas")} for g in optimizer.param_groups]
     optimizer.load_state_dict(tensors["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):

@@ -9,7 +9,7 @@ A checkpoint is a folder, out_dir/step-00000250:
 
 It is written under a temporary name, synced to disk, then renamed: a kill at any moment leaves the
 last good checkpoint. Loading never runs code from a file: the formats are safetensors, JSON, and
-torch.load with weights_only=True.
+torch.load with weights_only=True. What is missing, damaged or unfit is a UserError that says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,10 +90,8 @@ class Checkpoint:
 
 
 def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved settings of the dataclass cls, without the names that cls no longer has.
-
-    Only the names in RETIRED are dropped or renamed; from_dict refuses every other unknown one.
-    """
+    """Saved settings of the dataclass cls, those in RETIRED renamed or dropped where cls lacks
+    them; any other unknown name is left for from_dict to refuse."""
     known = {f.name for f in fields(cls)}
     names = {old: old if old in known else RETIRED.get(old, old) for old in saved}
     return {new: saved[old] for old, new in names.items() if new in known or old not in RETIRED}
@@ -107,14 +105,10 @@ def folders(out_dir: str | Path) -> list[Path]:
 
 
 def latest(out_dir: str | Path) -> Path:
-    """The newest checkpoint of out_dir.
-
-    Raises:
-        UserError: there is none; it names runs that are near.
-    """
+    """The newest checkpoint of out_dir; where there is none, the error names runs that are near."""
     if found := folders(out_dir):
         return found[-1]
-    near = ", ".join(map(str, runs_near(Path(out_dir))[:3]))
+    near = ", ".join(map(str, runs_near(Path(out_dir))))
     raise UserError(
         f"no checkpoint in {out_dir}; train one with: {_TRAIN} --out_dir={out_dir}"
         + (f"; or name a run that is there: {near}" if near else "")
@@ -122,29 +116,21 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def runs_near(out_dir: Path) -> list[Path]:
-    """Folders with checkpoints in out_dir, beside it and in out/, the most similar name first."""
-
-    def likeness(run: Path) -> float:
-        a, b = (re.sub(r"[\W_]", " ", str(path)) for path in (run, out_dir))
-        return difflib.SequenceMatcher(None, a, b).ratio()
-
+    """Three folders with checkpoints in out_dir, beside it or in out/, the most similar first."""
     places = {out_dir, out_dir.parent, Path("out")}
     beside = [p for place in places for p in islice(place.glob("*"), 1000)]
     runs = {p.resolve(): p for p in beside if folders(p)}.values()
-    return sorted(runs, key=lambda run: (-likeness(run), run))
+    words = {re.sub(r"[\W_]", " ", str(run)): run for run in runs}
+    wanted = re.sub(r"[\W_]", " ", str(out_dir))
+    return [words[w] for w in difflib.get_close_matches(wanted, words, n=3, cutoff=0)]
 
 
 def load(folder: str | Path) -> Checkpoint:
-    """Read a checkpoint's JSON files.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Read a checkpoint's JSON files."""
     folder = Path(folder)
     settings = read_file(folder / "settings.json", load_json)
     state = read_file(folder / "train_state.json", load_json)
-    parts = ("train", "model", "tokenizer")
-    if not (isinstance(settings, dict) and all(isinstance(settings.get(p), dict) for p in parts)):
+    if not has_dicts(settings, "train", "model", "tokenizer"):
         raise UserError(f"{folder / 'settings.json'} is not a checkpoint's: {_elsewhere(folder)}")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"{folder / 'train_state.json'} holds no step: {_elsewhere(folder)}")
@@ -162,14 +148,7 @@ def save(
 ) -> Path:
     """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
-    Args:
-        weights: the model's state_dict.
-        optimizer: {"optimizer": ..., "scaler": ..., "rng": ...}, tensors and plain values only.
-        settings: {"train": ..., "model": ..., "tokenizer": ...}.
-        state: train_state.json; "step" names the folder, the lowest "val_loss" is the best.
-
-    Raises:
-        UserError: it could not be written; what was there before is still there.
+    state's "step" names the folder, the lowest "val_loss" is the best; see Checkpoint for the rest.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
@@ -196,9 +175,8 @@ def save(
         still = f"{had[-1]} is still good" if had else "there is none before it"
         there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
         free = f"{shutil.disk_usage(there).free / 1e9:.2f} GB free"
-        raise UserError(
-            f"could not write checkpoint {final} ({first_line(e)}; {free}): {still}"
-        ) from e
+        why = f"{first_line(e)}; {free}"
+        raise UserError(f"could not write checkpoint {final} ({why}): {still}") from e
     try:
         best = best_folder(out_dir)
         for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:
@@ -216,17 +194,12 @@ def _delete(folder: Path) -> None:
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N.
-
-    Returns:
-        the folder earlier-N; None if there were no checkpoints.
-    """
+    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, and name that
+    folder; None if there were no checkpoints."""
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
         return None
-    n = 1
-    while (target := out_dir / f"earlier-{n}").exists():
-        n += 1
+    target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
     try:
         target.mkdir()
         for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
@@ -245,17 +218,15 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy every weight into the model.
-
-    Raises:
-        UserError: names or shapes differ.
-    """
+    """Copy every weight into the model, which must have the same names and shapes."""
     own = model.state_dict()
-    missing = sorted(own.keys() - weights.keys())
-    unknown = sorted(weights.keys() - own.keys())
-    if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
-        raise UserError(f"the weights in {origin} are of another model: it {what}")
+    if missing := own.keys() - weights.keys():
+        raise UserError(f"the weights in {origin} are of another model: it lacks {min(missing)}")
+    if unknown := weights.keys() - own.keys():
+        raise UserError(
+            f"the weights in {origin} are of another model: it has {min(unknown)}, which the "
+            "model lacks"
+        )
     for name, tensor in own.items():
         if tensor.shape != weights[name].shape:
             raise UserError(
@@ -294,10 +265,15 @@ def read_file(path: Path, reader: Any) -> Any:
 
 def _elsewhere(folder: Path) -> str:
     """What else could be loaded."""
-    others = [p.name for p in folders(folder.parent) if p != folder]
+    others = [p for p in folders(folder.parent) if p != folder]
     if not others:
         return f"name another checkpoint, or train one with {_TRAIN}"
-    return f"another one there is --init_from={folder.parent / others[-1]}"
+    return f"another one there is --init_from={others[-1]}"
+
+
+def has_dicts(content: Any, *keys: str) -> bool:
+    """Whether what a file holds is a dict that has a dict under each of these keys."""
+    return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
 def load_torch(path: Path) -> Any:

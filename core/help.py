@@ -13,7 +13,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,25 +55,17 @@ def help_text(
     epilog: str = "",
     width: int | None = None,
 ) -> str:
-    """Every setting of a dataclass.
-
-    Args:
-        values: field -> the value to show.
-        files: the config files that they come from, if they are not all defaults.
-        aliases, positional, epilog: as in core/settings.py.
-        width: columns, instead of the terminal's.
-    """
+    """Every setting of a dataclass, with the `values` that `files` set or the defaults are."""
     width = max(60, min(width or shutil.get_terminal_size().columns, 120))
-    left = 36 if width < 100 else 42
+    left = 36 if width < 100 else 42  # columns of the names
     hints = typing.get_type_hints(cls, include_extras=True)
     words = positional or "config/file.py ..."
     lines = [f"usage: python {program()} [{words}] [--name=value ...]", ""]
     about = inspect.getdoc(cls) or ""
-    if not about.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
-        lines += [*textwrap.wrap(about.split("\n\n")[0], width), ""]
+    lines += [*textwrap.wrap(about.split("\n\n")[0], width), ""]
     source = f"what {', '.join(files)} set" if files else "the defaults"
     lines += textwrap.wrap(f"The values shown are {source}; the command line wins.", width)
-    for group, comments in _comments(cls, list(values)).items():
+    for group, comments in _comments(cls, values).items():
         lines += ["", f"{group}:"]
         for name, comment in comments.items():
             notes = [] if hints[name] in _NAMES else [describe(hints[name])]
@@ -96,27 +88,26 @@ def _typed(value: Any) -> str:
     return text if re.fullmatch(r"[\w.,:/+-]+", text) else repr(text)
 
 
-def _comments(cls: type, names: list[str]) -> dict[str, dict[str, str]]:
+def _comments(cls: type, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Group -> field -> the comment behind it, from the source of the dataclass.
 
     A line `# --- name ---` opens a group. The fields of a base class come last.
     """
     groups: dict[str, dict[str, str]] = {}
-    missing = dict.fromkeys(names, "")
+    missing = set(names)
     for base in filter(dataclasses.is_dataclass, cls.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # made at a prompt: there is no source to read
+        except (OSError, TypeError):  # of make_dataclass: there is none
             continue
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
-        headings = {n: m[1] for n, c in comments.items() if (m := re.match(r"# --+ (.+?) -", c))}
+        comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
         for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
             if isinstance(node, ast.AnnAssign) and (name := ast.unparse(node.target)) in missing:
-                group = [text for n, text in headings.items() if n < node.lineno][-1:]
+                above = [c for n, c in comments.items() if n < node.lineno and c.startswith("---")]
                 lines = range(node.lineno, (node.end_lineno or 0) + 1)
-                behind = [comments[n] for n in lines if n in comments]
-                text = " ".join(re.sub(r"^# *(type: ignore\S* *# *)?", "", c) for c in behind)
-                groups.setdefault("".join(group) or "settings", {})[name] = text
-                del missing[name]
-    return groups | {"settings": groups.get("settings", {}) | missing} if missing else groups
+                text = " ".join(comments[n] for n in lines if n in comments)
+                group = above[-1].strip("- ") if above else "settings"
+                groups.setdefault(group, {})[name] = text
+                missing.remove(name)
+    return groups

@@ -1,7 +1,4 @@
-"""Whether the Hugging Face hub can be reached.
-
-Its client tries again for half a minute before it says so; one quick question saves that.
-"""
+"""Whether the Hugging Face hub can be reached, which its own client takes half a minute to say."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ def why_not_hub(timeout: float = 5.0) -> str | None:
     """Why the hub cannot be reached; None: it answers, in whatever words, or nobody is to ask it.
 
     HF_ENDPOINT and the usual variables for proxies count, as they do for the hub's own client.
-
-    Args:
-        timeout: seconds to wait for the connection.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None  # the client takes what it has in its cache, and says at once what it lacks

@@ -29,7 +29,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
@@ -75,18 +75,11 @@ class Loaded(Generic[T]):
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """Read config files and `--key=value` arguments into one checked instance of cls.
+    """One checked instance of cls from sys.argv[1:]; for `options` see gather().
 
     `--key value` and dashes for underscores are accepted, a switch needs no value, and an option
-    of a tuple adds to it each time that it is given. `--help` prints every setting and exits.
-
-    Args:
-        argv: sys.argv[1:].
-        options: those of gather().
-
-    Raises:
-        UserError: an unknown key, a wrong value, an unreadable file, or a ValueError of the
-            dataclass's own __post_init__ (its sentence unchanged).
+    of a tuple adds to it each time that it is given. `--help` prints every setting and exits. A
+    ValueError of the dataclass's own __post_init__ becomes a UserError of the same words.
     """
     given, origins = gather(cls, argv, **options)
     return Loaded(_build(cls, given), origins)
@@ -123,9 +116,8 @@ def gather(
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases or {})
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    options = _split(argv, switches, positional or "")
-    names_file = {"", "config"} - fields.keys()
-    files = [text for name, text in options if name in names_file and text]
+    options = _split(argv, switches, positional or "config")
+    files = [text for name, text in options if name == "config" and text]
     words = [text for name, text in options if name == positional and text]
     if positional and len(words) > 1 and not _is_tuple(hints[positional]):
         raise UserError(f"give one {positional}, got {' '.join(words)}")
@@ -144,11 +136,9 @@ def gather(
                 sys.stdout.flush()
         sys.exit(0)
     for name, text in options:
-        if name in names_file and text:
+        if name == "config" and text:
             continue
         field = _known(name, fields, "", "--")
-        if text is None and name in switches:
-            text = "True"  # a bare --stream
         if text is None:
             raise UserError(f"--{name} needs a value: write --{name}=..., {describe(hints[field])}")
         value = parse_text(hints[field], text, f"--{name}")
@@ -158,39 +148,26 @@ def gather(
     return values, origins
 
 
-def from_dict(
-    cls: type[T],
-    mapping: Mapping[str, Any],
-    origin: str = "settings.json",
-    *,
-    drop_unknown: bool = False,
-) -> T:
+def from_dict(cls: type[T], mapping: Mapping[str, Any], origin: str = "settings.json") -> T:
     """The instance that dataclasses.asdict, saved as JSON, came from; with the same checks.
 
-    A key that cls does not have (a checkpoint of another version) is an error unless drop_unknown;
-    a key that is missing takes its default. Raises: UserError.
+    A key that is missing takes its default, one that cls does not have is refused.
     """
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin} must hold an object of settings, got {_shorten(repr(mapping))}")
     hints = _hints(cls)
-    unknown = ", ".join(repr(name) for name in mapping if name not in hints)
-    if unknown and not drop_unknown:
+    if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
         raise UserError(f"{origin} has unknown settings: {unknown}; it is of another version")
-    given = {
-        name: check(hint, mapping[name], f"{origin}: {name}")
-        for name, hint in hints.items()
-        if name in mapping
-    }
+    given = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
     return _build(cls, given, f"{origin}: ")
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     """Run main and exit with its code; a UserError is one line on stderr (rank 0) and code 2."""
     try:
-        code = main()
+        sys.exit(main())
     except UserError as error:
         _fail(error)
-    sys.exit(code)
 
 
 def _fail(error: UserError) -> NoReturn:
@@ -220,15 +197,26 @@ _LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more tha
            "less_than_equal": "at most {le:.15g}", "less_than": "below {lt:.15g}"}  # fmt: skip
 
 
-def check(hint: Any, value: Any, name: str) -> Any:
-    """The value, if it is of the type `hint` and in its range. An integer passes for a float, a
-    list for a tuple, but True for no number. Raises: UserError."""
-    as_tuple = tuple(value) if isinstance(value, list) else value  # JSON has lists only
-    return _validated(hint, as_tuple, name, value, strict=True)
+def check(hint: Any, value: Any, name: str, *, typed: str | None = None) -> Any:
+    """The value, if it is of the type `hint` and in its range; a list passes for a tuple, an
+    integer for a float, but True for no number. What was `typed` on the command line is converted.
+    """
+    value = tuple(value) if isinstance(value, list) else value  # JSON has lists only
+    try:
+        return _adapter(hint).validate_python(value, strict=typed is None)
+    except ValidationError as error:
+        first = error.errors()[0]
+        given = value if typed is None else typed
+        wanted, got = describe(hint), repr(given)
+        if limit := _LIMITS.get(first["type"]):
+            wanted, got = limit.format(**first["ctx"]), str(given)
+            if first["type"] == "greater_than" and type(first["ctx"]["gt"]) is int:
+                wanted = "at least 1"  # as people say it of whole numbers
+        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
 
 
 def parse_text(hint: Any, text: str, name: str) -> Any:
-    """The value of the type `hint` that was typed on a command line. Raises: UserError."""
+    """The value of the type `hint` that was typed on a command line."""
 
     def python(hint: Any, text: str) -> Any:
         if text.lower() == "none" and types.NoneType in typing.get_args(hint):
@@ -239,27 +227,14 @@ def parse_text(hint: Any, text: str, name: str) -> Any:
             return (text,)
         return tuple(python(typing.get_args(hint)[0], part) for part in text.split(",") if part)
 
-    return _validated(hint, python(hint, text), name, text, strict=False)
+    return check(hint, python(hint, text), name, typed=text)
 
 
 def check_fields(settings: Any) -> None:
     """Check every field of a dataclass by its annotation; for its __post_init__, which so holds
-    for an instance that no command line made. Raises: UserError, which is a ValueError."""
+    for an instance that no command line made."""
     for name, hint in _hints(type(settings)).items():
         check(hint, getattr(settings, name), name)
-
-
-def _validated(hint: Any, value: Any, name: str, given: Any, *, strict: bool) -> Any:
-    try:
-        return _adapter(hint).validate_python(value, strict=strict)
-    except ValidationError as error:
-        first = error.errors()[0]
-        wanted, got = describe(hint), repr(given)
-        if limit := _LIMITS.get(first["type"]):
-            wanted, got = limit.format(**first["ctx"]), str(given)
-            if first["type"] == "greater_than" and type(first["ctx"]["gt"]) is int:
-                wanted = "at least 1"  # as people say it of whole numbers
-        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
 
 
 @functools.cache
@@ -292,10 +267,13 @@ def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
-            follows = rest and not rest[0].startswith("--")
-            if name in switches:
-                follows = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
-            options.append((name, text if equals else rest.pop(0) if follows else None))
+            if equals:
+                options.append((name, text))
+            elif name in switches:  # a bare --stream is True
+                given = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
+                options.append((name, rest.pop(0) if given else "True"))
+            else:
+                options.append((name, rest.pop(0) if rest and rest[0][:2] != "--" else None))
         elif word.startswith("-") or re.match(r"\w+=", word):
             hint = f"--{word.lstrip('-')}"
             raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
@@ -307,14 +285,14 @@ def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str
 def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -> str:
     if name in fields:
         return fields[name]
-    near = nearest(name, fields)
-    hint = f"; did you mean {dashes + near!r}?" if near else ""
-    raise UserError(f"{where}unknown setting {dashes + name!r}{hint} {_see_help()}")
+    near = did_you_mean(name, {field: dashes + field for field in fields})
+    raise UserError(f"{where}unknown setting {dashes + name!r}{near} {_see_help()}")
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a mistyped word was meant to be, if one is close."""
-    return next(iter(difflib.get_close_matches(word.lower(), choices, n=1)), None)
+def did_you_mean(word: str, choices: Mapping[str, str]) -> str:
+    """The end of a sentence about a mistyped word; choices: name -> what to type."""
+    near = difflib.get_close_matches(word.lower(), choices, n=1)
+    return f"; did you mean {choices[near[0]]!r}?" if near else ""
 
 
 def _see_help() -> str:
@@ -329,16 +307,13 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def parse_config(path: str) -> list[tuple[int, str, Any]]:
-    """The (line, name, value) of each assignment in a config file; nothing is executed.
-
-    Raises: UserError with file and line for anything else in it, or if it cannot be read.
-    """
+    """The (line, name, value) of each assignment in a config file; anything else is refused."""
     try:
         body = ast.parse(Path(path).read_bytes().decode("utf-8-sig")).body
     except FileNotFoundError:
-        near = nearest(Path(path).name, [p.name for p in Path(path).parent.glob("*.py")])
-        hint = f"; did you mean {str(Path(path).with_name(near))!r}?" if near else ""
-        raise UserError(f"config file {path!r} does not exist{hint}") from None
+        beside = {p.name: str(p) for p in Path(path).parent.glob("*.py")}
+        near = did_you_mean(Path(path).name, beside)
+        raise UserError(f"config file {path!r} does not exist{near}") from None
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:

@@ -3,17 +3,3 @@
 from data.loader import Batches, eval_batches, load, read_meta
 from data.prepare import DATASETS, PrepareConfig, prepare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
-
-__all__ = [
-    "DATASETS",
-    "Batches",
-    "CharTokenizer",
-    "GPT2Tokenizer",
-    "PrepareConfig",
-    "Tokenizer",
-    "eval_batches",
-    "from_meta",
-    "load",
-    "prepare",
-    "read_meta",
-]

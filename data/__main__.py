@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error, read
 from data.prepare import DATASETS, PrepareConfig, prepare
@@ -20,13 +19,9 @@ class DataConfig(PrepareConfig):
 
 def main(argv: list[str]) -> int:
     config = read(DataConfig, argv, positional="dataset").settings
-    name = config.dataset
-    if name is None:
+    if config.dataset is None:
         raise UserError(f"name a dataset: python -m data {{{','.join(DATASETS)}}}")
-    if name not in DATASETS and (Path(name).suffix or Path(name).exists()):
-        hint = f"for a text of your own: python -m data text --source={name}"
-        raise UserError(f"unknown dataset {name!r}; {hint}")
-    prepare(name, config)
+    prepare(config.dataset, config)
     return 0
 
 

@@ -34,7 +34,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Turn what goes wrong with a file of the user's into one sentence that names it."""
     try:
         yield
@@ -44,9 +44,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     # EOFError, zlib.error: a damaged .gz; ValueError: pyarrow's for a damaged .parquet.
     except (OSError, EOFError, zlib.error, ValueError) as e:
-        raise UserError(
-            f"{path} cannot be read ({e}); mend it or take it out of --source"
-        ) from None
+        raise UserError(f"{path} cannot be read ({e}); mend it or leave it out") from None
 
 
 def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]:
@@ -55,19 +53,14 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]
     A .txt file is one document; so is a line of .jsonl, and a row of .parquet. Folders are searched
     in sorted order; .txt and .jsonl may be gzipped.
     """
+    wanted = "a .txt, .jsonl or .parquet file, or a folder of them"
     if source is None:
-        raise UserError(
-            "text needs --source=PATH: a .txt, .jsonl or .parquet file, or a folder of them"
-        )
+        raise UserError(f"text needs --source=PATH: {wanted}")
     root = Path(source)
     if not root.exists():
-        raise UserError(
-            f"--source={root} does not exist; give a .txt, .jsonl or .parquet file, or a folder"
-        )
+        raise UserError(f"--source={root} does not exist; give {wanted}")
     if not (files := source_files(root)):
-        raise UserError(
-            f"there is no .txt, .jsonl or .parquet file in {root}; give another --source"
-        )
+        raise UserError(f"there is no .txt, .jsonl or .parquet file in {root}; give {wanted}")
     for path in files:
         if not path.name.endswith(ENDINGS):
             raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
@@ -76,15 +69,15 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]
         elif ".jsonl" in path.name:
             rows = _json_rows(path)
         else:
-            yield _parts(path)
+            yield text_parts(path)
             continue
-        with reading(path):
+        with _reading(path):
             for number, row in rows:
                 yield iter((_text(row, text_key, f"{path}:{number}"),))
 
 
-def _parts(path: Path) -> Iterator[str]:
-    with reading(path), _open_text(path) as f:
+def text_parts(path: Path) -> Iterator[str]:
+    with _reading(path), _open_text(path) as f:
         yield from iter(partial(f.read, PIECE), "")
 
 
@@ -99,9 +92,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except json.JSONDecodeError as e:
-                    raise UserError(
-                        f"{path}:{number} is no JSON ({e.msg}); mend or remove the line"
-                    ) from None
+                    raise UserError(f"{path}:{number} is no JSON ({e.msg}); mend it") from None
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -126,31 +117,23 @@ def _text(row: Any, key: str, where: str) -> str:
     return text
 
 
-def web_documents(
-    name: str, configuration: str | None, source: str | None, text_key: str
-) -> Iterator[Iterator[str]]:
-    """Each document of a dataset of the hub, or of local files (source) in the same format."""
+def web_documents(name: str, configuration: str | None, key: str) -> Iterator[Iterator[str]]:
+    """Each document of a dataset of the hub."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise UserError(f"{name} needs the datasets library; run: pip install datasets") from None
-    where = source or name
     try:
-        if source:
-            files = [str(f) for f in source_files(Path(source)) if ".txt" not in f.name]
-            kind = "parquet" if files and files[0].endswith(".parquet") else "json"
-            rows = load_dataset(kind, data_files=files, split="train", streaming=True)
-        elif offline := why_not_hub():
+        if offline := why_not_hub():
             raise ConnectionError(offline)
-        else:
-            rows = load_dataset(name, configuration, split="train", streaming=True)
+        rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
-            yield iter((_text(row, text_key, f"{where}, row {number},"),))
+            yield iter((_text(row, key, f"{name}, row {number},"),))
     except UserError:
         raise
     except Exception as e:  # the library has dozens of errors for a hub out of reach
         raise UserError(
-            f"{where} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
+            f"{name} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
             "network, or give .parquet or .jsonl files at hand with --source=PATH"
         ) from e
 

@@ -10,11 +10,9 @@ window once, in random order, before any comes again.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +22,13 @@ from torch import Tensor
 
 from core.settings import UserError
 from data.documents import HUB
-from data.prepare import command
+from data.prepare import command, map_ahead
 
 SCAN_ALL = 2**28  # tokens; larger files are checked in 256 places only
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """The meta.json of a prepared dataset.
-
-    Raises:
-        UserError: it is missing, damaged, or no dataset's.
-    """
+    """The meta.json of a prepared dataset."""
     folder = Path(folder)
     path = folder / "meta.json"
     prepare = f"prepare it with: {command(folder)}"
@@ -50,23 +44,16 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"there is no dataset in {folder} (no meta.json); {prepare}") from None
     except (OSError, ValueError) as e:
         raise UserError(f"{path} cannot be read ({e}); {prepare}") from None
-    kinds = {"tokenizer": dict, "vocab_size": int, "tokens": dict}
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(k), t) for k, t in kinds.items()):
+    if not isinstance(meta, dict) or not {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
         raise UserError(f"{path} is no dataset's; {prepare}")
     return meta
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """The tokens of a split, uint16, mapped into memory and not read yet.
+    """The tokens of a split ("train" or "val"), uint16, mapped into memory and not read yet.
 
-    Args:
-        split: "train" or "val".
-        block_size: the split must hold at least one sequence of this length and its targets.
-        vocab_size: the model's; every id must be below it. Where there are more than 2**28 tokens,
-            256 places are checked.
-
-    Raises:
-        UserError: a check failed; the sentence says what to run.
+    Refused where it does not hold a sequence of block_size and its targets, or where an id is not
+    below the model's vocab_size (of more than 2**28 tokens, 256 places are checked).
     """
     folder = Path(folder)
     path = folder / f"{split}.bin"
@@ -75,14 +62,14 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     expected = meta["tokens"].get(split)
     if not path.is_file():
         raise UserError(f"{path} is missing; {again}")
-    size = path.stat().st_size
-    if size % 2:
-        raise UserError(f"{path} has {size} bytes, which is no multiple of 2 (uint16); {again}")
-    if size // 2 != expected:
-        raise UserError(f"{path} has {size // 2:,} tokens, meta.json says {expected:,}; {again}")
-    if size // 2 < block_size + 1:
+    N, odd = divmod(path.stat().st_size, 2)
+    if odd:
+        raise UserError(f"{path} has {2 * N + 1} bytes, no multiple of 2 (uint16); {again}")
+    if expected != N:
+        raise UserError(f"{path} has {N:,} tokens, meta.json says {expected:,}; {again}")
+    if block_size + 1 > N:
         raise UserError(
-            f"{path} has {size // 2} tokens, a sequence of --block_size={block_size} and its "
+            f"{path} has {N} tokens, a sequence of --block_size={block_size} and its "
             f"targets need {block_size + 1}; lower --block_size or take more text"
         )
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
@@ -106,11 +93,7 @@ class Batches:
 
     def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        """
-        Args:
-            tokens: (N,) uint16.
-            global_batch: sequences in a step, over all processes and micro-batches.
-        """
+        """global_batch: sequences in a step, over all processes and micro-batches."""
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device = seed, torch.device(device)
         self._view = _windows(tokens, block_size)
@@ -135,52 +118,28 @@ class Batches:
         if drawn[0] != epoch:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             offset = random.integers(0, self.slack, endpoint=True)
-            drawn = self._epoch = (
-                epoch,
-                offset + self.block_size * random.permutation(self.windows),
-            )
+            starts = offset + self.block_size * random.permutation(self.windows)
+            drawn = self._epoch = (epoch, starts)
         return drawn[1]
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """This process's sequences of a step and their targets, (global_batch / world, T) int64."""
-        assert self.global_batch % world == 0, (
-            f"{self.global_batch} sequences for {world} processes"
-        )
         mine = np.split(self.starts(step), world)[rank]
         return _gather(self._view, mine, self.device)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """get(start), get(start + 1), ... get(stop - 1), prepared ahead by a thread."""
-        ready: queue.Queue[Any] = queue.Queue(maxsize=4)
-        ended = threading.Event()
+        """get(start), get(start + 1), ... get(stop - 1), prepared up to four ahead by a thread."""
 
-        def work() -> None:
-            try:
-                if self.device.type == "cuda" and self.device.index is not None:
-                    # A new thread is on device 0, where pinning would open a second context.
-                    torch.cuda.set_device(self.device)
-                for step in range(start, stop):
-                    if ended.is_set():
-                        return
-                    ready.put(self.get(step, rank, world))
-            except BaseException as e:  # the consumer raises it
-                ready.put(e)
+        def begin() -> None:
+            if self.device.type == "cuda" and self.device.index is not None:
+                # A new thread is on device 0, where pinning would open a second context.
+                torch.cuda.set_device(self.device)
 
-        thread = threading.Thread(target=work, daemon=True, name="batches")
-        thread.start()
-        try:
-            for _ in range(start, stop):
-                batch = ready.get()
-                if isinstance(batch, BaseException):
-                    raise batch
-                yield batch
-        finally:
-            ended.set()
-            while thread.is_alive():  # it may be waiting for room
-                with contextlib.suppress(queue.Empty):
-                    ready.get(timeout=0.01)
+        with ThreadPoolExecutor(1, "batches", begin) as pool:
+            steps = range(start, stop)
+            yield from map_ahead(pool, lambda step: self.get(step, rank, world), steps, 5)
 
 
 def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,

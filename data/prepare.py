@@ -2,12 +2,11 @@
 
 Everything is written under temporary names and renamed at the end, meta.json last: a preparation
 that was cut short is never taken for a good one. One that finds the same dataset, whole, does
-nothing; one that finds another dataset refuses to replace it.
+nothing; one that finds another dataset refuses to replace it. What goes wrong is a UserError.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -23,24 +22,24 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
-from core.settings import UserError
+from core.settings import UserError, check_fields, did_you_mean
 from data.documents import (
-    ENDINGS,
     HUB,
     Piece,
     batched,
     cut_document,
     file_documents,
-    reading,
     source_files,
+    text_parts,
     web_documents,
 )
 from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
 _SHAKESPEARE = {"source", "val_fraction"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
@@ -48,79 +47,63 @@ DATASETS = {  # name -> the settings that make its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS | {"tokenizer"},
-    "openwebtext": _DOCUMENTS | {"hub_name", "hub_config"},
-    "fineweb": _DOCUMENTS | {"hub_name", "hub_config"},
+    **dict.fromkeys(HUB, _DOCUMENTS),
 }
 SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
 
+Fraction = Annotated[float, Field(gt=0, le=0.5)]
 Report = Callable[[str, str], None]  # the stage of the work, and how far it is
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Prepare a dataset: python -m data NAME. NAME is shakespeare_char or shakespeare (the plays by
-    character, or in GPT-2's tokens), text (your own), openwebtext or fineweb (from the hub)."""
+    """How a dataset is made; the datasets are those of DATASETS."""
 
     # --- what to read ---
     source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
     text_key: str = "text"  # the field with the text in .jsonl and .parquet
-    limit: int | None = None  # documents to take at most (None: all)
-    hub_name: str | None = None  # another dataset of the hub, owner/name (None: the usual one)
-    hub_config: str | None = None  # its configuration on the hub
+    limit: PositiveInt | None = None  # documents to take at most (None: all)
 
     # --- what to make of it ---
     tokenizer: Literal["gpt2", "char"] | None = None  # of text: char suits small ones (None: gpt2)
-    val_fraction: float | None = None  # part kept for validation (None: 0.1, web data 0.0005)
+    val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
-    workers: int | None = None  # processes that tokenize (None: one a core)
+    workers: PositiveInt | None = None  # processes that tokenize (None: one a core)
     force: bool = False  # prepare again, and replace what is there
 
     def __post_init__(self) -> None:
-        if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
-            raise ValueError(f"val_fraction must be in (0, 0.5], got {self.val_fraction}")
-        for name in ("workers", "limit"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_fields(self)
 
 
 def prepare(dataset: str, config: PrepareConfig) -> Path:
-    """Write out_dir's train.bin, val.bin and meta.json, unless they are there and good.
-
-    Returns:
-        out_dir.
-
-    Raises:
-        UserError: unknown dataset, a setting that it does not take, no text to be had, another
-            dataset in out_dir, or the files cannot be written.
-    """
+    """Write train.bin, val.bin and meta.json, unless they are there and good; their folder."""
     if dataset not in DATASETS:
-        raise UserError(unknown_dataset(dataset))
+        hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
+        if Path(dataset).suffix or Path(dataset).exists():
+            hint = f"; for a text of your own: python -m data text --source={dataset}"
+        raise UserError(f"unknown dataset {dataset!r} (known: {', '.join(DATASETS)}){hint}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
-    options = _options(config)
-    if unused := options.keys() - DATASETS[dataset]:
-        allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
-        raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
-    if options.get("tokenizer") == "gpt2":
-        del options["tokenizer"]  # the default by its name
+    shakespeare = dataset.startswith("shakespeare")
+    options = _options(dataset, config)
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
-    if dataset.startswith("shakespeare") and "source" not in options:
+    if shakespeare and "source" not in options:
         made_from["source"] = PLAYS_SHA256  # a later version may take another text out of them
     if not config.force and up_to_date(out_dir, made_from):
         print(f"{out_dir} is prepared already: nothing to do (--force does it again)")
         return out_dir
-    work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
+    work = prepare_shakespeare if shakespeare else prepare_documents
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        with progress(f"preparing {dataset}") as report:
-            meta = {**made_from, "dtype": "uint16", **work(dataset, config, out_dir, report)}
-        _publish(out_dir, meta)
+        tokenizer, found = work(dataset, config, out_dir, progress(f"preparing {dataset}"))
+        name, V = tokenizer.name, tokenizer.vocab_size
+        meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
+        _publish(out_dir, meta | found)
     except OSError as e:  # what cannot be read is a UserError by now
         reason = e.strerror or e
         raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
-    train, val = meta["tokens"]["train"], meta["tokens"]["val"]
+    train, val = found["tokens"]["train"], found["tokens"]["val"]
     print(
-        f"{out_dir}: {train:,} tokens to train on, {val:,} to validate, "
-        f"vocabulary {meta['vocab_size']:,} ({meta['tokenizer']['name']})"
+        f"{out_dir}: {train:,} tokens to train on, {val:,} to validate, vocabulary {V:,} ({name})"
     )
     if dataset == "text" and config.tokenizer is None and train + val < SMALL:
         print(
@@ -129,14 +112,6 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         )
     print(f"next: {train_command(dataset, out_dir)}")
     return out_dir
-
-
-def unknown_dataset(name: str) -> str:
-    if name.endswith(ENDINGS) or Path(name).exists():
-        return f"{name!r} is no dataset; for your own text: python -m data text --source={name}"
-    near = difflib.get_close_matches(name, DATASETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown dataset {name!r}; {hint}known: {', '.join(DATASETS)}"
 
 
 def train_command(dataset: str, folder: Path) -> str:
@@ -153,23 +128,26 @@ def train_command(dataset: str, folder: Path) -> str:
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
     """Give the partial files their names; at no moment a meta.json lies beside files of another."""
-    meta["sha256"] = {
-        f"{s}.bin": _sha256(_partial_path(out_dir, f"{s}.bin")) for s in ("train", "val")
-    }
+    bins = ("train.bin", "val.bin")
+    meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in bins}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
     (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
-    for name in ("train.bin", "val.bin", "meta.json"):
+    for name in (*bins, "meta.json"):
         os.replace(_partial_path(out_dir, name), out_dir / name)
 
 
-def _options(config: PrepareConfig) -> dict[str, Any]:
+def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
     """The settings that shape the result (workers, say, does not) and are not the default."""
-    makes = set().union(*DATASETS.values())
-    made_by = [f for f in fields(config) if f.name in makes]
-    options = {f.name: v for f in made_by if (v := getattr(config, f.name)) != f.default}
-    if options.get("source") == "plays":
-        del options["source"]  # the default by its name
+    shaping = set().union(*DATASETS.values())
+    given = {f.name: v for f in fields(config) if (v := getattr(config, f.name)) != f.default}
+    options = {name: value for name, value in given.items() if name in shaping}
+    if unused := options.keys() - DATASETS[dataset]:
+        allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
+        raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
+    for name, default in (("tokenizer", "gpt2"), ("source", "plays")):
+        if options.get(name) == default:
+            del options[name]
     if os.path.exists(options.get("source", "")):
         options["source"] = os.path.abspath(options["source"])
     return options
@@ -179,19 +157,13 @@ def _state(source: str | None) -> str | None:
     """A hash of the names, sizes and times of a source's files, which changes with the text."""
     if source is None or not (root := Path(source)).exists():
         return None
-    files = [
-        (str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns)
-        for f in source_files(root)
-    ]
+    stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
-    """Whether out_dir holds this dataset, whole by its sha256.
-
-    Raises:
-        UserError: it holds another one.
-    """
+    """Whether out_dir holds this dataset, whole by its sha256; another one there is an error."""
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         if all(meta[key] == made_from[key] for key in ("dataset", "options")):
@@ -229,21 +201,21 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 def prepare_shakespeare(
     dataset: str, config: PrepareConfig, out_dir: Path, report: Report
-) -> dict[str, Any]:
+) -> tuple[Tokenizer, dict[str, Any]]:
     """One text in memory; its first 90 % of characters train, the rest validates, as in nanoGPT."""
     report("reading", f"the text ({config.source or 'plays'})")
     if config.source in (None, "plays"):
         text = plays()
     elif config.source == "tinyshakespeare":
         text = tiny_shakespeare()
+    elif (path := Path(config.source or "")).is_file():
+        text = "".join(text_parts(path))
     else:
-        text = _read_text(Path(config.source or ""))
+        raise UserError(f"--source={path} is no file; give one, or name plays or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
     if min(len(part) for part in parts.values()) < 2:
-        raise UserError(
-            f"--source={config.source} has only {len(text)} characters; give a longer text"
-        )
+        raise UserError(f"{config.source} has only {len(text)} characters; give a longer text")
     char = dataset == "shakespeare_char"
     tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
     report("tokenizing", f"{len(text):,} characters")
@@ -251,21 +223,15 @@ def prepare_shakespeare(
     for split in ids:
         with _partial(out_dir, f"{split}.bin") as f:
             ids[split].tofile(f)
-    meta = {
-        "tokenizer": tokenizer.to_meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "tokens": {split: len(a) for split, a in ids.items()},
-    }
+    found: dict[str, Any] = {"tokens": {split: len(a) for split, a in ids.items()}}
     if char:
-        meta["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
-    return meta
+        found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
+    return tokenizer, found
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """The losses on val, in nats a token, of a unigram and a bigram model counted on train.
-
-    Each count is plus one (Laplace's rule).
-    """
+    """The losses on val, in nats a token, of a unigram and a bigram model counted on train, each
+    count plus one (Laplace's rule)."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
     pairs = pairs.reshape(V, V)
@@ -275,21 +241,12 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(
-            f"--source={path} is no file; give a text file, or one of: plays, tinyshakespeare"
-        )
-    with reading(path):
-        return path.read_text(encoding="utf-8-sig")
-
-
 # ----------------------------------------------------------------------------- documents, any size
 
 
 def prepare_documents(
     dataset: str, config: PrepareConfig, out_dir: Path, report: Report
-) -> dict[str, Any]:
+) -> tuple[Tokenizer, dict[str, Any]]:
     """Documents of any number and length, tokenized by worker processes in constant memory.
 
     Whole documents at even distances validate (every tenth, where val_fraction is 0.1); where there
@@ -299,10 +256,8 @@ def prepare_documents(
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
     def pieces() -> Iterator[Piece]:
-        if web:
-            name, configuration = (config.hub_name, None) if config.hub_name else HUB[dataset]
-            configuration = config.hub_config or configuration
-            documents = web_documents(name, configuration, config.source, config.text_key)
+        if web and config.source is None:
+            documents = web_documents(*HUB[dataset], config.text_key)
         else:
             documents = file_documents(config.source, config.text_key)
         for i, document in enumerate(islice(documents, config.limit)):
@@ -313,19 +268,17 @@ def prepare_documents(
         tokenizer: Tokenizer
         if config.tokenizer == "char":
             seen: set[str] = set()
-            read = 0
-            for chars, length in _map_ahead(pool, _characters, batched(pieces()), 2 * workers):
+            for chars in map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
-                read += length
-                report("looking for characters", f"in {read:,}, found {len(seen):,}")
+                report("looking for characters", f"found {len(seen):,}")
             # A document ends with an entry that is no character, so no text contains it.
             tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
-        encode = partial(_encode, tokenizer.to_meta())
+        encode = partial(_encode, tokenizer)
         documents = tokens = 0
         with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
-            for batch in _map_ahead(pool, encode, batched(pieces()), 2 * workers):
+            for batch in map_ahead(pool, encode, batched(pieces()), 2 * workers):
                 for i, ends, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
                     documents += ends
@@ -339,15 +292,10 @@ def prepare_documents(
     sizes = {s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
     if min(sizes.values()) < 2:  # an input and its target
         raise UserError(f"{where} has only {tokens} tokens; give a longer text")
-    return {
-        "tokenizer": tokenizer.to_meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "documents": documents,
-        "tokens": sizes,
-    }
+    return tokenizer, {"documents": documents, "tokens": sizes}
 
 
-def _map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
+def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
     """pool.map, with no more than `ahead` tasks in memory; results in order."""
     running: deque[Future[Any]] = deque()
     for task in tasks:
@@ -358,13 +306,7 @@ def _map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> I
         yield running.popleft().result()
 
 
-_tokenizers: dict[str, Tokenizer] = {}  # of this worker process: made once, not for every task
-
-
-def _encode(meta: dict[str, Any], batch: list[Piece]) -> list[tuple[int, bool, bytes]]:
-    if meta["name"] not in _tokenizers:
-        _tokenizers[meta["name"]] = from_meta(meta)
-    tokenizer = _tokenizers[meta["name"]]
+def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bool, bytes]]:
     encoded = []
     for i, ends, text in batch:
         ids = tokenizer.encode(text)
@@ -375,29 +317,25 @@ def _encode(meta: dict[str, Any], batch: list[Piece]) -> list[tuple[int, bool, b
     return encoded
 
 
-def _characters(batch: list[Piece]) -> tuple[set[str], int]:
-    return set().union(*(text for _, _, text in batch)), sum(len(text) for _, _, text in batch)
+def _characters(batch: list[Piece]) -> set[str]:
+    return set().union(*(text for _, _, text in batch))
 
 
 def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
     if tokenizer.vocab_size > 2**16:
-        raise UserError(
-            f"the text has {tokenizer.vocab_size} different characters, 65536 fit in uint16"
-        )
+        raise UserError(f"of {tokenizer.vocab_size} different characters 65536 fit in uint16")
     return np.array(ids, dtype="<u2")
 
 
 def _move_tail(out_dir: Path, fraction: float) -> None:
     """Move the last part of train's tokens to val."""
     path = _partial_path(out_dir, "train.bin")
-    tokens = path.stat().st_size // 2
-    keep = tokens - math.ceil(tokens * fraction)
-    with path.open("r+b") as source, _partial(out_dir, "val.bin") as target:
-        source.seek(2 * keep)
-        while block := source.read(2**24):
-            target.write(block)
-        source.truncate(2 * keep)
-        os.fsync(source.fileno())
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    keep = len(tokens) - math.ceil(len(tokens) * fraction)
+    with _partial(out_dir, "val.bin") as val:
+        tokens[keep:].tofile(val)
+    del tokens  # Windows cannot cut a file that is mapped
+    os.truncate(path, 2 * keep)
 
 
 # ----------------------------------------------------------------------------- files
@@ -424,22 +362,14 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def progress(title: str) -> Iterator[Report]:
-    """On stderr: a line that changes on a terminal; elsewhere one a stage and every ten seconds."""
-    moving = sys.stderr.isatty()
+def progress(title: str) -> Report:
+    """On stderr: a line for each stage, and one every ten seconds."""
     shown, at = "", 0.0
 
     def report(stage: str, done: str) -> None:
         nonlocal shown, at
-        if stage != shown or time.monotonic() > at + (0.2 if moving else 10):
+        if stage != shown or time.monotonic() > at + 10:
             shown, at = stage, time.monotonic()
-            line = f"{title}: {stage} {done}"
-            sys.stderr.write(f"\r{line}\x1b[K" if moving else f"{line}\n")
-            sys.stderr.flush()
+            print(f"{title}: {stage} {done}", file=sys.stderr, flush=True)
 
-    try:
-        yield report
-    finally:
-        if moving:
-            sys.stderr.write("\r\x1b[K")
+    return report

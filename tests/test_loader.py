@@ -140,7 +140,7 @@ def test_prefetch_is_the_stream(start: int) -> None:
 
 
 def batch_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "batches"]
+    return [t for t in threading.enumerate() if t.name.startswith("batches")]
 
 
 def test_prefetch_stops_its_thread_when_left() -> None:
