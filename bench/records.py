@@ -27,8 +27,8 @@ FORMAT = 1
 SAME = ("kind", "name", "capability", "threads", "cpu")  # of what makes two machines one
 
 
-def command(argv: list[str]) -> str:
-    return shlex.join(["python", "bench_mfu.py", *argv])
+def command(argv: list[str], program: str = "bench_mfu.py") -> str:
+    return shlex.join(["python", *program.split(), *argv])
 
 
 def git_state() -> dict[str, Any]:
