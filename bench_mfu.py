@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench import answers, baselines, modes, records, rows, tables
+from bench import baselines, modes, records, rows, tables
 from bench.config import BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Worker
@@ -94,7 +94,7 @@ def run(mode: str, argv: list[str]) -> int:
         "reference": reference,
         "rows": table,
     }
-    content["answers"] = answers.answers(content)
+    content["answers"] = tables.answers(content)
     show(content)
     if config.record is not None:
         folder = records.folder_of(config.records_dir, config.record, content["machine"])

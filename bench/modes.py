@@ -358,7 +358,7 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     for tflops, how in rates:
         lines = roofline.lines(parts, tflops, bandwidth[0])
         ceiling = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
-        console.print(tables.rich_table(f"The roofline of each part{how}", tables.roofline(lines)))
+        console.print(tables.rich_table(f"The roofline of each part{how}", tables.rooflines(lines)))
         console.print(Text(roofline.told(ceiling, how) + "\n"))
         found["reachable" if how else "ceiling"] = {**ceiling, "parts": lines}
     if config.json:
