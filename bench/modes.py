@@ -211,7 +211,12 @@ def grid(bench: Bench) -> dict[str, dict[str, Any]]:
         if largest and not (config.lengths and config.batch_sizes):
             continue  # the largest corner would take most of the time
         heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
-        points[f"B{B} T{T} W{window}"] = {"B": B, "T": T, **heads, "window": window}
+        points[f"B{B} T{T}" + (f" W{window}" if window else "")] = {
+            "B": B,
+            "T": T,
+            **heads,
+            "window": window,
+        }
     return points
 
 

@@ -214,7 +214,7 @@ def test_a_record_is_complete(trained):
     assert set(content["settings"]) == names  # all of them, not only the given ones
     assert content["settings"]["n_embd"] == 32 and content["fresh_rounds"] is False
     assert {p.name for p in record.iterdir()} == {
-        "record.json", "README.md", "speed.png", "length.png", "error.png",
+        "record.json", "README.md", "speed.png", "length.png",
     }  # fmt: skip
     page = (record / "README.md").read_text(encoding="utf-8")
     sdpa = by_backend(content, "train")["sdpa"]

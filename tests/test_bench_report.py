@@ -215,6 +215,6 @@ def test_a_row_that_is_noisy_or_missing_says_so():
 
 def test_the_pictures_of_a_record(tmp_path):
     records.write(tmp_path, content([*TRAIN, *KERNEL]))
-    assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length", "error"}
+    assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}
     for file in tmp_path.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
