@@ -67,10 +67,9 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge.
+    """A row of the modes train and converge, of so many sequences a step.
 
     Args:
-        sequences: in a step.
         reference: loss and gradient_norm by manual in float32; empty where they are not known.
     """
     if row["status"] != "ok":
