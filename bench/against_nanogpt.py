@@ -74,14 +74,11 @@ SIZES = {
 
 def settings(size: Size, config: BenchConfig) -> list[str]:
     """What both train.py take by the same names."""
-    sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
-    return [
-        *(f"--{name}={getattr(size, name)}" for name in sizes),
-        f"--max_iters={SKIP + size.steps}",
-        f"--compile={config.compile}",
-        *("--device=cpu", "--dropout=0.0", "--bias=False", "--gradient_accumulation_steps=1"),
-        *("--eval_interval=1000000", "--eval_iters=1", "--warmup_iters=10", "--log_interval=1"),
-    ]
+    both = {k: v for k, v in asdict(size).items() if k not in ("title", "steps")}
+    both |= {"max_iters": SKIP + size.steps, "compile": config.compile, "device": "cpu"}
+    both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
+    both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
+    return [f"--{name}={value}" for name, value in both.items()]
 
 
 def run(command: list[str], cwd: Path) -> tuple[str, int]:

@@ -281,8 +281,7 @@ def converge(bench: Bench) -> Table:
     if (batch := config.fixed_batch) is None:
         raise UserError("--batch_size=auto has no place in converge: all train on the same batches")
     folder = Path(config.train.data_dir) / config.train.dataset
-    tokens = bench.model.block_size, bench.vocab_size
-    data.load(folder, "train", *tokens)  # or the command that prepares it
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or say how to prepare it
     schedule: dict[str, Any] = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
 
@@ -299,7 +298,7 @@ def converge(bench: Bench) -> Table:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, Outcome] = {}  # its rounds are those of all seeds, in order
     for seed in range(config.seeds):
         everyone = jobs(seed)
         # One run is one process from its first step to its last: "fresh" is one after the other.
@@ -307,13 +306,14 @@ def converge(bench: Bench) -> Table:
         for group in groups:
             done = bench.measure(group, {"": {"steps": part}}, CONVERGE_ROUNDS, fresh=False)
             for (name, _), outcome in done.items():
-                found.setdefault(name, []).append(outcome)
+                if (first := found.setdefault(name, outcome)) is not outcome:
+                    first.rounds += outcome.rounds
+                    first.failure = first.failure or outcome.failure
     table = []
     sequences = batch * config.train.gradient_accumulation_steps
     for name in jobs(0):
-        outcome = Outcome.joined(found[name])
-        row = rows.begin("converge", name, {}, outcome, config.noise)
-        table.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
+        row = rows.begin("converge", name, {}, found[name], config.noise)
+        table.append(rows.of_training(row, found[name], bench.model, sequences, bench.peak, {}))
     rows.of_convergence(table, next(iter(jobs(0))), config.tolerance, config.seeds)
     return table, {}
 

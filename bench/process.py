@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,6 @@ class Outcome:
     warm_up_s: float = 0.0
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failure: Failure | None = None
-
-    @classmethod
-    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
-        """The outcomes of one name's several runs as one, the rounds of all in order."""
-        made = replace(parts[0], rounds=[r for part in parts for r in part.rounds])
-        made.failure = next((part.failure for part in parts if part.failure), None)
-        return made
 
     @property
     def out_of_memory(self) -> bool:

@@ -65,52 +65,55 @@ def point(row: Row) -> str:
     return " ".join(k if v is True else f"{k}={v}" for k, v in at if v not in (None, False))
 
 
+def _at(title: str, name: str) -> tuple[str, Any]:
+    """A column that is a coordinate of the point."""
+    return title, lambda r: str(r["point"][name] or "-")
+
+
+QUARTILES: list[tuple[str, Any]] = [
+    ("quartiles", spread),
+    ("rounds", lambda r: str(len(r["rounds"]))),
+]
+PASSES: list[tuple[str, Any]] = [
+    ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
+    ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+]
+MEMORY: tuple[str, Any] = ("memory", lambda r: bytes_(r.get("memory_bytes")))
 COLUMNS: dict[str, list[tuple[str, Any]]] = {
     "train": [
         ("batch", lambda r: str(r["batch_size"])),
         ("tok/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
         ("ms/step", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
-        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
-        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        *QUARTILES,
+        *PASSES,
         ("mfu", lambda r: _percent(r["mfu"])),
         ("causal", lambda r: _percent(r["mfu_causal"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("loss diff", lambda r: _error(r.get("loss_difference"))),
         ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
         ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
         ("kernel", kernel_names),
     ],
     "kernel": [
-        ("B", lambda r: str(r["point"]["B"])),
-        ("T", lambda r: str(r["point"]["T"])),
-        ("H", lambda r: str(r["point"]["H"])),
-        ("D", lambda r: str(r["point"]["D"])),
-        ("window", lambda r: str(r["point"]["window"] or "-")),
-        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
-        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        *(_at(name, name) for name in ("B", "T", "H", "D", "window")),
+        *PASSES,
         ("both ms", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("TFLOP/s", lambda r: f"{r['tflops_causal']:.3g}"),
         ("full", lambda r: f"{r['tflops_full']:.3g}"),
         ("of peak", lambda r: _percent(r["share"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("err out", lambda r: _error(r.get("error_out"))),
         ("err grad", lambda r: _error(r.get("error_grad"))),
     ],
     "decode": [
-        ("B", lambda r: str(r["point"]["B"])),
-        ("prompt", lambda r: str(r["point"]["P"])),
-        ("cache", lambda r: r["point"]["cache"]),
+        *(_at(title, name) for title, name in (("B", "B"), ("prompt", "P"), ("cache", "cache"))),
         ("processor", lambda r: "with" if r["point"]["processor"] else "without"),
         ("tok/s", lambda r: rate(r["tokens_per_s"])),
         ("ms/token", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("first ms", lambda r: _ms(r["first_ms"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("cache size", lambda r: bytes_(r["cache_bytes"])),
         ("mbu", lambda r: _percent(r["mbu"])),
         ("kernel", kernel_names),
@@ -121,10 +124,9 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
         ("seed noise", lambda r: f"{r['seed_noise']:.4f}" if "seed_noise" in r else "-"),
         ("verdict", lambda r: r.get("verdict", "-")),
         ("ms/step", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("time saved", lambda r: _percent(r.get("time_saved"))),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("memory saved", lambda r: _percent(r.get("memory_saved"))),
         ("kernel", kernel_names),
     ],
@@ -218,15 +220,12 @@ def answers(content: dict[str, Any]) -> list[str]:
     if any(r.get("mfu", 0) > 1 for r in rows):
         said.append("Peak: an MFU of more than 100 %: the peak that was taken is too low.")
     for r in rows:
-        p = r.get("profile", {})
-        told = [p["why"]] if "why" in p else []
-        if "ceiling" in p:
-            told.append(roofline.told(p["ceiling"], ""))
-        if "reachable" in p:
-            of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
-            told.append(roofline.told(p["reachable"], of))
-        if told:
-            said.append(f"Profile: {r['backend']}: {'; '.join(told)}.")
+        if p := r.get("profile"):
+            told = p["why"] if "why" in p else roofline.told(p["ceiling"], "")
+            if "reachable" in p:
+                of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
+                told += "; " + roofline.told(p["reachable"], of)
+            said.append(f"Profile: {r['backend']}: {told}.")
     if any("loss_difference" in r or "error_out" in r for r in rows):
         off = "; ".join(disagreeing(rows, content)) or "all agree with manual, as far as compared"
         said.append(f"Agreement: {off}.")
