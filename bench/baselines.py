@@ -41,11 +41,8 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """--rival's words -> {name of the row: what build() wants}.
-
-    Args:
-        implementations: of transformers' attention, a row each.
-    """
+    """--rival's words -> {name of the row: what build() wants}; transformers' attention
+    implementations have a row each."""
     found: dict[str, str] = {}
     for word in asked:
         name, _, path = word.partition("=")

@@ -103,10 +103,9 @@ def of_profile(
     bandwidth: tuple[float, str],
     products_tflops: float | None,
 ) -> dict[str, Any]:
-    """What a worker's profile says, part by part beside the roofline; the largest gap first.
+    """What Training.profile found, part by part beside the roofline; the largest gap first.
 
     Args:
-        found: Training.profile's answer.
         bandwidth: bytes a second, and where that is from.
         products_tflops: the rate that large matmuls really reach, where that is known.
     """
