@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench import answers, baselines, modes, records, rows, tables
+from bench import baselines, modes, records, rows, tables
 from bench.config import BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Worker
@@ -57,11 +57,10 @@ def run(mode: str, argv: list[str]) -> int:
     limit = None
     if device.type == "cpu":
         limit = int(config.memory_gb * 1e9 if config.memory_gb else 0.7 * free_memory(device))
-    say = Console(stderr=True, highlight=False)
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
-    say.print(Text(f"settings: {', '.join(sorted(files)) or 'the defaults'}"))
-    say.print(Text(f"vocabulary: {vocab_size:,} ({source})"))
-    with progress(say) as watch:
+    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", file=sys.stderr)
+    print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
+    with progress() as watch:
         bench = modes.Bench(mode, config, str(device), vocab_size, backends, limit, watch, {})
         try:
             watch("the machine")
@@ -75,7 +74,6 @@ def run(mode: str, argv: list[str]) -> int:
         bench.machine["memory_limit"] = limit or bench.machine["free_memory"]
         table, reference = modes.MODES[mode](bench)
     table += [rows.unavailable(mode, name, why) for name, why in left_out.items()]
-    T = bench.model.block_size
     content: dict[str, Any] = {
         "format": records.FORMAT,
         "mode": mode,
@@ -88,13 +86,13 @@ def run(mode: str, argv: list[str]) -> int:
         "settings": config.flat(),
         "fresh_rounds": bench.fresh,
         "flops_per_token": {
-            "mfu": flops.flops_per_token(bench.model, T),
-            "mfu_causal": flops.flops_per_token(bench.model, T, causal=True),
+            name: flops.flops_per_token(bench.model, bench.model.block_size, causal)
+            for name, causal in (("mfu", False), ("mfu_causal", True))
         },
         "reference": reference,
         "rows": table,
     }
-    content["answers"] = answers.answers(content)
+    content["answers"] = tables.answers(content)
     show(content)
     if config.record is not None:
         folder = records.folder_of(config.records_dir, config.record, content["machine"])
@@ -123,10 +121,10 @@ def check(mode: str, config: BenchConfig) -> None:
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Callable[[str], None]]:
     """A line that says what is being measured, and since when."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("starting", total=None)
         yield lambda what: shown.update(task, description=what)
 
@@ -156,15 +154,12 @@ class CompareConfig:
 
 
 def compare(argv: list[str]) -> int:
-    """Print two records side by side."""
     paths = read(CompareConfig, argv, positional="records").settings.records
     if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = records.compare(records.read(paths[0]), records.read(paths[1]))
+    notes, table = records.compare(*map(records.read, paths))
     console = tables.console(width=100)
-    console.print(Text(f"A: {paths[0]}\nB: {paths[1]}"))
-    for note in notes:
-        console.print(Text(note))
+    console.print(Text("\n".join((f"A: {paths[0]}", f"B: {paths[1]}", *notes))))
     if table[1]:
         console.print(tables.rich_table("", table))
     return 0

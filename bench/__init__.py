@@ -4,7 +4,7 @@ config.py       the knobs: the bench's own, and train.py's for the model
 modes.py        what each mode asks of the workers, and the rows that come of it
 process.py      the worker processes, and the rounds: A B C A B C
 worker.py       the process in which one backend is measured; it answers through a pipe
-setup.py        how every job in it begins: device, dtype, autocast, the model
+job.py          how every job in it begins: settings, device, the model
 training.py     its training steps: for the modes train and converge
 kernels.py      its attention calls: for the mode kernel
 decoding.py     its generated tokens: for the mode decode
@@ -14,7 +14,7 @@ fitting.py      --batch_size=auto: the largest batch that fits
 profiling.py    where the time of a step goes, by what the profiler saw
 roofline.py     where it would go at best, by the sizes alone
 rows.py         answers of the workers -> rows; stats.py: medians, quartiles, what is noisy
-tables.py       the rows as tables; answers.py: what they say, in words; pictures.py: as PNG
+tables.py       the rows as tables, and what they say; pictures.py: as PNG
 records.py      a record: written, read, compared
 serving.py      many prompts: batches against continuous batching; python -m bench.serving
 against_nanogpt.py  whole runs of train.py beside nanoGPT's own

@@ -24,14 +24,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
 
 from attention.system import cpu_name  # noqa: E402
 from bench import records  # noqa: E402
@@ -67,33 +64,25 @@ class Size:
     steps: int  # counted in a run
 
 
+CHARS = "shakespeare_char"
 SIZES = {
-    "a": Size("4 layers, 128 wide, block 64, batch 12", "shakespeare_char", 4, 4, 128, 64, 12, 400),
-    "b": Size(
-        "6 layers, 384 wide, block 256, batch 16", "shakespeare_char", 6, 6, 384, 256, 16, 15
-    ),
+    "a": Size("4 layers, 128 wide, block 64, batch 12", CHARS, 4, 4, 128, 64, 12, 400),
+    "b": Size("6 layers, 384 wide, block 256, batch 16", CHARS, 6, 6, 384, 256, 16, 15),
     "c": Size("GPT-2 124M, block 512, batch 2", "shakespeare", 12, 12, 768, 512, 2, 6),
 }
 
 
 def settings(size: Size, config: BenchConfig) -> list[str]:
     """What both train.py take by the same names."""
-    sizes = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
-    return [
-        *(f"--{name}={getattr(size, name)}" for name in sizes),
-        f"--max_iters={SKIP + size.steps}",
-        f"--compile={config.compile}",
-        *("--device=cpu", "--dropout=0.0", "--bias=False", "--gradient_accumulation_steps=1"),
-        *("--eval_interval=1000000", "--eval_iters=1", "--warmup_iters=10", "--log_interval=1"),
-    ]
+    both = {k: v for k, v in asdict(size).items() if k not in ("title", "steps")}
+    both |= {"max_iters": SKIP + size.steps, "compile": config.compile, "device": "cpu"}
+    both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
+    both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
+    return [f"--{name}={value}" for name, value in both.items()]
 
 
 def run(command: list[str], cwd: Path) -> tuple[str, int]:
-    """What it printed, and the largest resident memory of its process in bytes.
-
-    Raises:
-        UserError: it failed; with its last words.
-    """
+    """What it printed, and the largest resident memory of its process in bytes."""
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
@@ -101,7 +90,7 @@ def run(command: list[str], cwd: Path) -> tuple[str, int]:
         out.seek(0)
         text = out.read()
     if process.returncode:
-        last = (text.strip().splitlines() or ["no output"])[-1]
+        last = text.strip().rpartition("\n")[2]
         raise UserError(f"{' '.join(command[:3])} failed ({process.returncode}): {last}")
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -161,64 +150,41 @@ def main() -> int:
     config = read(BenchConfig, sys.argv[1:]).settings
     if not set(config.sizes) <= set(SIZES):
         raise UserError(f"sizes must be some of a, b and c, got {config.sizes!r}")
-    lines = [
+    results: dict[str, list[Pair]] = {s: [] for s in config.sizes}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        prepare(config, work)
+        for n in range(config.rounds):
+            for s, pairs in results.items():
+                print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
+                pairs.append((ours(SIZES[s], config, work), theirs(SIZES[s], config, work)))
+    about = (
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, {config.rounds} rounds, "
-        f"{'compiled' if config.compile else 'not compiled'}",
-        "",
+        f"{'compiled' if config.compile else 'not compiled'}"
+    )
+    table = "\n".join([
         "| size | nanoGPT tok/s | ours tok/s | ratio (lowest to highest) | nanoGPT GB | ours GB |",
         "|---|---|---|---|---|---|",
-    ]
-    console = Console(stderr=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Progress(console=console, transient=True) as progress,
-    ):
-        work = Path(folder)
-        task = progress.add_task("preparing data", total=config.rounds * len(config.sizes))
-        prepare(config, work)
-        results: dict[str, list[Pair]] = {}
-        for n in range(config.rounds):
-            for s in config.sizes:
-                progress.update(task, description=f"round {n + 1} of {config.rounds}, size {s}")
-                pair = (ours(SIZES[s], config, work), theirs(SIZES[s], config, work))
-                results.setdefault(s, []).append(pair)
-                progress.advance(task)
-    lines += [row(SIZES[s], results[s]) for s in config.sizes]
-    print("\n".join(lines))
+        *(row(SIZES[s], pairs) for s, pairs in results.items()),
+    ])  # fmt: skip
+    print(f"{about}\n\n{table}")
     if config.record:
-        print(f"\nrecord: {write_record(config, lines, results)}")
+        kept = ROOT / "bench" / "records" / f"{date.today()}_cpu_{config.record}"
+        content = {
+            "command": records.command(sys.argv[1:], "bench/against_nanogpt.py"),
+            **records.git_state(),
+            "about": about,
+            "settings": asdict(config),
+            "warm_up_steps": SKIP,
+            "sizes": {s: asdict(SIZES[s]) for s in config.sizes},
+            "rounds": results,  # pairs of ours and nanoGPT's: seconds a step, bytes
+        }
+        end = f"Commit {records.commit(content)}: `{content['command']}`\n"
+        page = f"# Training on the CPU, against nanoGPT\n\n{about}\n\n{table}\n\n{end}"
+        records.save(kept, content, page)
+        print(f"\nrecord: {kept.relative_to(ROOT)}")
     return 0
-
-
-def write_record(config: BenchConfig, lines: list[str], results: dict[str, list[Pair]]) -> Path:
-    """What was measured, where and with what, every round of it."""
-
-    def told(side: tuple[float, int]) -> dict[str, float]:
-        return {"s_per_step": side[0], "max_rss_bytes": side[1]}
-
-    folder = ROOT / "bench" / "records" / f"{date.today()}_cpu_{config.record}"
-    command = f"python bench/against_nanogpt.py --rounds={config.rounds} --sizes={config.sizes}"
-    content: dict[str, Any] = {
-        "command": command + (" --compile=True" if config.compile else ""),
-        **records.git_state(),
-        "device": cpu_name() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "attention_backend": config.attention_backend,
-        "dtype": "float32",
-        "warm_up_steps": SKIP,
-        "sizes": {s: asdict(SIZES[s]) for s in config.sizes},
-        "rounds": {
-            s: [{"ours": told(a), "nanogpt": told(b)} for a, b in pairs]
-            for s, pairs in results.items()
-        },
-    }
-    about = ["# Training on the CPU, against nanoGPT", "\n".join(lines),
-             f"Commit {records.commit(content)}: `{content['command']}`\n"]  # fmt: skip
-    records.save(folder, content, "\n\n".join(about))
-    return folder.relative_to(ROOT)
 
 
 if __name__ == "__main__":

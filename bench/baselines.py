@@ -33,7 +33,6 @@ from bench.job import Job
 from core.optimizer import build_optimizer
 from core.runtime import synchronize
 from core.settings import UserError
-from train import TrainConfig
 
 HF = ("eager", "sdpa", "flash_attention_2")
 CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
@@ -42,14 +41,8 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """--rival's words -> {name of the row: what build() wants}.
-
-    Args:
-        implementations: of transformers' attention, a row each.
-
-    Raises:
-        UserError: an unknown baseline, or a path that is no checkout.
-    """
+    """--rival's words -> {name of the row: what build() wants}; transformers' attention
+    implementations have a row each."""
     found: dict[str, str] = {}
     for word in asked:
         name, _, path = word.partition("=")
@@ -71,28 +64,20 @@ def can_write(baseline: str, cache: str, processor: bool) -> bool:
     return cache in CACHES[name] and not (processor and name == "nanogpt")
 
 
-def check(name: str, config: TrainConfig) -> None:
-    """Raises: UserError where the baseline cannot do what is asked."""
-    wanted = {
-        "attention_window": config.attention_window,
-        "n_kv_head": None if config.n_kv_head == config.n_head else config.n_kv_head,
-        "gradient_checkpointing": config.gradient_checkpointing or None,
-        "gelu=tanh": (config.gelu == "tanh" and name == "nanogpt") or None,
-    }
-    if lacks := [k for k, v in wanted.items() if v is not None]:
-        raise UserError(f"it has no {' and no '.join(lacks)}")
-
-
 def build(baseline: str, job: Job) -> Baseline:
-    """The baseline, its new model on the device.
-
-    Raises:
-        UserError: it cannot do what is asked.
-    """
+    """The baseline, its new model on the device; UserError where it cannot do what is asked."""
     name, _, what = baseline.partition("=")
     if name == "plain":
         return Plain(job)
-    check(name, job.config)
+    config = job.config
+    wanted = {
+        "attention_window": config.attention_window,
+        "n_kv_head": config.n_kv_head not in (None, config.n_head),
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
+    }
+    if lacks := [k for k, v in wanted.items() if v]:
+        raise UserError(f"it has no {' and no '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
@@ -227,23 +212,17 @@ class HuggingFace(Baseline):
         config, device = self.config, job.device
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same = {name: getattr(config, name) for name in ("n_embd", "n_layer", "n_head")}
+        same: dict[str, Any] = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
         same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-        settings: Any = transformers.GPT2Config(
-            vocab_size=job.vocab_size,
-            n_positions=config.block_size,
-            activation_function="gelu" if config.gelu == "exact" else "gelu_new",
-            bos_token_id=None,
-            eos_token_id=None,
-            **same,
-        )
+        same |= dict.fromkeys(("bos_token_id", "eos_token_id"))
+        same |= {"vocab_size": job.vocab_size, "n_positions": config.block_size}
+        same["activation_function"] = "gelu" if config.gelu == "exact" else "gelu_new"
+        sizes = transformers.GPT2Config(**same)
+        make: Any = transformers.AutoModelForCausalLM.from_config
         try:
-            model: Any = transformers.AutoModelForCausalLM.from_config(
-                settings, attn_implementation=implementation
-            )
+            self.model = make(sizes, attn_implementation=implementation).to(device)
         except ImportError as e:
             raise UserError(" ".join(str(e).split())) from e
-        self.model = model.to(device)
         self.title = f"transformers {transformers.__version__}"
 
     def make_optimizer(self) -> Any:

@@ -42,8 +42,6 @@ class Knobs:
     sweep: bool = True  # train: also time attention alone over lengths and batch sizes
     lengths: tuple[PositiveInt, ...] = ()  # kernel, sweep: none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[PositiveInt, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
-    heads: tuple[PositiveInt, ...] = ()  # kernel: query heads; none: n_head
-    head_dims: tuple[PositiveInt, ...] = ()  # kernel; none: n_embd / n_head
     windows: tuple[PositiveInt | None, ...] = ()  # kernel: of keys, or none; none: the model's
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
@@ -104,34 +102,21 @@ Flat = make_dataclass(
 def load_config(argv: list[str]) -> Loaded[BenchConfig]:
     """The settings, and where each that was given came from.
 
-    `--config=FILE` names a config file as the bare word does. On the CPU, where no file is named,
-    it is bench/cpu.py: train.py's default, GPT-2 124M, would take half an hour there; but with
-    --roofline nothing runs.
-
-    Raises:
-        UserError: a mistake in them.
+    On the CPU, where no file is named, the config is bench/cpu.py: train.py's default, GPT-2 124M,
+    would take half an hour there; but with --roofline nothing runs.
     """
-    words = [word for word in argv if word not in ("-h", "--help")]
-    given, origins = gather(Flat, words, aliases=ALIASES)
+    given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], aliases=ALIASES)
     named = any(origin != "command line" for origin in origins.values())
     elsewhere = given.get("roofline") is not None
     if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
-    return Loaded(compose(loaded.settings), loaded.origins)
-
-
-def compose(flat: Any) -> BenchConfig:
-    """The two configs that the flat one holds.
-
-    Raises:
-        UserError: train.py would refuse its part, or it asks for pretrained weights.
-    """
-    mine = {f.name: getattr(flat, f.name) for f in fields(Knobs)}
-    of_train = {f.name: getattr(flat, f.name) for f in fields(TrainConfig)}
-    if mine["batch_size"] == "auto":
+    flat = vars(loaded.settings)
+    mine = {f.name: flat[f.name] for f in fields(Knobs)}
+    of_train = {f.name: flat[f.name] for f in fields(TrainConfig)}
+    if flat["batch_size"] == "auto":
         of_train["batch_size"] = 1
-    if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
+    if flat["records_dir"] == RECORDS:  # also where the command is run from elsewhere
         mine["records_dir"] = str(ROOT / RECORDS)
     try:
         train = TrainConfig(**of_train)
@@ -142,26 +127,22 @@ def compose(flat: Any) -> BenchConfig:
             f"init_from must be 'scratch', got {train.init_from!r}: what weights hold changes no "
             "time, so give the sizes instead"
         )
-    return BenchConfig(**mine, train=train)
+    return Loaded(BenchConfig(**mine, train=train), loaded.origins)
 
 
 def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
-    """The backends to measure, and those that "all" leaves out, with the reason.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """The backends to measure, and those that "all" leaves out, with the reason."""
     asked = config.backends
     if asked == ("all",) and config.train.attention_backend != "auto":  # --attention_backend=sdpa
         asked = (config.train.attention_backend,)
-    chosen: list[str] = []
+    chosen: dict[str, None] = {}
     left_out: dict[str, str] = {}
     for word in asked:
         if word in attention.RULES:
             raise UserError(f"{word!r} is a rule that chooses a backend; name the backends, or all")
         if word != "all":
             try:
-                chosen.append(attention.get(word).name)
+                chosen[attention.get(word).name] = None
             except ValueError as e:
                 raise UserError(str(e)) from None
             continue
@@ -170,10 +151,10 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
             if caps and all(c.interpreted for c in caps):
                 left_out[name] = "only Triton's interpreter runs it here, whose speed means nothing"
             else:
-                chosen.append(name)
+                chosen[name] = None
     if not chosen:
         raise UserError("--backends names none")
-    return list(dict.fromkeys(chosen)), {k: v for k, v in left_out.items() if k not in chosen}
+    return list(chosen), {k: v for k, v in left_out.items() if k not in chosen}
 
 
 def vocabulary(config: BenchConfig) -> tuple[int, str]:

@@ -15,10 +15,7 @@ from bench.process import Failure, Worker
 
 
 def largest(seconds_of: Callable[[int], float], slowest: float) -> tuple[int, str, dict[int, str]]:
-    """The largest batch for which `seconds_of` returns, and does not raise Failure.
-
-    Args:
-        seconds_of: seconds of a step at a batch size.
+    """The largest batch for which `seconds_of`, the time of a step, does not raise Failure.
 
     Returns:
         the batch size, what limits it ("memory" or "time"), and what was said of each size tried.

@@ -22,11 +22,7 @@ class Job:
     """The settings and the set-up (core/runtime.py), with the seed of the weights set."""
 
     def __init__(self, told: dict[str, Any], **changes: Any) -> None:
-        """
-        Args:
-            told: what bench/modes.py sends, Bench.job().
-            changes: of train.py's settings in it.
-        """
+        """From what Bench.job() of bench/modes.py sent; `changes` are of train.py's settings."""
         self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
         self.vocab_size = told["vocab_size"]
         self.device = torch.device(told["device"])

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,11 +142,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def limit_memory(size: int) -> None:
-    """Let this process allocate `size` bytes and no more.
-
-    The allocation that goes beyond it then fails with an error message; without a limit the kernel
-    would kill some process.
-    """
+    """Let an allocation beyond `size` bytes fail here, before Linux kills some process."""
     import resource
 
     if sys.platform == "linux":
@@ -165,7 +162,6 @@ def last_level_cache(device: torch.device) -> int | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
     found: dict[tuple[int, str], int] = {}  # by level and the cores that share it
-    units = {"K": 2**10, "M": 2**20}
     for cpu in os.sched_getaffinity(0):
         for cache in (CPUS / f"cpu{cpu}" / "cache").glob("index*"):
             try:
@@ -173,7 +169,7 @@ def last_level_cache(device: torch.device) -> int | None:
                     (cache / name).read_text().strip()
                     for name in ("level", "shared_cpu_list", "size")
                 )
-                found[int(level), shared] = int(size[:-1]) * units[size[-1]]
+                found[int(level), shared] = int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]]
             except (OSError, ValueError, KeyError, IndexError):  # a machine that does not tell
                 continue
     last = max((level for level, _ in found), default=0)
@@ -181,11 +177,7 @@ def last_level_cache(device: torch.device) -> int | None:
 
 
 def copy_size(device: torch.device, limit: int | None = None) -> tuple[int, str]:
-    """Bytes of each of the two arrays that measure the bandwidth, and a doubt about them, or "".
-
-    Args:
-        limit: bytes that this process may allocate.
-    """
+    """Bytes of each of the two arrays that measure the bandwidth, and a doubt about them."""
     cache = last_level_cache(device) or 0
     wanted = max(LEAST_COPY, 4 * cache)
     free = free_memory(device) or 4 * wanted
@@ -227,12 +219,9 @@ class MachineProbe:
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The backends that declare that they can do none of what is asked, with the reasons.
+        """The backends ("names") that declare that they can do none of what is asked ("specs").
 
         No process need be started for them. Those that remain still have to prove themselves.
-
-        Args:
-            request: {"names": [...], "specs": [fields of Spec, but those of the settings]}.
         """
         config = self.job.config
         here = Machine.here(str(self.device), attention.packages())
@@ -258,19 +247,27 @@ def reason(error: attention.BackendUnavailable) -> str:
 
 def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
-    device = job.device
+    device, name = job.device, cpu_name() or platform.machine()
     peak = flops.peak(device, job.dtype, job.config.peak_tflops)
-    # No matmul reaches what a datasheet promises; so on a GPU also measure what one does reach.
-    products = flops.measured_peak(device, job.setup.dtype) if device.type == "cuda" else None
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    name = cpu_name() or platform.machine()
+    own: dict[str, Any] = {
+        "name": name,
+        "capability": None,
+        "driver": None,
+        "products_tflops": None,
+    }
+    if device.type == "cuda":
+        # No matmul reaches what a datasheet promises; so also measure what one does reach.
+        own = {
+            "name": torch.cuda.get_device_name(device),
+            "capability": torch.cuda.get_device_capability(device),
+            "driver": driver(),
+            "products_tflops": flops.measured_peak(device, job.setup.dtype).tflops,
+        }
     return {
         "device": str(device),
         "kind": device.type,
-        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        **own,
         "about": describe(device),
-        "capability": capability,
-        "driver": driver() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
         "cpu": name,
@@ -282,7 +279,6 @@ def look(job: Job) -> dict[str, Any]:
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
         "peak_measured": peak.measured,
-        "products_tflops": products.tflops if products else None,
     }
 
 
@@ -291,16 +287,13 @@ def driver() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(ask, capture_output=True, text=True).stdout.split()
-    return said[0] if said else None
+    return subprocess.run(ask, capture_output=True, text=True).stdout.partition("\n")[0] or None
 
 
 def versions() -> dict[str, str]:
     """Import name -> version, of the packages that make kernels."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name.replace("_", "-"))
-        except metadata.PackageNotFoundError:
-            continue
     return found

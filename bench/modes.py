@@ -53,18 +53,6 @@ class Bench:
     def model(self) -> GPTConfig:
         return self.config.train.model(self.vocab_size)
 
-    def parts(self, sequences: int, micro: int) -> dict[str, roofline.Work]:
-        """What a step has to do."""
-        clip = bool(self.config.train.grad_clip)
-        return roofline.work(self.model, sequences, micro, self.machine["dtype"], clip)
-
-    def rates(self) -> tuple[tuple[float, str], float | None]:
-        """The memory's bytes a second with their source; the TFLOP/s that large matmuls reach."""
-        m = self.machine
-        known = flops.datasheet_bandwidth(m["name"]) if not self.config.bandwidth_gbs else None
-        measured = m["bandwidth"], m["bandwidth_source"]
-        return known or measured, self.config.products_tflops or m["products_tflops"]
-
     def job(
         self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
     ) -> dict[str, Any]:
@@ -92,11 +80,7 @@ class Bench:
         }
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
-        """The answer of a worker that only has to set up its job.
-
-        Raises:
-            Failure: it could not.
-        """
+        """The answer of a worker that only has to set up its job."""
         self.watch(kind)
         worker = Worker(self.job(kind, "", batch_size), self.config.timeout)
         worker.close()
@@ -192,35 +176,47 @@ def train(bench: Bench) -> Table:
             row["fits"] = fits[name]
         row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
         if "profile" in row:
-            parts, rates = bench.parts(sequences, micro), bench.rates()
-            args = (row["profile"], parts, bench.model, sequences, bench.peak, *rates)
-            row["profile"] = rows.of_profile(*args)
+            row["profile"] = beside_roofline(bench, row["profile"], sequences, micro)
         table.append(row)
     if config.sweep:  # the model's own heads, and fewer rounds: it is beside the point
         rounds = min(SWEEP_ROUNDS, config.rounds)
-        own = replace(config, heads=(), head_dims=(), windows=(), seconds=config.seconds / 2)
-        table += kernel(replace(bench, config=replace(own, rounds=rounds)))[0]
+        own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
+        table += kernel(replace(bench, config=own))[0]
     return table, reference
+
+
+def beside_roofline(
+    bench: Bench, found: dict[str, Any], sequences: int, micro: int
+) -> dict[str, Any]:
+    """A worker's profile, with what each part would take at best."""
+    config, m = bench.config, bench.machine
+    parts = roofline.work(bench.model, sequences, micro, m["dtype"], bool(config.train.grad_clip))
+    known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
+    bandwidth = known or (m["bandwidth"], m["bandwidth_source"])
+    products = config.products_tflops or m["products_tflops"]
+    return rows.of_profile(found, parts, bench.model, sequences, bench.peak, bandwidth, products)
 
 
 def grid(bench: Bench) -> dict[str, dict[str, Any]]:
     """The points of the modes kernel and sweep, by name."""
-    config, model, cuda = bench.config, bench.model, bench.machine["kind"] == "cuda"
+    config, model = bench.config, bench.model
+    cuda = bench.device.startswith("cuda")
     default = (512, 1024, 2048, 4096, 8192, 16384, 32768) if cuda else (128, 512, 2048)
     lengths = config.lengths or default
     batch_sizes = config.batch_sizes or ((1, 8) if cuda else (1, 4))
-    heads, head_dims = config.heads or (model.n_head,), config.head_dims or (model.head_dim,)
-    windows = config.windows or (model.attention_window,)
-    asked_for = bool(config.lengths and config.batch_sizes)
     points = {}
-    for B, T, H, D, window in itertools.product(batch_sizes, lengths, heads, head_dims, windows):
-        if not asked_for and min(batch_sizes) < B and sorted(lengths)[len(lengths) // 2] < T:
+    windows = config.windows or (model.attention_window,)
+    for B, T, window in itertools.product(batch_sizes, lengths, windows):
+        largest = min(batch_sizes) < B and sorted(lengths)[len(lengths) // 2] < T
+        if largest and not (config.lengths and config.batch_sizes):
             continue  # the largest corner would take most of the time
-        groups = model.n_head // model.kv_heads
-        if H % groups:
-            raise UserError(f"--heads={H} is no multiple of the {groups} heads that share a key")
-        point = {"B": B, "T": T, "H": H, "Hkv": H // groups, "D": D, "window": window}
-        points[f"B{B} T{T} H{H} D{D}" + (f" W{window}" if window else "")] = point
+        heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
+        points[f"B{B} T{T}" + (f" W{window}" if window else "")] = {
+            "B": B,
+            "T": T,
+            **heads,
+            "window": window,
+        }
     return points
 
 
@@ -242,7 +238,7 @@ def decode(bench: Bench) -> Table:
     """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
     config = bench.config
     new, T = config.new_tokens, bench.model.block_size
-    batch_sizes = config.batch_sizes or ((1, 8) if bench.machine["kind"] == "cuda" else (1, 4))
+    batch_sizes = config.batch_sizes or ((1, 8) if bench.device.startswith("cuda") else (1, 4))
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T or min(prompts) < 1:
         raise UserError(
@@ -285,8 +281,7 @@ def converge(bench: Bench) -> Table:
     if (batch := config.fixed_batch) is None:
         raise UserError("--batch_size=auto has no place in converge: all train on the same batches")
     folder = Path(config.train.data_dir) / config.train.dataset
-    tokens = bench.model.block_size, bench.vocab_size
-    data.load(folder, "train", *tokens)  # or the command that prepares it
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or say how to prepare it
     schedule: dict[str, Any] = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
 
@@ -303,7 +298,7 @@ def converge(bench: Bench) -> Table:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, Outcome] = {}  # its rounds are those of all seeds, in order
     for seed in range(config.seeds):
         everyone = jobs(seed)
         # One run is one process from its first step to its last: "fresh" is one after the other.
@@ -311,37 +306,38 @@ def converge(bench: Bench) -> Table:
         for group in groups:
             done = bench.measure(group, {"": {"steps": part}}, CONVERGE_ROUNDS, fresh=False)
             for (name, _), outcome in done.items():
-                found.setdefault(name, []).append(outcome)
+                if (first := found.setdefault(name, outcome)) is not outcome:
+                    first.rounds += outcome.rounds
+                    first.failure = first.failure or outcome.failure
     table = []
     sequences = batch * config.train.gradient_accumulation_steps
     for name in jobs(0):
-        outcome = Outcome.joined(found[name])
-        row = rows.begin("converge", name, {}, outcome, config.noise)
-        table.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
+        row = rows.begin("converge", name, {}, found[name], config.noise)
+        table.append(rows.of_training(row, found[name], bench.model, sequences, bench.peak, {}))
     rows.of_convergence(table, next(iter(jobs(0))), config.tolerance, config.seeds)
     return table, {}
 
 
 def only_roofline(config: BenchConfig, gpu: str) -> int:
     """Print the least time of each part of a step on a GPU that need not be here."""
-    half, micro = ("bfloat16", "float16"), config.train.gradient_accumulation_steps
-    dtype: str = config.train.dtype
-    if dtype == "auto":
-        dtype = next((d for d in half if flops.datasheet_peak(gpu, d)), "float32")
+    wanted: str = config.train.dtype
+    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
+    dtype = next(half, "float32") if wanted == "auto" else wanted
     peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
-    if peak and config.train.peak_tflops:
-        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
     bandwidth = flops.datasheet_bandwidth(gpu)
-    if bandwidth and config.bandwidth_gbs:
-        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
     if peak is None or bandwidth is None:
-        of = "bfloat16 or float16" if config.train.dtype == "auto" else dtype
+        of = "bfloat16 or float16" if wanted == "auto" else dtype
         raise UserError(
             f"--roofline: the table of GPUs has no {of} rates of {gpu!r}; names are those that "
             "drivers give: 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB'"
         )
+    if config.train.peak_tflops:
+        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
+    if config.bandwidth_gbs:
+        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
     if (batch := config.fixed_batch) is None:
         raise UserError("--roofline needs a --batch_size")
+    micro = config.train.gradient_accumulation_steps
     vocab_size, source = vocabulary(config)
     model, sequences = config.train.model(vocab_size), batch * micro
     parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
@@ -351,16 +347,17 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
         f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
         f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
     ))  # fmt: skip
-    rates = [(peak.tflops, "")]
-    if rate := config.products_tflops:
-        rates.append((rate, f", with matmuls at {rate:,.4g} TFLOP/s"))
+    rates = {"ceiling": peak.tflops, "reachable": config.products_tflops}
     found = {}
-    for tflops, how in rates:
-        lines = roofline.lines(parts, tflops, bandwidth[0])
-        ceiling = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
-        console.print(tables.rich_table(f"The roofline of each part{how}", tables.roofline(lines)))
-        console.print(Text(roofline.told(ceiling, how) + "\n"))
-        found["reachable" if how else "ceiling"] = {**ceiling, "parts": lines}
+    for name, tflops in rates.items():
+        if tflops:
+            how = f", with matmuls at {tflops:,.4g} TFLOP/s" * (name == "reachable")
+            lines = roofline.lines(parts, tflops, bandwidth[0])
+            best = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
+            title = f"The roofline of each part{how}"
+            console.print(tables.rich_table(title, tables.rooflines(lines)))
+            console.print(Text(roofline.told(best, how) + "\n"))
+            found[name] = {**best, "parts": lines}
     if config.json:
         print(json.dumps({"gpu": gpu, "dtype": dtype, "vocab_size": vocab_size, **found}))
     return 0
@@ -370,22 +367,15 @@ def specs(bench: Bench) -> list[dict[str, Any]]:
     """What will be asked of the backends, as fields of Spec: a backend that can do none of it has
     no process started."""
     model = bench.model
-    own: dict[str, Any] = {
-        "n_head": model.n_head,
-        "n_kv_head": model.kv_heads,
-        "head_dim": model.head_dim,
-    }
-    window = model.spec("float32").window
+    own: dict[str, Any] = {name: getattr(model, name) for name in ("n_head", "head_dim")}
+    own |= {"n_kv_head": model.kv_heads, "window": model.spec("float32").window}
     if bench.mode == "decode":
-        own |= {"window": window, "grad": False}
-        return [
-            {**own, "cache": cache, "page_size": 16 if cache == "paged" else None}
-            for cache in bench.config.kv_caches
-        ]
+        pages = {"paged": {"page_size": 16}}
+        caches = bench.config.kv_caches
+        return [{**own, "grad": False, "cache": c, **pages.get(c, {})} for c in caches]
     if bench.mode == "kernel":
-        same = {"n_head": "H", "n_kv_head": "Hkv", "head_dim": "D", "window": "window"}
-        return [{k: p[v] for k, v in same.items()} for p in grid(bench).values()]
-    return [{**own, "window": window, "dropout": model.dropout}]
+        return [{**own, "window": point["window"]} for point in grid(bench).values()]
+    return [{**own, "dropout": model.dropout}]
 
 
 MODES: dict[str, Callable[[Bench], Table]] = {

@@ -1,4 +1,4 @@
-"""The pictures of a record, as PNG: speed, length, error, loss, generation."""
+"""The pictures of a record, as PNG: speed, length, loss."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def draw(content: dict[str, Any]) -> dict[str, bytes]:
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     backends = dict.fromkeys(r["backend"] for r in content["rows"])
     look = {b: (COLOURS[i % 14], MARKERS[i % 14]) for i, b in enumerate(backends)}
-    of = {m: [r for r in rows if r["mode"] == m] for m in ("train", "kernel", "decode", "converge")}
+    of = {m: [r for r in rows if r["mode"] == m] for m in ("train", "kernel", "converge")}
     lengths = {r["point"]["T"] for r in of["kernel"]}
     wanted: dict[str, tuple[Callable[..., Any], list[Row]]] = {
         "speed": (speed, of["train"]),
         "length": (length, of["kernel"] if len(lengths) > 1 else []),
-        "error": (error, [r for r in of["kernel"] if "error_out" in r]),
         "loss": (loss, of["converge"]),
-        "decode": (decode, of["decode"]),
     }
     made = {}
     for name, (picture, its) in wanted.items():
@@ -48,23 +46,14 @@ def draw(content: dict[str, Any]) -> dict[str, bytes]:
     return made
 
 
-def label(ax: Any, x: float, y: float, text: str) -> None:
-    """A figure beside a bar or a point."""
-    how = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-    ax.annotate(text, (x, y), xytext=(4, 0), **how)
-
-
-def size(rows: int) -> tuple[float, float]:
-    """Inches of a picture with a line for each of so many rows."""
-    return 9, 1.3 + 0.42 * rows
-
-
 def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
     """Tokens/s and MFU by backend."""
     rows = sorted(rows, key=lambda r: r["tokens_per_s"])
     names, at = [r["backend"] for r in rows], range(len(rows))
     colours = [look[n][0] for n in names]
-    figure, axes = plt.subplots(1, 2, figsize=size(len(rows)), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, 2, figsize=(9, 1.3 + 0.42 * len(rows)), sharey=True, layout="constrained"
+    )
     left, right = axes
     rates = [r["tokens_per_s"] for r in rows]
     low = [rate - rate * r["ms"] / r["q3_ms"] for rate, r in zip(rates, rows)]
@@ -79,7 +68,8 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
         shares = [100 * r[key] for r in rows]
         right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
         for i, share in enumerate(shares):
-            label(right, share, i + dy, f"{share:.1f}")
+            beside = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+            right.annotate(f"{share:.1f}", (share, i + dy), xytext=(4, 0), **beside)
     of = "measured peak" if content["machine"]["peak_measured"] else "peak"
     right.set(title=f"% of {of}: mfu, mfu_causal")
     right.margins(x=0.12)
@@ -112,25 +102,6 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
     return figure
 
 
-def error(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
-    """The largest error of output and gradients over all points, by backend."""
-    names = list(dict.fromkeys(r["backend"] for r in rows))
-    colours = [look[n][0] for n in names]
-    figure, ax = plt.subplots(figsize=size(len(names)), layout="constrained")
-    for key, dy, fill in (("error_out", 0.12, colours), ("error_grad", -0.12, "none")):
-        worst = [max(r[key] for r in rows if r["backend"] == n) for n in names]
-        ys = [i + dy for i in range(len(names))]
-        ax.scatter(worst, ys, s=46, facecolors=fill, edgecolors=colours)
-        for x, y in zip(worst, ys):
-            label(ax, x, y, f" {x:.1e}")
-    ax.set_xscale("log")
-    ax.margins(x=0.2)
-    about = f"{content['machine']['dtype']}; filled: output, open: worst gradient"
-    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4),
-           title=f"error against float64, relative to the largest entry ({about})")  # fmt: skip
-    return figure
-
-
 def loss(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
     """The loss curves of the first seed, and how far each is from the baseline's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
@@ -148,22 +119,4 @@ def loss(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
     left.set(xlabel="step", title="loss (nats a token)")
     right.set(xlabel="step", title="% from the baseline's loss; dashed: the tolerance")
     left.legend()
-    return figure
-
-
-def decode(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
-    """Tokens a second by cache and backend, at the largest batch and the longest prompt."""
-    B, P = (max(r["point"][k] for r in rows) for k in ("B", "P"))
-    plain = min(r["point"]["processor"] for r in rows)
-    at = {"B": B, "P": P, "processor": plain}
-    rows = [r for r in rows if {k: r["point"][k] for k in at} == at]
-    rows.sort(key=lambda r: (r["point"]["cache"], r["tokens_per_s"]))
-    figure, ax = plt.subplots(figsize=size(len(rows)), layout="constrained")
-    rates = [r["tokens_per_s"] for r in rows]
-    ax.barh(range(len(rows)), rates, color=[look[r["backend"]][0] for r in rows], height=0.65)
-    for i, rate in enumerate(rates):
-        label(ax, rate, i, f"{rate:,.0f}")
-    labels = [f"{r['backend']}, cache: {r['point']['cache']}" for r in rows]
-    title = f"tokens a second of {B} sequences together, prompt {P}"
-    ax.set(yticks=range(len(rows)), yticklabels=labels, title=title, xlim=(0, None))
     return figure

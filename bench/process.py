@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,7 @@ class Failure(Exception):
 
 
 def result(answer: dict[str, Any]) -> dict[str, Any]:
-    """What a worker's answer holds.
-
-    Raises:
-        Failure: it is a refusal, or what went wrong.
-    """
+    """What a worker's answer holds; Failure where it is a refusal, or what went wrong."""
     if "unavailable" in answer:
         raise Failure("unavailable", answer["unavailable"])
     if "failed" in answer:
@@ -56,14 +52,7 @@ class Worker:
     def __init__(
         self, job: Mapping[str, Any], timeout: float, command: Sequence[str] = COMMAND
     ) -> None:
-        """Start the process and set up its job; `about` is what it answers.
-
-        Args:
-            timeout: seconds that any answer may take.
-
-        Raises:
-            Failure: the job cannot be set up.
-        """
+        """Start the process and set up its job; `about` is what it answers."""
         self.timeout = timeout
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -82,11 +71,7 @@ class Worker:
         self.setup_s = time.perf_counter() - began
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for its answer.
-
-        Raises:
-            Failure: it is refused, it failed, or the process died.
-        """
+        """Send a request and wait for its answer, `timeout` seconds at most."""
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -109,11 +94,9 @@ class Worker:
         code = self.process.wait()
         self.errors.seek(0)
         last = next((s for s in reversed(self.errors.read().splitlines()) if s.strip()), "")
-        how = f"exit code {code}"
-        if code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL:
-                how += ", as Linux does when memory runs out"
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += ", as Linux does when memory runs out"
         words = f": {last.strip()}" if last else ""
         return Failure("died", [f"its process died ({how}){words}"])
 
@@ -136,13 +119,6 @@ class Outcome:
     warm_up_s: float = 0.0
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failure: Failure | None = None
-
-    @classmethod
-    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
-        """The outcomes of one name's several runs as one, the rounds of all in order."""
-        made = replace(parts[0], rounds=[r for part in parts for r in part.rounds])
-        made.failure = next((part.failure for part in parts if part.failure), None)
-        return made
 
     @property
     def out_of_memory(self) -> bool:
@@ -183,10 +159,10 @@ def measure(
     held: dict[str, int] = {}  # bytes of a sleeping worker
     peak = 0  # the most that any worker needed
 
-    def drop(name: str) -> None:
-        if name in workers:
+    def drop(*names: str) -> None:
+        for name in names:
             workers.pop(name).close()
-        held.pop(name, None)
+            held.pop(name, None)
 
     def one(name: str, point: str, round_: int) -> None:
         """Warm up (round 0, or a new process), measure (all other rounds)."""
@@ -221,14 +197,12 @@ def measure(
                         for p in [point] if begun else points:  # not begun: it never will
                             if (name, p) in outcomes:
                                 outcomes[name, p].failure = e
-                        if e.kind == "died":
+                        if e.kind == "died" and begun:
                             drop(name)
                     if fresh is None and budget and sum(held.values()) + peak > budget:
                         fresh = True
                     if fresh:
-                        for other in list(workers):
-                            drop(other)
+                        drop(*workers)
     finally:
-        for name in list(workers):
-            drop(name)
+        drop(*workers)
     return outcomes, bool(fresh)

@@ -68,19 +68,17 @@ class Found:
     """Milliseconds of all the steps together."""
 
     ms: dict[str, float] = field(default_factory=dict)  # by part
-    names: dict[str, dict[str, float]] = field(default_factory=dict)  # of each part, by name
+    names: dict[str, Any] = field(default_factory=dict)  # a Counter of each part, by name
     busy_ms: float = 0.0  # in which the device did anything at all
 
     def add(self, part: str | None, name: str, microseconds: float) -> None:
         part, ms = part or "unattributed", microseconds / 1e3
         self.ms[part] = self.ms.get(part, 0.0) + ms
-        names = self.names.setdefault(part, {})
-        names[name] = names.get(name, 0.0) + ms
+        self.names.setdefault(part, Counter())[name] += ms
 
     def longest(self, n: int) -> dict[str, list[tuple[str, float]]]:
         """The n names that took longest, of each part."""
-        return {part: sorted(names.items(), key=lambda item: -item[1])[:n]
-                for part, names in self.names.items()}  # fmt: skip
+        return {part: names.most_common(n) for part, names in self.names.items()}
 
 
 # ----------------------------------------------------------------------------- ranges
@@ -122,25 +120,26 @@ class Scopes:
         # What the model itself does before its last norm looks tokens up, and after it is the loss.
         names[""] = "unattributed" if last is None else "embedding"
         handles: list[Any] = []
+
+        def enters(part: str) -> Callable[..., None]:
+            return lambda *_: self.enter(part)
+
+        def leaves(*_: Any) -> None:
+            self.leave()
+
         for name, module in self.model.named_modules():
             if not (part := names[name]):
                 continue
-            handles.append(module.register_forward_pre_hook(self._enters(part)))
-            handles.append(module.register_forward_hook(self._leaves(), always_call=True))
+            handles.append(module.register_forward_pre_hook(enters(part)))
+            handles.append(module.register_forward_hook(leaves, always_call=True))
             if name == last:
-                handles.append(module.register_forward_hook(self._enters("head and loss")))
-                handles.append(self.model.register_forward_hook(self._leaves()))
+                handles.append(module.register_forward_hook(enters("head and loss")))
+                handles.append(self.model.register_forward_hook(leaves))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _enters(self, part: str) -> Callable[..., None]:
-        return lambda *_: self.enter(part)
-
-    def _leaves(self) -> Callable[..., None]:
-        return lambda *_: self.leave()
 
 
 def part_of(name: str, module: nn.Module) -> str | None:
@@ -155,9 +154,8 @@ def part_of(name: str, module: nn.Module) -> str | None:
         return "head and loss" if "head" in name else "linear"
     if "Attention" in kind:
         return "attention"
-    if any(isinstance(m, nn.Embedding) for m in module.modules()):
-        return None  # the whole model
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    whole_model = any(isinstance(m, nn.Embedding) for m in module.modules())
+    if whole_model or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return None
     return "norms and elementwise"  # norms, GELU, dropout, and what MLPs and blocks add
 
@@ -235,16 +233,11 @@ class Owner:
         part = self._by_range(event)
         if not self.compiled or part in ("optimizer", "data"):
             return part
-        e = event
-        while e is not None:
-            if part := self.by_name(e.name, e.input_shapes):
-                return part
-            e = e.cpu_parent
-        return None
+        told = (self.by_name(e.name, e.input_shapes) for e in with_parents(event))
+        return next((part for part in told if part), None)
 
     def _by_range(self, event: Any) -> str | None:
-        e = event
-        while e is not None:
+        for e in with_parents(event):
             if e.scope == USER and e.name.startswith(RANGE):
                 return None if e.name.endswith("unattributed") else e.name.removeprefix(RANGE)
             if is_node(e):
@@ -255,7 +248,6 @@ class Owner:
                     return self._by_range(made_by)
                 if "GraphRoot" not in e.name:
                     return None
-            e = e.cpu_parent
         return None
 
     def by_name(self, name: str, shapes: list[Any] | None = None) -> str | None:
@@ -285,6 +277,12 @@ class Owner:
         rest = Counter(sizes) - Counter(self.head)  # the head takes its rows in chunks
         head = rest.total() == 1 and next(iter(rest)) <= self.rows
         return None if linear == head else "linear" if linear else "head and loss"
+
+
+def with_parents(event: Any) -> Iterator[Any]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
 
 
 def is_node(event: Any) -> bool:

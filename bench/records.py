@@ -24,11 +24,13 @@ from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 1
+TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
+          "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
 SAME = ("kind", "name", "capability", "threads", "cpu")  # of what makes two machines one
 
 
-def command(argv: list[str]) -> str:
-    return shlex.join(["python", "bench_mfu.py", *argv])
+def command(argv: list[str], program: str = "bench_mfu.py") -> str:
+    return shlex.join(["python", *program.split(), *argv])
 
 
 def git_state() -> dict[str, Any]:
@@ -72,11 +74,7 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 def save(
     folder: Path, content: dict[str, Any], page: str, drawn: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a record's files.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write a record's files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -94,14 +92,7 @@ def commit(content: dict[str, Any]) -> str:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The content of a record.
-
-    Args:
-        path: its folder, or its record.json.
-
-    Raises:
-        UserError: there is none, or it is not one of bench_mfu.py's.
-    """
+    """The content of a record, by its folder or its record.json."""
     path = Path(path)
     path = path / "record.json" if path.is_dir() else path
     try:
@@ -114,61 +105,54 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def title(content: dict[str, Any]) -> str:
-    names = {"train": "Training steps", "kernel": "Attention alone", "decode": "Generation",
-             "converge": "Convergence"}  # fmt: skip
-    return f"{names[content['mode']]}, {content['machine']['about']}"
+    return f"{TITLES[content['mode']]}, {content['machine']['about']}"
 
 
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     """What a figure depends on, as (name, value)."""
-    m, s = content["machine"], content["settings"]
+    m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
-    extra = "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
-    shape = (f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
-             f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
-             f"{m['dtype']}")  # fmt: skip
+    software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
     rounds = f"{s['rounds']} rounds" + ", each in new processes" * content["fresh_rounds"]
-    if content["mode"] == "converge":
+    if mode == "converge":  # it has no warm-up: there every step counts
         rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
-    warm_up = {  # converge has none: there every step counts
+    warm_up = {
         "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
         "kernel": "; warm-up: a call, and another in each round",
         "decode": "; warm-up: each text once",
     }
-    per_token = content["flops_per_token"]
-    counted = ""
-    if "flops_per_token" in content["reference"]:
-        counted = f"; torch's counter: {content['reference']['flops_per_token'] / 1e6:,.2f}"
     found = {
         "command": content["command"],
         "date": content["date"],
         "commit": commit(content),
         "device": m["about"],
-        "software": f"{software}{extra}, python {m['python']}, {m['system']}",
-        "model": shape,
-        "peak": f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})",
-        "MFLOP a token": f"{per_token['mfu'] / 1e6:,.2f} (mfu), "
-        f"{per_token['mfu_causal'] / 1e6:,.2f} (mfu_causal){counted}",
-        "bandwidth": "not measured",
-        "rounds": rounds + warm_up.get(content["mode"], ""),
+        "software": f"{software}, python {m['python']}, {m['system']}",
     }
-    if m["bandwidth"]:
+    if mode != "kernel":
+        found["model"] = (
+            f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
+            f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
+            f"{m['dtype']}"
+        )
+    if mode == "decode":
         source = m.get("bandwidth_source", "measured")
         found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
-    no_use = {
-        "kernel": ("model", "MFLOP a token", "bandwidth"),
-        "decode": ("peak", "MFLOP a token"),
-    }
-    left_out = no_use.get(content["mode"], ("bandwidth",))
-    return [(name, value) for name, value in found.items() if name not in left_out]
+    else:
+        found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
+    if mode in ("train", "converge"):
+        per_token = {k: f"{v / 1e6:,.2f}" for k, v in content["flops_per_token"].items()}
+        counted = f"{per_token['mfu']} (mfu), {per_token['mfu_causal']} (mfu_causal)"
+        if "flops_per_token" in content["reference"]:
+            by_torch = content["reference"]["flops_per_token"] / 1e6
+            counted += f"; torch's counter: {by_torch:,.2f}"
+        found["MFLOP a token"] = counted
+    return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 
 
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
     """The tables of a record, with their titles."""
-    titles = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
-              "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
     found = []
-    for mode, name in titles.items():
+    for mode, name in TITLES.items():
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
         if made[1]:
             found.append((name, made))
@@ -203,27 +187,24 @@ def readme(content: dict[str, Any], pictures: list[str]) -> str:
 def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
     """What there is to say before the table, and the table: B against A, row by row."""
     notes = []
-    differs = [n for n in SAME if a["machine"].get(n) != b["machine"].get(n)]
+    differs = any(a["machine"].get(n) != b["machine"].get(n) for n in SAME)
     if differs:
         notes.append(
             f"two machines ({a['machine']['about']}; {b['machine']['about']}): their rates are no "
             "comparison of code, so each backend's ratio to manual is compared instead"
         )
-    same, other = a["settings"], b["settings"]
-    changed = [n for n in same if n in other and same[n] != other[n]]
-    changed = [n for n in changed if n not in ("record", "json")]
-    changed += [n for n in ("dtype", "packages") if a["machine"][n] != b["machine"][n]]
-    if changed:
-        told = ", ".join(
-            f"{n} ({_value(a, n)} / {_value(b, n)})" if n != "packages" else "versions"
-            for n in changed
-        )
-        notes.append(f"not only the code differs: {told}")
+    told = []
+    for part, names in (("settings", a["settings"]), ("machine", ("dtype", "packages"))):
+        for name in names:
+            x, y = a[part][name], b[part].get(name, a[part][name])
+            if x != y and name not in ("record", "json"):
+                told.append("versions" if name == "packages" else f"{name} ({x} / {y})")
+    if told:
+        notes.append(f"not only the code differs: {', '.join(told)}")
     unit = " x manual" if differs else "/s"
     head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
     lines = []
-    of_b = {_key(r): r for r in b["rows"] if r["status"] == "ok"}
-    of_a = {_key(r): r for r in a["rows"] if r["status"] == "ok"}
+    of_a, of_b = ({_key(r): r for r in c["rows"] if r["status"] == "ok"} for c in (a, b))
     for key, row in of_a.items():
         if key not in of_b or (differs and row["backend"] == "manual"):
             continue
@@ -250,10 +231,6 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
 
 def _rate(x: Summary) -> str:
     return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
-
-
-def _value(content: dict[str, Any], name: str) -> Any:
-    return content["settings"].get(name, content["machine"].get(name))
 
 
 def _key(row: Row) -> tuple[str, str, str]:

@@ -63,13 +63,7 @@ class Work:
 
 
 def work(config: GPTConfig, sequences: int, micro: int, dtype: str, clip: bool) -> dict[str, Work]:
-    """Part -> its work in a step of `sequences` sequences of block_size tokens.
-
-    Args:
-        micro: micro-batches that the sequences are cut into.
-        dtype: of the matmuls and activations: "bfloat16".
-        clip: whether the gradient norm is taken.
-    """
+    """Part -> its work in a step of `sequences` sequences, cut into `micro` micro-batches."""
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
@@ -92,10 +86,7 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
             bandwidth: float, peak: float) -> dict[str, float]:  # fmt: skip
     """The step in which every part runs at its roofline: "ms", "tokens_per_s", "mfu", "mfu_causal".
 
-    Args:
-        tflops: the rate at which matmuls run.
-        bandwidth: bytes a second.
-        peak: TFLOP/s that the MFU is of.
+    Matmuls run at `tflops`, the memory at `bandwidth` bytes a second; `peak` is what the MFU is of.
     """
     ms = sum(w.ms(tflops, bandwidth) for w in parts.values())
     tokens = sequences * config.block_size

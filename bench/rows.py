@@ -67,10 +67,9 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge.
+    """A row of the modes train and converge, of so many sequences a step.
 
     Args:
-        sequences: in a step.
         reference: loss and gradient_norm by manual in float32; empty where they are not known.
     """
     if row["status"] != "ok":
@@ -104,10 +103,9 @@ def of_profile(
     bandwidth: tuple[float, str],
     products_tflops: float | None,
 ) -> dict[str, Any]:
-    """What a worker's profile says, part by part beside the roofline; the largest gap first.
+    """What Training.profile found, part by part beside the roofline; the largest gap first.
 
     Args:
-        found: Training.profile's answer.
         bandwidth: bytes a second, and where that is from.
         products_tflops: the rate that large matmuls really reach, where that is known.
     """

@@ -1,14 +1,17 @@
-"""The rows as tables: the same cells for the terminal and for Markdown."""
+"""The rows as tables, the same cells for the terminal and for Markdown; and what they say."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench import roofline
 from bench.rows import Row
+from bench.stats import differ
 
 Cells = tuple[list[str], list[list[str]]]  # the head, the lines
 
@@ -62,52 +65,55 @@ def point(row: Row) -> str:
     return " ".join(k if v is True else f"{k}={v}" for k, v in at if v not in (None, False))
 
 
+def _at(title: str, name: str) -> tuple[str, Any]:
+    """A column that is a coordinate of the point."""
+    return title, lambda r: str(r["point"][name] or "-")
+
+
+QUARTILES: list[tuple[str, Any]] = [
+    ("quartiles", spread),
+    ("rounds", lambda r: str(len(r["rounds"]))),
+]
+PASSES: list[tuple[str, Any]] = [
+    ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
+    ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+]
+MEMORY: tuple[str, Any] = ("memory", lambda r: bytes_(r.get("memory_bytes")))
 COLUMNS: dict[str, list[tuple[str, Any]]] = {
     "train": [
         ("batch", lambda r: str(r["batch_size"])),
         ("tok/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
         ("ms/step", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
-        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
-        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        *QUARTILES,
+        *PASSES,
         ("mfu", lambda r: _percent(r["mfu"])),
         ("causal", lambda r: _percent(r["mfu_causal"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("loss diff", lambda r: _error(r.get("loss_difference"))),
         ("warm-up s", lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}"),
         ("compile s", lambda r: f"{r['compile_s']:.1f}" if "compile_s" in r else "-"),
         ("kernel", kernel_names),
     ],
     "kernel": [
-        ("B", lambda r: str(r["point"]["B"])),
-        ("T", lambda r: str(r["point"]["T"])),
-        ("H", lambda r: str(r["point"]["H"])),
-        ("D", lambda r: str(r["point"]["D"])),
-        ("window", lambda r: str(r["point"]["window"] or "-")),
-        ("fwd ms", lambda r: _ms(r.get("forward_ms"))),
-        ("bwd ms", lambda r: _ms(r.get("backward_ms"))),
+        *(_at(name, name) for name in ("B", "T", "H", "D", "window")),
+        *PASSES,
         ("both ms", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("TFLOP/s", lambda r: f"{r['tflops_causal']:.3g}"),
         ("full", lambda r: f"{r['tflops_full']:.3g}"),
         ("of peak", lambda r: _percent(r["share"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("err out", lambda r: _error(r.get("error_out"))),
         ("err grad", lambda r: _error(r.get("error_grad"))),
     ],
     "decode": [
-        ("B", lambda r: str(r["point"]["B"])),
-        ("prompt", lambda r: str(r["point"]["P"])),
-        ("cache", lambda r: r["point"]["cache"]),
+        *(_at(title, name) for title, name in (("B", "B"), ("prompt", "P"), ("cache", "cache"))),
         ("processor", lambda r: "with" if r["point"]["processor"] else "without"),
         ("tok/s", lambda r: rate(r["tokens_per_s"])),
         ("ms/token", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("first ms", lambda r: _ms(r["first_ms"])),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("cache size", lambda r: bytes_(r["cache_bytes"])),
         ("mbu", lambda r: _percent(r["mbu"])),
         ("kernel", kernel_names),
@@ -118,10 +124,9 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
         ("seed noise", lambda r: f"{r['seed_noise']:.4f}" if "seed_noise" in r else "-"),
         ("verdict", lambda r: r.get("verdict", "-")),
         ("ms/step", lambda r: _ms(r["ms"])),
-        ("quartiles", spread),
-        ("rounds", lambda r: str(len(r["rounds"]))),
+        *QUARTILES,
         ("time saved", lambda r: _percent(r.get("time_saved"))),
-        ("memory", lambda r: bytes_(r.get("memory_bytes"))),
+        MEMORY,
         ("memory saved", lambda r: _percent(r.get("memory_saved"))),
         ("kernel", kernel_names),
     ],
@@ -150,7 +155,7 @@ def profile(found: dict[str, Any]) -> Cells:
     return head, lines
 
 
-def roofline(lines: list[dict[str, Any]]) -> Cells:
+def rooflines(lines: list[dict[str, Any]]) -> Cells:
     """What bench/roofline.py computes, a line a part."""
     head = ["part", "TFLOP", "GB", "roofline ms", "share", "limit"]
     made = []
@@ -201,3 +206,91 @@ def markdown(content: Cells) -> str:
     head, lines = content
     rows = [head, ["---"] * len(head), *lines]  # a pipe in a cell would begin another one
     return "\n".join("| " + " | ".join(c.replace("|", "/") for c in r) + " |" for r in rows)
+
+
+# ----------------------------------------------------------------------------- the answers
+
+EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
+
+
+def answers(content: dict[str, Any]) -> list[str]:
+    """The sentences under the tables: which is fastest where, and whether the numbers agree."""
+    rows = [r for r in content["rows"] if r["status"] == "ok"]
+    said = [f"Fastest: {text}" for text in fastest(rows)]
+    if any(r.get("mfu", 0) > 1 for r in rows):
+        said.append("Peak: an MFU of more than 100 %: the peak that was taken is too low.")
+    for r in rows:
+        if p := r.get("profile"):
+            told = p["why"] if "why" in p else roofline.told(p["ceiling"], "")
+            if "reachable" in p:
+                of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
+                told += "; " + roofline.told(p["reachable"], of)
+            said.append(f"Profile: {r['backend']}: {told}.")
+    if any("loss_difference" in r or "error_out" in r for r in rows):
+        off = "; ".join(disagreeing(rows, content)) or "all agree with manual, as far as compared"
+        said.append(f"Agreement: {off}.")
+    if content["mode"] == "converge" and rows:
+        said.append(f"Agreement: {verdict(rows, content)}")
+    return said
+
+
+def fastest(rows: list[Row]) -> list[str]:
+    """Who wins; of attention alone, from which length on."""
+    groups: dict[str, dict[int, list[Row]]] = {}
+    for r in rows:
+        at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
+        where = f"{r['mode']} {point({'point': at})}".strip()
+        groups.setdefault(where, {}).setdefault(r["point"].get("T", 0), []).append(r)
+    said = []
+    for where, by_length in groups.items():
+        wins = [(winner(by_length[T]), T) for T in sorted(by_length)]
+        firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=lambda win: win[0])]
+        parts = [name + f" from {T:,} tokens on" * bool(T) for name, T in firsts]
+        said.append(f"{where}: {', then '.join(parts)}")
+    return said
+
+
+def winner(rows: list[Row]) -> str:
+    """The fastest a token, and those that the noise does not tell from it."""
+
+    def ms(row: Row) -> list[float]:
+        return [r["ms"] / row.get("tokens_a_step", 1) for r in row["rounds"]]
+
+    def name(row: Row) -> str:
+        cache = row["point"].get("cache")
+        return row["backend"] + f" with cache {cache}" * bool(cache)
+
+    best = min(rows, key=lambda r: r["ms"] / r.get("tokens_a_step", 1))
+    level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
+    others = ", ".join(dict.fromkeys(level))
+    return name(best) + (f" (level: {others})" if others else "")
+
+
+def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
+    """Who is further off than rounding explains."""
+    dtype, found = content["machine"]["dtype"], []
+    loss, norm = (1e-2, 5e-2) if dtype in ("float16", "bfloat16") else (1e-4, 1e-3)  # relative
+    manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
+    for r in rows:
+        if "loss_difference" in r:
+            off, grad = r["loss_difference"], r["gradient_norm_difference"]
+            if not (abs(off) <= loss * content["reference"]["loss"] and abs(grad) <= norm):
+                found.append(f"{r['backend']} DISAGREES with manual in float32: the loss by "
+                             f"{off:.1e}, the gradient norm by {grad:.1e} of itself")  # fmt: skip
+        for error, times in (("error_out", 2), ("error_grad", 3)):
+            plain = manual.get(str(r["point"]), {}).get(error, 0.0)
+            if error in r and not r[error] <= times * plain + 32 * EPS[dtype]:
+                at = f"{error} {r[error]:.1e} at {r['point']['T']} tokens"
+                found.append(f"{r['backend']} is WRONG against float64 ({at})")
+    return found
+
+
+def verdict(rows: list[Row], content: dict[str, Any]) -> str:
+    """What `converge` found."""
+    base = next((r["backend"] for r in rows if r.get("verdict") == "baseline"), "the baseline")
+    within = f"{content['settings']['tolerance']:.2%}"
+    if noise := next((r["seed_noise"] for r in rows if "seed_noise" in r), None):
+        within = f"{noise:.4f}, as far as the seeds scatter,"
+    if bad := [r["backend"] for r in rows if r.get("verdict") == "FAIL"]:
+        return f"FAIL: {', '.join(bad)} ended further than {within} from {base}."
+    return f"Every final loss is within {within} of {base}'s."

@@ -59,8 +59,12 @@ class Reference:
         params = list(model.parameters())
         x, y = job.random_tokens(config.batch_size)
         model(x[:1], y[:1])  # the probe of the backend is none of the model's work
+
+        def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
+            return 2 * a[0] * a[1] * b[1]  # they are shapes
+
         # torch knows no addmm_, the in-place form with which the loss sums the head's gradient
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_})
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
         total = 0.0
         for i in range(len(x)):
             with counter if i == 0 else nullcontext():
@@ -74,10 +78,6 @@ class Reference:
             # the formula has six operations for them too, torch's counter has matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
-
-
-def _addmm_(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]  # they are shapes
 
 
 class Ours:
@@ -109,17 +109,17 @@ class Training:
         self.converge, baseline = told["job"] == "converge", told["baseline"]
         self.base = machine.memory(torch.device(told["device"]), peak=False)
         job = self.job = Job(told)
-        self.config, self.device, self.setup = config, device, setup = (
-            job.config, job.device, job.setup)  # fmt: skip
-        self.clock = machine.Clock(device)
-        if device.type == "cpu" and not baseline:  # as train.py does
+        self.config = config = job.config
+        self.device, self.setup = job.device, job.setup
+        self.clock = machine.Clock(self.device)
+        if self.device.type == "cpu" and not baseline:  # as train.py does
             keep_freed_memory()
-        self.compiled = bool(setup.compile)
+        self.compiled = bool(job.setup.compile)
         if told["profile"] and self.compiled:
             from torch._inductor import config as inductor  # it imports for a second
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
-        scaler = self.scaler = setup.scaler()
+        scaler = self.scaler = job.setup.scaler()
         self.ours = None if baseline else Ours(job, scaler)
         self.who: Any = self.ours or baselines.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
@@ -128,18 +128,14 @@ class Training:
         if self.converge:
             folder = Path(config.data_dir) / config.dataset
             tokens = data.load(folder, "train", config.block_size, job.vocab_size)
-            self.batches = data.Batches(tokens, config.block_size, n, config.seed, device)
+            self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
         else:
             self.batch = job.random_tokens(n)
         self.about = {"title": self.who.title, "compiled": self.compiled,
                       "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
-        """One step of training as its own loop does it; the loss, float32 ().
-
-        Args:
-            mark: told what begins, as train.train_step tells it.
-        """
+        """One step as its own loop does it, `mark` told what begins; the loss, float32 ()."""
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, steps: int) -> dict[str, Any]:
@@ -149,26 +145,22 @@ class Training:
         self.done += steps
         stamps: list[list[Any]] = []  # of each step: at each forward and backward, update, end
         losses = []
-
-        def mark(part: str) -> None:
-            stamps[-1].append(self.clock.stamp())
-
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
             if self.converge:
                 for group in self.who.optimizer.param_groups:
                     group["lr"] = learning_rate(n, self.config)
             stamps.append([])
-            losses.append(self.step(x, y, mark))
-        end = self.clock.stop()
-        answer: dict[str, Any] = {"ms": self.clock.ms(start, end) / steps, "steps": steps}
+            losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
+        ms = self.clock.ms
+        answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         if self.clock.apart:
-            ms = self.clock.ms
-            micro = range(0, 2 * self.micro, 2)
-            forward = sum(ms(s[i], s[i + 1]) for s in stamps for i in micro)
-            backward = sum(ms(s[i + 1], s[i + 2]) for s in stamps for i in micro)
-            answer["forward_ms"], answer["backward_ms"] = forward / steps, backward / steps
-            answer["optimizer_ms"] = sum(ms(s[-2], s[-1]) for s in stamps) / steps
+            for name, places in (
+                ("forward_ms", range(0, 2 * self.micro, 2)),
+                ("backward_ms", range(1, 2 * self.micro, 2)),
+                ("optimizer_ms", [-2]),
+            ):
+                answer[name] = sum(ms(s[i], s[i + 1]) for s in stamps for i in places) / steps
         if not math.isfinite(float(losses[-1])):
             raise FloatingPointError(f"the loss became {float(losses[-1])}")
         if self.converge:
@@ -198,13 +190,14 @@ class Training:
             b = self.config.batch_size
 
             def look(part: str) -> None:
-                if part == "update":  # the gradients are there
-                    answer.update(self.gradients())
+                if part == "update" and self.ours:  # the gradients are there
+                    norm = gradient_norm(self.ours.model.parameters())
+                    answer["gradient_norm"] = norm / self.scaler.get_scale()
 
             first = self.step(x, y, look)
+            synchronize(self.device)
             if self.ours:
                 answer["loss"] = float(first)
-            synchronize(self.device)
             answer["first_step_s"] = time.perf_counter() - began
             # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
             plain = b > 1 and self.micro == 1 and not self.compiled
@@ -277,12 +270,6 @@ class Training:
                       for part, names in found.longest(8).items()},
         }  # fmt: skip
 
-    def gradients(self) -> dict[str, float]:
-        if self.ours is None:
-            return {}
-        norm = gradient_norm(self.ours.model.parameters())
-        return {"gradient_norm": norm / self.scaler.get_scale()}
-
     def kernels(self) -> dict[str, list[str]]:
         """The attention operators and device kernels that ran in a step, by the profiler."""
         with profiler(self.device) as looking:
@@ -290,11 +277,11 @@ class Training:
             synchronize(self.device)
         ran = looking.key_averages()
         named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
-        on_device = [e.key for e in named if e.device_type != torch.autograd.DeviceType.CPU]
+        on_device = (e for e in named if e.device_type != torch.autograd.DeviceType.CPU)
         return {
             "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
             "events": [e.key for e in named],
-            "device_kernels": on_device,
+            "device_kernels": [e.key for e in on_device],
         }
 
     def fits(self, batch: int) -> dict[str, Any]:
