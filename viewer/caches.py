@@ -115,12 +115,6 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
         changed |= (old != _bits(new)).flatten(1).any(dim=1).cpu()
     now.advance()
     chosen, _ = model.attention(False, (1, 1), now.kind, now.page_size)
-    table: list[int] = []
-    free: list[int] = []
-    if kind == "paged":
-        table = list(cache.pool.pages(rows[0]))
-        free = [page for page in range(1, cache.pool.n_pages) if page not in table]
-        assert len(free) == cache.pool.n_free
     used = sum(p >= 0 for p in buffer.holds) * 2 * buffer.k[0].nbytes * config.n_layer
     return {
         "kind": kind,
@@ -137,8 +131,7 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
         "bytes_allocated": cache.nbytes,
         "bytes_used": used,
         "page_size": now.page_size,
-        "page_table": table,
-        "free_pages": free,
+        "page_table": list(cache.pool.pages(rows[0])) if kind == "paged" else [],
         "error": float(off(logits, want).max()),
     }
 

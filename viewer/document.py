@@ -52,9 +52,7 @@ class About(TypedDict):
     n_params: int
     device: str
     dtype: str  # of the weights, and of q, k and v
-    requested: str  # --attention_backend
     backend: str  # the one that ran
-    title: str  # what it is
     kernels: list[str]  # what the profiler saw run; empty: its own operators are no named kernel
     announced: str  # the line that the command printed about it
     refused: list[Refused]  # in the order in which they were tried
@@ -210,7 +208,6 @@ class CacheStep(TypedDict):
     bytes_used: int  # of these, what holds tokens
     page_size: int | None  # tokens a page; None: not paged
     page_table: list[int]  # page of tokens 0 .. page_size - 1, of the next ones, ...; empty: none
-    free_pages: list[int]  # pages that nobody holds; page 0 is the null page, never handed out
     error: float  # largest |logits - logits without a cache|, of the decoded token
 
 
