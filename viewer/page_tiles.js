@@ -38,7 +38,6 @@ function rowState(head, n, r) {
 }
 
 function buildPlayer() {
-  for (const id of ["to-start", "back", "play", "step", "to-end"]) $(id).append(icon(id));
   const layers = [...new Set(tiles.heads.map((t) => t.layer))];
   $("tile-layer").append(...layers.map((l) => h("option", { value: l }, String(l))));
   for (const rate of [0.5, 1, 2, 4, 8, 16, 32]) {
@@ -50,29 +49,30 @@ function buildPlayer() {
     $(id).addEventListener("change", () => choosePlayed(Number($("tile-layer").value),
       Number($("tile-head").value)));
   }
-  $("to-start").addEventListener("click", () => goTo(0));
-  $("back").addEventListener("click", () => goTo(player.done - 1));
-  $("step").addEventListener("click", () => goTo(player.done + 1));
-  $("to-end").addEventListener("click", () => goTo(N));
-  $("play").addEventListener("click", () => play(!player.playing));
+  const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
+  const keys = {
+    Home: () => goTo(0),
+    ArrowLeft: () => goTo(player.done - 1),
+    " ": () => play(!player.playing),
+    ArrowRight: () => goTo(player.done + 1),
+    End: () => goTo(N),
+    PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
+    PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
+    ArrowUp: () => chooseRow(player.row - 1),
+    ArrowDown: () => chooseRow(player.row + 1),
+  };
+  const buttons = { "to-start": "Home", back: "ArrowLeft", play: " ", step: "ArrowRight",
+    "to-end": "End" };
+  for (const [id, key] of Object.entries(buttons)) {
+    $(id).append(icon(id));
+    $(id).addEventListener("click", keys[key]);
+  }
   $("scrub").addEventListener("input", () => goTo(Number($("scrub").value)));
   $("player").addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
-    const block = player.done > 0 ? tiles.steps[player.done - 1].i : -1;
-    const on = {
-      ArrowRight: () => goTo(player.done + 1),
-      ArrowLeft: () => goTo(player.done - 1),
-      Home: () => goTo(0),
-      End: () => goTo(N),
-      PageUp: () => goTo(Math.max(block - 1, 0) * tiles.n_cols + 1),
-      PageDown: () => goTo((block + 1) * tiles.n_cols + 1),
-      ArrowUp: () => chooseRow(player.row - 1),
-      ArrowDown: () => chooseRow(player.row + 1),
-      " ": () => play(!player.playing),
-    }[e.key];
-    if (!on || (e.key === " " && e.target.closest("button"))) return; // a button's own space
+    if (!(e.key in keys) || (e.key === " " && e.target.closest("button"))) return; // its own space
     e.preventDefault();
-    on();
+    keys[e.key]();
   });
   $("matrix").addEventListener("click", (e) => {
     const box = $("matrix").getBoundingClientRect();
@@ -138,10 +138,9 @@ function tileText(step) {
   const queries = range(step.rows, "query", "queries");
   const keys = range(step.cols, "key", "keys");
   if (step.skipped) {
-    const are = step.cols[1] - step.cols[0] === 1 ? "is" : "are";
-    const later = step.cols[0] >= step.rows[1];
-    return `Skipped: ${keys} ${are} ${later ? "later than" : "outside the window of"} ${queries}. `
-      + "Nothing is read, nothing is computed; m, l and O stay.";
+    const why = step.cols[0] >= step.rows[1] ? "later than" : "outside the window of";
+    return `Skipped: ${keys}, ${why} ${queries}. Nothing is read, nothing is computed; m, l and O `
+      + "stay.";
   }
   const scores = unpack(player.head.scores).subarray(step.at * M * B, (step.at + 1) * M * B);
   return (step.first ? `Q is read for ${queries}. ` : "") + `K and V are read for ${keys}. `
@@ -274,16 +273,15 @@ function drawCounters() {
   const { done } = player;
   const total = (s) => s.read_so_far + s.written_so_far;
   const end = { tiled: total(tiles.steps[N - 1]), manual: total(tiles.manual.at(-1)) };
-  const meter = (kind, read, written, text) => {
-    const bars = [h("i"), h("i")];
-    [read, written].forEach((x, n) => {
-      bars[n].style.width = `${(100 * x) / Math.max(end.tiled, end.manual)}%`;
-    });
-    return h("div", { class: `meter ${kind}` }, h("b", {}, kind),
-      h("div", { class: "bar", "aria-hidden": "true" }, bars),
-      h("p", {}, count(read), " bytes read, ", count(written), " written", h("br"),
-        done === 0 ? "nothing yet" : text));
+  const bar = (x) => {
+    const i = h("i");
+    i.style.width = `${(100 * x) / Math.max(end.tiled, end.manual)}%`;
+    return i;
   };
+  const meter = (kind, read, written, text) => h("div", { class: `meter ${kind}` },
+    h("b", {}, kind), h("div", { class: "bar", "aria-hidden": "true" }, bar(read), bar(written)),
+    h("p", {}, count(read), " bytes read, ", count(written), " written", h("br"),
+      done === 0 ? "nothing yet" : text));
   const step = done > 0 ? tiles.steps[done - 1]
     : { read: 0, written: 0, read_so_far: 0, written_so_far: 0 };
   const manual = manualAt(done / N);
@@ -350,24 +348,18 @@ function drawPlayer() {
 const sizes = { shape: traffic.shapes.length - 1, row: 0 };
 
 function buildSizes() {
-  const inputs = traffic.shapes.map((s, n) => h("label", {}, h("input", {
+  $("sizes-lengths").append(...traffic.shapes.map((s, n) => h("label", {}, h("input", {
     type: "radio", name: "shape", value: n, checked: n === sizes.shape,
     onchange: () => {
       sizes.shape = n;
       drawSizes();
-    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`));
+    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`)));
   const fits = traffic.shapes[sizes.shape].rows.filter((r) => r.fits).length;
   sizes.row = Math.max(fits - 1, 0);
-  $("sizes").append(
-    h("div", { class: "sizes-row", role: "radiogroup", "aria-label": "Length" }, inputs),
-    h("div", { class: "range" }, h("label", { for: "tile-size" }, "Tile size"), h("input", {
-      type: "range", id: "tile-size", min: 0, step: 1, max: traffic.shapes[0].rows.length - 1,
-      value: sizes.row, oninput: (e) => {
-        sizes.row = Number(e.target.value);
-        drawSizes();
-      } })),
-    h("p", { class: "said", id: "sizes-said", "aria-live": "polite" }),
-    h("div", { id: "sizes-chart" }));
+  $("tile-size").addEventListener("input", () => {
+    sizes.row = Number($("tile-size").value);
+    drawSizes();
+  });
 }
 
 function drawSizes() {
