@@ -54,6 +54,9 @@ def draw(words: Sequence[str]) -> str:
             given[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise UserError(f"--{key} must be a number, a list or None, got {value}") from None
+        is_size = not isinstance(known[key].default, float)
+        if is_size and isinstance(given[key], int) and given[key] < 1:
+            raise UserError(f"{name} takes {key} at least 1, got {value}")
     return FIGURES[name](**given)
 
 
