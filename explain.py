@@ -238,12 +238,9 @@ def main(argv: list[str]) -> int:
         raise UserError(str(e)) from e
     loaded = time.perf_counter()
     document = explain(model, tokenizer, config, source_of(config))
-    n, now = len(document["about"]["tokens"]), time.perf_counter()
-    print(
-        f"{n} token{'s' * (n != 1)} explained in {now - loaded:.1f} s, after "
-        f"{loaded - begin:.1f} s for the model",
-        file=sys.stderr,
-    )
+    took, n = time.perf_counter() - loaded, len(document["about"]["tokens"])
+    said = f"{n} token{'s' * (n != 1)} explained in {took:.1f} s"
+    print(f"{said}, after {loaded - begin:.1f} s for the model", file=sys.stderr)
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))
     if config.text:

@@ -228,7 +228,10 @@ def cache_bytes(itemsize: int = 2) -> str:
     return table(titles, rows)
 
 
-def three_caches(lengths: Sequence[int] = (30, 100, 500, 1000), page_size: int = 16) -> str:
+LENGTHS = (30, 100, 500, 1000)
+
+
+def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     """What texts of several lengths take in each cache: GPT-2 124M, bfloat16."""
     if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024:
         raise UserError("lengths must be from 1 to 1,024")

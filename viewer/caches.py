@@ -86,18 +86,16 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     idx = torch.tensor([ids], device=device)
     _, spec = model.attention(False, (1, n))
     window, sizes = spec.window, {"dtype": getattr(torch, spec.dtype), "device": device}
+    L, Hkv, D = config.n_layer, config.kv_heads, config.head_dim
     cache: Any
     rows: list[int] = []
     if kind == "dynamic":
-        cache = DynamicCache(config.n_layer, max_len=config.block_size, window=window,
-                             device=device)  # fmt: skip
+        cache = DynamicCache(L, max_len=config.block_size, window=window, device=device)
     elif kind == "static":
-        cache = StaticCache(config.n_layer, 1, bucket(n + 1, config.block_size), config.kv_heads,
-                            config.head_dim, **sizes)  # fmt: skip
+        cache = StaticCache(L, 1, bucket(n + 1, config.block_size), Hkv, D, **sizes)
     else:
         pages = -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES
-        cache = PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=pages,
-                           page_size=PAGE_SIZE, **sizes)  # fmt: skip
+        cache = PagedCache(L, Hkv, D, n_pages=pages, page_size=PAGE_SIZE, **sizes)
         rows = _used(cache)
 
     def reserve(T: int) -> Any:
@@ -161,19 +159,17 @@ def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buff
         now: the step of the token at position n.
     """
     first_seen = 0 if window is None else max(0, n + 1 - window)
+    # (pages or 1, places, Hkv, D) of layer 0 -> (cells, Hkv, D)
+    k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
     if kind == "paged":
         size = now.page_size
         pages = cache.pool.pages(next(iter(now.counts)))
-        k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
-        cell = [page * size + slot for page in pages for slot in range(size)]
-        read = list(cell)
-        at = dict(enumerate(cell[: n + 1]))
+        read = [page * size + slot for page in pages for slot in range(size)]
+        at = dict(enumerate(read[: n + 1]))
     elif kind == "static":
-        k, v = cache.k[0][0], cache.v[0][0]
         read = list(range(now.length))
         at = {p: p for p in range(n + 1)}
     else:
-        k, v = cache.k[0][0], cache.v[0][0]
         gone = cache.stored - cache.kept  # tokens that no later one can see, and that were let go
         at = {p: p - gone for p in range(gone, n + 1)}
         read = [c for p, c in at.items() if p >= first_seen]

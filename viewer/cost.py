@@ -144,7 +144,7 @@ def traffic(spec: Spec, T: int, on_chip: int) -> Traffic:
         last = manual_steps(spec, tokens)[-1]
         shapes.append({"T": tokens, "manual_read": last["read_so_far"],
                        "manual_written": last["written_so_far"], "rows": rows})  # fmt: skip
-    return {"size": size_of(spec), "fast_memory": on_chip, "shapes": shapes}
+    return {"fast_memory": on_chip, "shapes": shapes}
 
 
 def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:

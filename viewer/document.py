@@ -181,7 +181,6 @@ class TrafficShape(TypedDict):
 class Traffic(TypedDict):
     """Bytes to and from main memory against the fast memory that there is: closed formulas."""
 
-    size: int  # bytes of a number
     fast_memory: int  # bytes on chip that are assumed (--fast_memory)
     shapes: list[TrafficShape]  # the prompt, and a long sequence
 
