@@ -38,8 +38,7 @@ def head(document: Document) -> list[str]:
         f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}."
     )
     lines += wrap(f"{a['announced']}.")
-    for r in a["refused"]:
-        lines += wrap(f"Refused: {r['name']}, since {'; '.join(r['why'])}.")
+    lines += wrap(*(f"Refused: {r['name']}, since {'; '.join(r['why'])}." for r in a["refused"]))
     layers = document["maps"]["layers"]
     worst = max(layers, key=lambda x: x["error"] / x["allowed"] if x["allowed"] else x["error"])
     n = sum(x["agrees"] for x in layers)
@@ -54,9 +53,7 @@ def head(document: Document) -> list[str]:
                 f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
                 f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
             )
-    for note in a["notes"]:
-        lines += wrap(note)
-    return lines
+    return lines + wrap(*a["notes"])
 
 
 def attention_map(document: Document, layer: int, head: int) -> list[str]:
@@ -144,9 +141,7 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
         f"The output of tiled {agrees} with the formula: off by {traced['error']:.2g}, allowed is "
         f"{traced['allowed']:.2g}; from manual's in the same dtype by {traced['difference']:.2g}."
     )
-    for note in tiles["notes"]:
-        lines += wrap(note)
-    return lines
+    return lines + wrap(*tiles["notes"])
 
 
 def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str]:
@@ -208,9 +203,7 @@ def caches(found: Caches) -> list[str]:
         f"The logits of the three {said} with those without a cache: off by {worst:.2g} at most, "
         f"allowed is {found['allowed']:.2g}."
     )]  # fmt: skip
-    for note in found["notes"]:
-        lines += wrap(note)
-    return lines
+    return lines + wrap(*found["notes"])
 
 
 def cells(step: CacheStep) -> list[str]:
@@ -232,7 +225,7 @@ def cells(step: CacheStep) -> list[str]:
             what = "the null page: padding is written here"
         lines.append(f"  page {page:<3} {drawn[page * size : (page + 1) * size]}  {what}")
     table = " ".join(map(str, step["page_table"]))
-    return [*lines, *wrap(f"page table [{table}]", "  ")]
+    return [*lines, *wrap(f"page table [{table}]")]
 
 
 def costs(found: Costs, n_head: int) -> list[str]:
@@ -267,8 +260,8 @@ def title(text: str) -> list[str]:
     return [text, "-" * min(len(text), WIDTH)]
 
 
-def wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def wrap(*texts: str) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
 
 
 def count(n: int, one: str, many: str = "") -> str:
