@@ -101,12 +101,7 @@ class Prompt:
 
 
 def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
-    """The prompt's tokens, at most MOST_TOKENS.
-
-    Raises:
-        UserError: it is empty, has a character that the tokenizer lacks, or more than block_size
-            tokens.
-    """
+    """The prompt's tokens, at most MOST_TOKENS; a UserError where it cannot be taken."""
     given = config.prompt
     if given.startswith("FILE:"):
         try:
@@ -137,11 +132,7 @@ def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
 
 
 def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> Document:
-    """Everything that is shown; `source` says where the weights come from.
-
-    Raises:
-        UserError: of the prompt, or a tile size or a GPU that cannot be.
-    """
+    """Everything that is shown; `source` says where the weights come from."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
     shown = [token_of(id_, pieces) for id_ in prompt.ids]
@@ -165,11 +156,7 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
 
 @torch.no_grad()
 def forward(model: GPT, prompt: Prompt) -> list[Call]:
-    """The prompt through the model, and what each layer's attention was given and gave.
-
-    Raises:
-        UserError: numbers that are not finite.
-    """
+    """The prompt through the model: what each layer's attention was given and gave."""
     device = model.transformer.wte.weight.device
     idx = torch.tensor([prompt.ids], device=device)
     segments = None
@@ -177,8 +164,8 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
         segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
     with watched(model) as calls:
         last = model.hidden(idx, segments)
-    outputs = [(f"the attention of layer {n}", call.out) for n, call in enumerate(calls)]
-    for where, x in [*outputs, ("the last layer", last)]:
+    outputs = {f"the attention of layer {n}": call.out for n, call in enumerate(calls)}
+    for where, x in {**outputs, "the last layer": last}.items():
         if not x.isfinite().all():
             raise UserError(f"{where} gives NaN or infinity: there is nothing to show")
     return calls

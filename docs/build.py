@@ -55,11 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
-    """A page with everything generated anew, and the marks of the places that changed.
-
-    Raises:
-        UserError: a mark that names nothing, or has no end.
-    """
+    """A page with everything generated anew, and the marks of the places that changed."""
     fresh, changed, at = [], [], 0
     for found in MARK.finditer(text):
         kind, what = found.groups()

@@ -115,11 +115,7 @@ def pairs(each: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def statement(file: str, function: str, begins: str) -> str:
-    """The first statement of a function that begins so, as one line without its comment.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The first statement of a function that begins so, as one line without its comment."""
     found = next((line for line in statements(file, function) if line.startswith(begins)), None)
     if found is None:
         raise UserError(f"no statement of {function} in {file} begins {begins!r}")

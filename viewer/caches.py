@@ -38,10 +38,7 @@ class Buffer:
 def caches(model: GPT, ids: list[int], pieces: list[bytes], notes: list[str]) -> Caches:
     """The same step with the dynamic, the static and the paged cache.
 
-    Args:
-        ids: the prompt, at least 2 tokens where they fill block_size.
-        pieces: the bytes of each id of the tokenizer; ids beyond them pad the model's vocabulary.
-        notes: go into the result.
+    `pieces` are the bytes of each id of the tokenizer; ids beyond them pad the model's vocabulary.
     """
     predicted = len(ids) < model.config.block_size
     if predicted:
@@ -78,8 +75,7 @@ def last_logits(model: GPT, ids: list[int]) -> Tensor:
 def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     """Read all tokens but the last into a cache, then decode that one.
 
-    Args:
-        want: (V,) its logits without a cache.
+    `want` (V,) are its logits without a cache.
     """
     n, config = len(ids) - 1, model.config
     device = model.transformer.wte.weight.device
@@ -153,11 +149,7 @@ def _used(cache: PagedCache) -> list[int]:
 
 
 def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buffer:
-    """What layer 0 has and will have, by the cache's own books.
-
-    Args:
-        now: the step of the token at position n.
-    """
+    """What layer 0 has and will have, by the cache's own books; `now` is the step of token n."""
     first_seen = 0 if window is None else max(0, n + 1 - window)
     # (pages or 1, places, Hkv, D) of layer 0 -> (cells, Hkv, D)
     k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))

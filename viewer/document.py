@@ -269,11 +269,7 @@ LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # characters that 
 
 
 def token_of(id_: int, pieces: list[bytes]) -> Token:
-    """A token as it is shown.
-
-    Args:
-        pieces: the bytes of each id, as Tokenizer.token_bytes() gives them.
-    """
+    """A token as it is shown; `pieces` are the bytes of each id (Tokenizer.token_bytes())."""
     piece = pieces[id_]
     try:
         text = piece.decode() if piece else "<end of text>"

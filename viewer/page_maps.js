@@ -22,23 +22,18 @@ function mapPicture(layer, head, canvas) {
 
 function thumbnails() {
   const box = $("thumbs");
-  const label = L * H > 40 ? (l) => String(l) : (l) => `layer ${l}`;
+  const label = (what, n) => h("span", {}, L * H > 40 ? String(n) : `${what} ${n}`);
   box.style.gridTemplateColumns = `max-content repeat(${H}, minmax(0, 1fr))`;
-  box.append(h("span"), ...Array.from({ length: H }, (_, n) => h("span", {},
-    L * H > 40 ? String(n) : `head ${n}`)));
-  const buttons = [];
-  for (let layer = 0; layer < L; layer++) {
-    box.append(h("span", {}, label(layer)));
-    for (let head = 0; head < H; head++) {
-      const canvas = mapPicture(layer, head, h("canvas", { "aria-hidden": "true" }));
-      const button = h("button", {
-        type: "button", "aria-label": `Layer ${layer}, head ${head}`, "aria-pressed": "false",
-        tabindex: -1, onclick: () => chooseHead(layer, head),
-      }, canvas);
-      buttons.push(button);
-      box.append(button);
-    }
-  }
+  box.append(h("span"), ...Array.from({ length: H }, (_, n) => label("head", n)));
+  const buttons = Array.from({ length: L * H }, (_, n) => {
+    const [layer, head] = [Math.floor(n / H), n % H];
+    const button = h("button", { type: "button", "aria-label": `Layer ${layer}, head ${head}`,
+      onclick: () => chooseHead(layer, head) },
+    mapPicture(layer, head, h("canvas", { "aria-hidden": "true" })));
+    if (head === 0) box.append(label("layer", layer));
+    box.append(button);
+    return button;
+  });
   box.addEventListener("keydown", (e) => {
     const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (!(e.key in by)) return;

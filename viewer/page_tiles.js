@@ -21,20 +21,17 @@ function visitedUpTo(n) {
   return null;
 }
 
-/** Row r of an array (V, block_m) at a visited tile. */
-const rowAt = (packed, at, r) => unpack(packed)[at * M + r];
-
 /** Everything about row r of a visited tile: before, after, and its scores. */
 function rowState(head, n, r) {
   const step = tiles.steps[n];
   const old = n > 0 && tiles.steps[n - 1].i === step.i ? visitedUpTo(n - 1) : null;
-  const now = step.skipped ? old : step;
+  const value = (packed, s) => unpack(packed)[s.at * M + r];
   const state = (s) => (s === null ? { m: -Infinity, l: 0, o: 0 }
-    : { m: rowAt(head.m, s.at, r), l: rowAt(head.l, s.at, r), o: rowAt(head.o_norm, s.at, r) });
-  const scores = step.skipped ? [] : unpack(head.scores).subarray((step.at * M + r) * B,
-    (step.at * M + r) * B + step.cols[1] - step.cols[0]);
-  const rescale = step.skipped ? null : rowAt(head.rescale, step.at, r);
-  return { before: state(old), after: state(now), old, now, scores, rescale };
+    : { m: value(head.m, s), l: value(head.l, s), o: value(head.o_norm, s) });
+  if (step.skipped) return { before: state(old), after: state(old), scores: [], rescale: null };
+  const first = (step.at * M + r) * B;
+  const scores = unpack(head.scores).subarray(first, first + step.cols[1] - step.cols[0]);
+  return { before: state(old), after: state(step), scores, rescale: value(head.rescale, step) };
 }
 
 function buildPlayer() {
@@ -95,7 +92,7 @@ function choosePlayed(layer, head) {
 
 /** To the state after so many tiles; by hand, so a playing trace stops. */
 function goTo(done) {
-  if (player.playing) play(false);
+  play(false);
   moveTo(done);
 }
 
@@ -125,8 +122,7 @@ function play(on) {
 
 function chooseRow(r) {
   if (player.done === 0) return;
-  const [first, stop] = tiles.steps[player.done - 1].rows;
-  player.row = clamp(r, 0, stop - first - 1);
+  player.row = r; // drawTile() keeps it inside the block
   drawPlayer();
 }
 
@@ -165,10 +161,9 @@ function drawTile() {
   $("tile-title").textContent = `${which}: Q block ${step.i}, K and V block ${step.j}`;
   $("tile-text").textContent = tileText(step);
   const rows = step.rows[1] - step.rows[0];
-  const cols = step.skipped ? 0 : step.cols[1] - step.cols[0];
   player.row = clamp(player.row, 0, rows - 1);
   $("tile-rows").classList.toggle("dense", B > 8); // colours only: numbers would not fit
-  const keys = about.tokens.slice(step.cols[0], step.cols[0] + cols);
+  const keys = step.skipped ? [] : about.tokens.slice(...step.cols);
   top.replaceChildren(h("tr", {}, th("query"),
     keys.map((token, n) => th(h("b", {}, token.label), { title: `key ${step.cols[0] + n}` })),
     th("rescale"), th(h("var", {}, "m")), th(h("var", {}, "l"))));
@@ -205,7 +200,7 @@ function tileRow(step, r) {
 function drawWorked(step) {
   const { head, done, row } = player;
   const i = step.rows[0] + row;
-  const { before, after, now, scores, rescale } = rowState(head, done - 1, row);
+  const { before, after, scores, rescale } = rowState(head, done - 1, row);
   const box = h("div", { class: "worked" },
     h("h3", {}, `Row of query ${i}, ${quote(about.tokens[i])}, worked`));
   $("worked").replaceChildren(box);
@@ -238,7 +233,7 @@ function drawWorked(step) {
     h("dt", {}, name), h("dd", {}, line)])));
   if (!head.o) return;
   const D = head.o.shape[2];
-  const o = unpack(head.o).subarray((now.at * M + row) * D, (now.at * M + row + 1) * D);
+  const o = unpack(head.o).subarray((step.at * M + row) * D, (step.at * M + row + 1) * D);
   const most = Math.max(...Array.from(o, Math.abs)) || 1;
   const canvas = h("canvas", { role: "img", "aria-label": `The ${D} numbers of O of this row` });
   box.append(picture(1, D, (_, d) => 0.5 + (0.5 * o[d]) / most, signed, canvas),
@@ -262,8 +257,6 @@ function manualAt(progress) {
 /** Which of the two moves more in the end, in a sentence. */
 function inTheEnd(tiled, manual) {
   const times = (a, b) => `${(a / b).toFixed(1)} times as much`;
-  const larger = Math.max(tiled / manual, manual / tiled);
-  if (larger < 1.05) return "At the end both have moved about as much.";
   if (tiled < manual) return `At the end manual has moved ${times(manual, tiled)}.`;
   return `On ${many(T, "token")} with tiles this small tiled moves ${times(tiled, manual)}: K and `
     + "V are read for each block of queries, and T × T is still a small square.";

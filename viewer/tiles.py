@@ -25,11 +25,7 @@ BUDGET = 1_500_000  # numbers in all, 6 MB
 
 
 def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles:
-    """The trace of each layer and head, as many as BUDGET allows; one is always there.
-
-    Raises:
-        ValueError: more than MOST_TILES tiles a head.
-    """
+    """The trace of each layer and head, as many as BUDGET allows; one is always there."""
     T, H, D = calls[0].q.shape[1:]
     rows, cols = blocks(T, B_r), blocks(T, B_c)
     if len(rows) * len(cols) > MOST_TILES:
