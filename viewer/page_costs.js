@@ -1,10 +1,10 @@
 // 4 cost: the roofline, the least time, and the table of both.
 
+const BOTH = ["manual", "tiled"];
 const cost = { row: 0 };
 
 function buildCosts() {
-  const near = costs.rows.findIndex((r) => r.T >= 4096);
-  cost.row = near < 0 ? costs.rows.length - 1 : near;
+  cost.row = costs.rows.findIndex((r) => r.T >= 4096);
   $("cost-about").textContent = `One layer of this model's attention, forward, batch 1, `
     + `${many(H, "head")} of ${about.head_dim}, in ${costs.dtype}, on ${costs.gpu}: `
     + `${scaled(costs.peak, "FLOP/s")} (${costs.peak_source}), ${scaled(costs.bandwidth, "B/s")} `
@@ -17,8 +17,6 @@ function buildCosts() {
     drawCosts();
   });
 }
-
-const BOTH = ["manual", "tiled"];
 
 function drawCosts() {
   const row = costs.rows[cost.row];

@@ -99,13 +99,11 @@ function drawMap() {
   c.drawImage(mapPicture(map.layer, map.head), left, top, size, size);
   c.strokeStyle = colour("strong");
   c.lineWidth = 1;
-  if (about.segments) { // the edges of the documents
-    for (let i = 1; i < T; i++) {
-      if (about.segments[i] === about.segments[i - 1]) continue;
-      c.strokeRect(left, top + i * cell, size, 0);
-      c.strokeRect(left + i * cell, top, 0, size);
-    }
-  }
+  about.segments?.forEach((document, i) => { // the edges of the documents
+    if (i === 0 || document === about.segments[i - 1]) return;
+    c.strokeRect(left, top + i * cell, size, 0);
+    c.strokeRect(left + i * cell, top, 0, size);
+  });
   c.strokeRect(left - 0.5, top - 0.5, size + 1, size + 1);
   axes(c, left, top, cell, letters);
   const { query, key } = map;

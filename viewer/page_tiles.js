@@ -358,7 +358,7 @@ function buildSizes() {
 function drawSizes() {
   const shape = traffic.shapes[sizes.shape];
   $("tile-size").max = shape.rows.length - 1;
-  sizes.row = clamp(sizes.row, 0, shape.rows.length - 1);
+  sizes.row = Math.min(sizes.row, shape.rows.length - 1);
   $("tile-size").value = sizes.row;
   const row = shape.rows[sizes.row];
   const moved = (r) => r.read + r.written;

@@ -47,12 +47,11 @@ def head(document: Document) -> list[str]:
         f"by {worst['error']:.2g}, allowed is {worst['allowed']:.2g} (layer "
         f"{layers.index(worst)}, the truth in float64)."
     )
-    for layer, x in enumerate(layers):
-        if not x["agrees"]:
-            lines += wrap(
-                f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
-                f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
-            )
+    lines += wrap(*(
+        f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
+        f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
+        for layer, x in enumerate(layers) if not x["agrees"]
+    ))  # fmt: skip
     return lines + wrap(*a["notes"])
 
 
