@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +30,8 @@ from viewer.caches import caches, refused
 from viewer.cost import costs, traffic
 from viewer.document import About, Document, Token, token_of
 from viewer.maps import Call, maps, watched
+from viewer.page import render as as_page
+from viewer.text import render as as_text
 from viewer.tiles import tiles
 
 MOST_TOKENS = 256  # shown; what comes after them is left out
@@ -100,12 +101,7 @@ class Prompt:
 
 
 def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
-    """The prompt's tokens, at most MOST_TOKENS.
-
-    Raises:
-        UserError: it is empty, has a character that the tokenizer lacks, or more than block_size
-            tokens.
-    """
+    """The prompt's tokens, at most MOST_TOKENS; a UserError where it cannot be taken."""
     given = config.prompt
     if given.startswith("FILE:"):
         try:
@@ -135,56 +131,32 @@ def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
     return Prompt(given, ids[cut], None if config.segments is None else segments[cut], notes)
 
 
-def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str,
-            progress: Callable[[str], None] = lambda what: None) -> Document:  # fmt: skip
-    """Everything that is shown.
-
-    Args:
-        source: where the weights come from, in words.
-        progress: is told what comes next.
-
-    Raises:
-        UserError: of the prompt, or a tile size or a GPU that cannot be.
-    """
+def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> Document:
+    """Everything that is shown; `source` says where the weights come from."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
     shown = [token_of(id_, pieces) for id_ in prompt.ids]
-    T, L, H = len(shown), model.config.n_layer, model.config.n_head
     notes = []
     if prompt.segments is not None:
         notes.append("A cache holds one text: here the documents are read as one.")
     try:
-        progress(f"the model on {T} tokens")
         calls = forward(model, prompt)
         spec = calls[0].spec
-        progress(f"maps of {L} layers with {H} heads")
-        found_maps = maps(calls)
-        progress("tiles")
-        found_tiles = tiles(calls, config.block_m, config.block_n, config.layer, config.head)
-        progress("bytes and FLOPs")
-        found_traffic = traffic(spec, T, config.fast_memory)
-        found_costs = costs(spec, config.gpu, config.fast_memory)
-        progress("caches")
-        found_caches = caches(model, prompt.ids, pieces, notes)
+        return {
+            "about": about(model, tokenizer, config, prompt, shown, source),
+            "maps": maps(calls),
+            "tiles": tiles(calls, config.block_m, config.block_n, config.layer, config.head),
+            "traffic": traffic(spec, len(shown), config.fast_memory),
+            "caches": caches(model, prompt.ids, pieces, notes),
+            "costs": costs(spec, config.gpu, config.fast_memory),
+        }
     except ValueError as e:  # BackendUnavailable is one
         raise UserError(str(e)) from e
-    return {
-        "about": about(model, tokenizer, config, prompt, shown, source),
-        "maps": found_maps,
-        "tiles": found_tiles,
-        "traffic": found_traffic,
-        "caches": found_caches,
-        "costs": found_costs,
-    }
 
 
 @torch.no_grad()
 def forward(model: GPT, prompt: Prompt) -> list[Call]:
-    """The prompt through the model, and what each layer's attention was given and gave.
-
-    Raises:
-        UserError: numbers that are not finite.
-    """
+    """The prompt through the model: what each layer's attention was given and gave."""
     device = model.transformer.wte.weight.device
     idx = torch.tensor([prompt.ids], device=device)
     segments = None
@@ -192,8 +164,8 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
         segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
     with watched(model) as calls:
         last = model.hidden(idx, segments)
-    outputs = [(f"the attention of layer {n}", call.out) for n, call in enumerate(calls)]
-    for where, x in [*outputs, ("the last layer", last)]:
+    outputs = {f"the attention of layer {n}": call.out for n, call in enumerate(calls)}
+    for where, x in {**outputs, "the last layer": last}.items():
         if not x.isfinite().all():
             raise UserError(f"{where} gives NaN or infinity: there is nothing to show")
     return calls
@@ -218,9 +190,7 @@ def about(model: GPT, tokenizer: Any, config: ExplainConfig, prompt: Prompt, sho
         "n_params": sum(p.numel() for p in model.parameters()),
         "device": describe(model.transformer.wte.weight.device),
         "dtype": spec.dtype,
-        "requested": c.attention_backend,
         "backend": chosen.backend.name,
-        "title": chosen.backend.title,
         "kernels": list(chosen.kernels),
         "announced": chosen.info(),
         "refused": refused(chosen),
@@ -244,12 +214,6 @@ def source_of(config: ExplainConfig) -> str:
     return str(best or checkpoint.latest(source))
 
 
-def progress(what: str) -> None:
-    """One line on stderr that says what is being computed, where it is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r{what}\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
     show_log()
     aliases = {"attn_implementation": "attention_backend"}
@@ -260,27 +224,19 @@ def main(argv: list[str]) -> int:
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     loaded = time.perf_counter()
-    document = explain(model, tokenizer, config, source_of(config), progress)
-    progress("")
-    n, now = len(document["about"]["tokens"]), time.perf_counter()
-    print(
-        f"{n} token{'s' * (n != 1)} explained in {now - loaded:.1f} s, after "
-        f"{loaded - begin:.1f} s for the model",
-        file=sys.stderr,
-    )
+    document = explain(model, tokenizer, config, source_of(config))
+    took, n = time.perf_counter() - loaded, len(document["about"]["tokens"])
+    said = f"{n} token{'s' * (n != 1)} explained in {took:.1f} s"
+    print(f"{said}, after {loaded - begin:.1f} s for the model", file=sys.stderr)
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))
     if config.text:
-        from viewer.text import render as as_text
-
         if hasattr(sys.stdout, "reconfigure"):  # signs that the terminal has not become "?"
             sys.stdout.reconfigure(errors="replace")
         print(as_text(document))
         return 0
-    from viewer.page import render
-
     folder = Path(config.out_dir if config.init_from == "resume" else ".")
-    path, page = config.html or str(folder / "explain.html"), render(document)
+    path, page = config.html or str(folder / "explain.html"), as_page(document)
     write(path, page)
     print(f"{path} ({len(page.encode()) / 1e6:.1f} MB): open it in a browser")
     return 0

@@ -23,7 +23,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from core.settings import UserError, exit_on_user_error
@@ -55,11 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
-    """A page with everything generated anew, and the marks of the places that changed.
-
-    Raises:
-        UserError: a mark that names nothing, or has no end.
-    """
+    """A page with everything generated anew, and the marks of the places that changed."""
     fresh, changed, at = [], [], 0
     for found in MARK.finditer(text):
         kind, what = found.groups()
@@ -68,9 +64,8 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
         next_mark = MARK.search(text, found.end())
         if end < 0 or (next_mark and next_mark.start() < end):
             raise UserError(f"{page.name}: no {END.strip()} after {mark}")
-        make: Callable[[str, Path], str] = code if kind == "code" else figure
         try:
-            made = make(what, page)
+            made = code(what, page) if kind == "code" else figures.draw(shlex.split(what)) + "\n"
         except UserError as e:
             raise UserError(f"{page.name}: {mark}: {e}") from None
         if text[found.end() : end] != made:
@@ -90,27 +85,22 @@ def code(what: str, page: Path) -> str:
     if not path.is_file():
         raise UserError(f"there is no file {file}")
     link = Path(os.path.relpath(path, page.parent)).as_posix()
-    lines = cut(source(path.read_text(encoding="utf-8"), name), first, last)
+    lines = source(path.read_text(encoding="utf-8"), name)
+    if first:
+        lines = cut(lines, first, last)
     return f"[{file}]({link}), `{name}`:\n\n```python\n{lines}```\n"
 
 
-def cut(lines: str, first: str | None, last: str | None) -> str:
+def cut(text: str, first: str, last: str) -> str:
     """The lines from the one that holds `first` to the next that holds `last`, dedented."""
-    if first is None or last is None:
-        return lines
-    every = lines.splitlines(keepends=True)
-    start = next((n for n, line in enumerate(every) if first in line), None)
+    lines = text.splitlines(keepends=True)
+    start = next((n for n, line in enumerate(lines) if first in line), None)
     if start is None:
         raise UserError(f"no line there holds {first!r}")
-    stop = next((n for n in range(start, len(every)) if last in every[n]), None)
+    stop = next((n for n in range(start, len(lines)) if last in lines[n]), None)
     if stop is None:
         raise UserError(f"no line from there on holds {last!r}")
-    return textwrap.dedent("".join(every[start : stop + 1]))
-
-
-def figure(what: str, page: Path) -> str:
-    """What docs/figures.py makes of "NAME --option=value"."""
-    return figures.draw(shlex.split(what)).rstrip("\n") + "\n"
+    return textwrap.dedent("".join(lines[start : stop + 1]))
 
 
 if __name__ == "__main__":

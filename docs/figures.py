@@ -30,16 +30,12 @@ def main(argv: Sequence[str]) -> int:
         print(draw(argv))
         return 0
     for name, make in FIGURES.items():
-        print(f"{name:22s} {summary(make)}")
+        print(f"{name:22s} {(inspect.getdoc(make) or '').splitlines()[0]}")
     return 0
 
 
 def draw(words: Sequence[str]) -> str:
-    """A figure by its name, with options as on the command line.
-
-    Raises:
-        UserError: no such figure, no such option, or a value that it cannot take.
-    """
+    """A figure by its name, with options as on the command line."""
     name, *rest = words
     if name not in FIGURES:
         raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
@@ -54,11 +50,10 @@ def draw(words: Sequence[str]) -> str:
             given[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise UserError(f"--{key} must be a number, a list or None, got {value}") from None
+        is_size = not isinstance(known[key].default, float)
+        if is_size and isinstance(given[key], int) and given[key] < 1:
+            raise UserError(f"{name} takes {key} at least 1, got {value}")
     return FIGURES[name](**given)
-
-
-def summary(make: Callable[..., str]) -> str:
-    return (inspect.getdoc(make) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -1,26 +1,24 @@
-"""The figures of pages 1 to 5: softmax, masks, memory, the online softmax, tiles.
-
-A function imports torch, and what it shows, when it is called.
-"""
+"""The figures of pages 1 to 5: softmax, masks, memory, the online softmax, tiles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import torch
+
+from attention import BACKENDS, Spec, manual, tiled, views
 from core.settings import UserError
 from docs.format import Numbers, drawing, megabytes, plain, table
+from viewer.cost import fast_memory, manual_steps
+from viewer.document import TileStep
+from viewer.tiles import steps, trace_of
 
 
 def one_query(q: Numbers = (2, 0, 1, 1),
               keys: Sequence[Numbers] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
               values: Numbers = (10, 20, 30, 40)) -> str:  # fmt: skip
     """Page 1: the scores and weights of one query, and its output; a value is one number here."""
-    import torch
-
-    from attention import Spec, manual
-
     if not len(keys) == len(values) or any(len(k) != len(q) for k in keys):
         raise UserError("one_query needs a value for each key, and keys as long as q")
     D, T = len(q), len(keys)
@@ -44,8 +42,6 @@ def one_query(q: Numbers = (2, 0, 1, 1),
 
 def scale(T: int = 64, queries: int = 200) -> str:
     """Page 1: what dividing by sqrt(D) is for; q and k are drawn from a normal distribution."""
-    import torch
-
     rows = []
     for D in (4, 16, 64, 256):
         draw = torch.Generator().manual_seed(D)
@@ -62,12 +58,6 @@ def scale(T: int = 64, queries: int = 200) -> str:
 def mask(Tq: int = 4, Tk: int = 4, window: int | None = None,
          segments: Sequence[int] | None = None) -> str:  # fmt: skip
     """Page 2: who sees whom, by visible(). --Tq, --Tk, --window, --segments="(0, 0, 1, 1)"."""
-    import torch
-
-    from attention import views
-
-    if min(Tq, Tk) < 1 or (window is not None and window < 1):
-        raise UserError("Tq, Tk and window must be at least 1")
     if segments is not None and len(segments) != Tk:
         raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
     seg = None if segments is None else torch.tensor([segments])
@@ -94,10 +84,6 @@ def memory(T: Sequence[int] = (512, 1024, 2048, 4096), D: int = 64) -> str:
 
 def kept(T: int, n_head: int, D: int) -> dict[str, list[tuple[str, str, int]]]:
     """Shape, dtype and bytes of each tensor that autograd keeps of manual's and tiled's forward."""
-    import torch
-
-    from attention import BACKENDS, Spec
-
     found = {}
     for name in ("manual", "tiled"):
         saved: dict[int, tuple[str, str, int]] = {}
@@ -118,13 +104,8 @@ def kept(T: int, n_head: int, D: int) -> dict[str, list[tuple[str, str, int]]]:
 
 def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     """Page 4: one row of scores, a block at a time, by forward_tiles()."""
-    import torch
-
-    from attention import Spec
-    from viewer.tiles import trace_of
-
-    if not scores or block < 1:
-        raise UserError("online needs a score and a block of at least 1")
+    if not scores:
+        raise UserError("online needs a score")
     T = len(scores)
     # With D = 1 and q = 1 the scores are the keys. The values count 1, 2, ...: any will do.
     k = torch.tensor([*map(float, scores)], dtype=torch.float64)
@@ -152,13 +133,6 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
 def tiles(Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | None = None,
           D: int = 64) -> str:  # fmt: skip
     """Page 5: which tiles are visited, and the bytes of one head in float32, by the trace."""
-    import torch
-
-    from attention import Spec, tiled
-    from viewer.cost import manual_steps
-
-    if min(Tq, Tk, B_r, B_c, D) < 1 or (window is not None and window < 1):
-        raise UserError("Tq, Tk, B_r, B_c, D and window must be at least 1")
     spec = Spec(1, 1, D, "float32", window=window)
     trace = traced(spec, Tq, Tk, B_r, B_c)
     rows, cols = tiled.blocks(Tq, B_r), tiled.blocks(Tk, B_c)
@@ -187,9 +161,6 @@ def tiles(Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | 
 
 def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128, 256)) -> str:
     """Page 5: bytes moved by one head against the fast memory that a tile needs, by the trace."""
-    from attention import Spec
-    from viewer.cost import fast_memory, manual_steps
-
     spec = Spec(1, 1, D, "float32")
     last = manual_steps(spec, T)[-1]
     rows = [
@@ -208,15 +179,8 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
     return table(titles, rows)
 
 
-def traced(spec: Any, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Any]:
-    """The tiles of forward_tiles() for these lengths, of one head; the numbers do not matter.
-
-    Each is a TileStep of viewer/document.py.
-    """
-    import torch
-
-    from viewer.tiles import steps, trace_of
-
+def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
+    """The tiles of forward_tiles() for these lengths, of one head; the numbers do not matter."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
     return steps(trace, spec, Tq, Tk, B_r, B_c)

@@ -1,7 +1,4 @@
-"""The figures of pages 6 to 9: the backward pass, fused kernels, caches, MFU.
-
-A function imports torch, and what it shows, when it is called.
-"""
+"""The figures of pages 6 to 9: the backward pass, fused kernels, caches, MFU."""
 
 from __future__ import annotations
 
@@ -12,16 +9,30 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import BACKENDS, Spec, packages, resolve
+from attention.__main__ import Options, best_dtype
+from attention.machines import describe
+from attention.spec import dotted
+from attention.support import place
+from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
+from bench import records
+from core import flops
 from core.settings import UserError
 from docs.figures_basics import kept
 from docs.format import drawing, table
 from docs.source import ROOT, source
+from inference.cache import DynamicCache, PagedCache, StaticCache
+from model import GPTConfig
+from viewer.tiles import trace_of
 
 
 def kept_for_backward(T: int = 1024, n_head: int = 12, D: int = 64) -> str:
     """What manual and tiled keep of one layer for the backward pass: every tensor, in float32."""
-    if min(T // 2, n_head, D) < 1:
-        raise UserError("T must be at least 2, n_head and D at least 1")
+    if T < 2:
+        raise UserError("T must be at least 2")
     half, now = kept(T // 2, n_head, D), kept(T, n_head, D)
     rows: list[tuple[Any, ...]] = []
     for name, tensors in now.items():
@@ -35,14 +46,6 @@ def kept_for_backward(T: int = 1024, n_head: int = 12, D: int = 64) -> str:
 
 def backward_flops(T: int = 512, D: int = 64) -> str:
     """Multiplications and additions of one head, as PyTorch's counter sees them, in T * T * D."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from attention import BACKENDS, Spec
-    from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
-
-    if min(T, D) < 1:
-        raise UserError("T and D must be at least 1")
     rows = []
     for name in ("manual", "tiled"):
         q, k, v = (torch.zeros(1, T, 1, D, requires_grad=True) for _ in range(3))
@@ -112,11 +115,7 @@ def pairs(each: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def statement(file: str, function: str, begins: str) -> str:
-    """The first statement of a function that begins so, as one line without its comment.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The first statement of a function that begins so, as one line without its comment."""
     found = next((line for line in statements(file, function) if line.startswith(begins)), None)
     if found is None:
         raise UserError(f"no statement of {function} in {file} begins {begins!r}")
@@ -134,9 +133,6 @@ def statements(file: str, function: str) -> list[str]:
 
 def generations() -> str:
     """What each fused kernel declares (Caps) about where it runs and what it takes."""
-    from attention import BACKENDS
-    from attention.support import place
-
     rows = []
     for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "flash_attn_2",
                  "flash_attn_3", "flash_attn_4"):  # fmt: skip
@@ -164,11 +160,6 @@ MACHINES = ("V100", "TITAN RTX", "A100", "RTX 4090", "H100", "B200", "RTX 5090",
 
 def choices() -> str:
     """What `auto` takes on some machines for training GPT-2, with every package and with none."""
-    from attention import BACKENDS, packages, resolve
-    from attention.__main__ import Options, best_dtype
-    from attention.machines import describe
-    from attention.spec import dotted
-
     rows = []
     for text in MACHINES:
         everything = describe(text, None, "2.13.0", packages())
@@ -188,17 +179,8 @@ def choices() -> str:
 
 def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
     """How often a row of O is rescaled: whenever its maximum grows, and only past a threshold."""
-
-    import torch
-
-    from attention import Spec
-    from attention.tiled import BLOCK_M, BLOCK_N
-    from viewer.tiles import trace_of
-
-    if T <= BLOCK_N or D < 1 or threshold < 0:
-        raise UserError(
-            f"T must be more than {BLOCK_N}, one tile, D at least 1 and the threshold at least 0"
-        )
+    if T <= BLOCK_N or threshold < 0:
+        raise UserError(f"T must be more than {BLOCK_N}, one tile, and the threshold at least 0")
     rows = []
     for spread in (1, 2, 4, 8):
         draw = torch.Generator().manual_seed(spread)
@@ -229,10 +211,6 @@ GPT2 = {"gpt2": (12, 12, 64), "gpt2-medium": (24, 16, 64), "gpt2-large": (36, 20
 
 def cache_bytes(itemsize: int = 2) -> str:
     """Bytes of keys and values that one token leaves in the cache, for GPT-2's four sizes."""
-    import torch
-
-    from inference.cache import StaticCache
-
     if itemsize not in (2, 4):
         raise UserError(f"itemsize must be 2 (half precision) or 4, got {itemsize}")
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
@@ -251,12 +229,8 @@ LENGTHS = (30, 100, 500, 1000)
 
 def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     """What texts of several lengths take in each cache: GPT-2 124M, bfloat16."""
-    import torch
-
-    from inference.cache import DynamicCache, PagedCache, StaticCache
-
-    if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024 or page_size < 1:
-        raise UserError("lengths must be from 1 to 1,024, and page_size at least 1")
+    if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024:
+        raise UserError("lengths must be from 1 to 1,024")
     (n_layer, Hkv, D), B, longest = GPT2["gpt2"], len(lengths), max(lengths)
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     static = StaticCache(n_layer, B, 1024, Hkv, D, **like)
@@ -288,8 +262,6 @@ SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
 
 def caches_of_a_record() -> str:
     """Generation of GPT-2 124M with and without a cache, as a record of bench_mfu.py has it."""
-    from bench import records
-
     rows = []
     for row in records.read(ROOT / GENERATION)["rows"]:
         if row["status"] == "ok" and row["backend"] == "sdpa":
@@ -305,10 +277,6 @@ def caches_of_a_record() -> str:
 
 def mfu_of_a_record() -> str:
     """MFU computed again, step by step, from what a record of bench_mfu.py measured."""
-    from bench import records
-    from core import flops
-    from model import GPTConfig
-
     content = records.read(ROOT / TRAINING)
     asked = content["settings"]
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")

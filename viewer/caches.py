@@ -38,10 +38,7 @@ class Buffer:
 def caches(model: GPT, ids: list[int], pieces: list[bytes], notes: list[str]) -> Caches:
     """The same step with the dynamic, the static and the paged cache.
 
-    Args:
-        ids: the prompt, at least 2 tokens where they fill block_size.
-        pieces: the bytes of each id of the tokenizer; ids beyond them pad the model's vocabulary.
-        notes: go into the result.
+    `pieces` are the bytes of each id of the tokenizer; ids beyond them pad the model's vocabulary.
     """
     predicted = len(ids) < model.config.block_size
     if predicted:
@@ -78,26 +75,23 @@ def last_logits(model: GPT, ids: list[int]) -> Tensor:
 def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     """Read all tokens but the last into a cache, then decode that one.
 
-    Args:
-        want: (V,) its logits without a cache.
+    `want` (V,) are its logits without a cache.
     """
     n, config = len(ids) - 1, model.config
     device = model.transformer.wte.weight.device
     idx = torch.tensor([ids], device=device)
     _, spec = model.attention(False, (1, n))
     window, sizes = spec.window, {"dtype": getattr(torch, spec.dtype), "device": device}
+    L, Hkv, D = config.n_layer, config.kv_heads, config.head_dim
     cache: Any
     rows: list[int] = []
     if kind == "dynamic":
-        cache = DynamicCache(config.n_layer, max_len=config.block_size, window=window,
-                             device=device)  # fmt: skip
+        cache = DynamicCache(L, max_len=config.block_size, window=window, device=device)
     elif kind == "static":
-        cache = StaticCache(config.n_layer, 1, bucket(n + 1, config.block_size), config.kv_heads,
-                            config.head_dim, **sizes)  # fmt: skip
+        cache = StaticCache(L, 1, bucket(n + 1, config.block_size), Hkv, D, **sizes)
     else:
         pages = -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES
-        cache = PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=pages,
-                           page_size=PAGE_SIZE, **sizes)  # fmt: skip
+        cache = PagedCache(L, Hkv, D, n_pages=pages, page_size=PAGE_SIZE, **sizes)
         rows = _used(cache)
 
     def reserve(T: int) -> Any:
@@ -115,12 +109,6 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
         changed |= (old != _bits(new)).flatten(1).any(dim=1).cpu()
     now.advance()
     chosen, _ = model.attention(False, (1, 1), now.kind, now.page_size)
-    table: list[int] = []
-    free: list[int] = []
-    if kind == "paged":
-        table = list(cache.pool.pages(rows[0]))
-        free = [page for page in range(1, cache.pool.n_pages) if page not in table]
-        assert len(free) == cache.pool.n_free
     used = sum(p >= 0 for p in buffer.holds) * 2 * buffer.k[0].nbytes * config.n_layer
     return {
         "kind": kind,
@@ -137,8 +125,7 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
         "bytes_allocated": cache.nbytes,
         "bytes_used": used,
         "page_size": now.page_size,
-        "page_table": table,
-        "free_pages": free,
+        "page_table": list(cache.pool.pages(rows[0])) if kind == "paged" else [],
         "error": float(off(logits, want).max()),
     }
 
@@ -162,25 +149,19 @@ def _used(cache: PagedCache) -> list[int]:
 
 
 def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buffer:
-    """What layer 0 has and will have, by the cache's own books.
-
-    Args:
-        now: the step of the token at position n.
-    """
+    """What layer 0 has and will have, by the cache's own books; `now` is the step of token n."""
     first_seen = 0 if window is None else max(0, n + 1 - window)
+    # (pages or 1, places, Hkv, D) of layer 0 -> (cells, Hkv, D)
+    k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
     if kind == "paged":
         size = now.page_size
         pages = cache.pool.pages(next(iter(now.counts)))
-        k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
-        cell = [page * size + slot for page in pages for slot in range(size)]
-        read = list(cell)
-        at = dict(enumerate(cell[: n + 1]))
+        read = [page * size + slot for page in pages for slot in range(size)]
+        at = dict(enumerate(read[: n + 1]))
     elif kind == "static":
-        k, v = cache.k[0][0], cache.v[0][0]
         read = list(range(now.length))
         at = {p: p for p in range(n + 1)}
     else:
-        k, v = cache.k[0][0], cache.v[0][0]
         gone = cache.stored - cache.kept  # tokens that no later one can see, and that were let go
         at = {p: p - gone for p in range(gone, n + 1)}
         read = [c for p, c in at.items() if p >= first_seen]

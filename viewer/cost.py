@@ -42,11 +42,7 @@ GPUS = [gpu.short for gpu in RATED]
 
 
 def find_gpu(text: str) -> str:
-    """The name in GPUS that is meant: the whole of it, or a part that no other has.
-
-    Raises:
-        ValueError: none, or several; lists the known ones.
-    """
+    """The name in GPUS that is meant: the whole of it, or a part that no other has."""
     asked = text.lower()
     for fits in (str.__eq__, str.__contains__, lambda name, asked: asked.endswith(f" {name}")):
         found = [name for name in GPUS if fits(name.lower(), asked)]
@@ -77,9 +73,6 @@ def visited(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[
     """Keys read by all blocks of queries together, and pairs of query and key computed, a head.
 
     Causal, and B_r = B_c = b divides T: T (T / b + 1) / 2 keys and b times as many pairs.
-
-    Args:
-        skip: False: no tile is skipped.
     """
     keys = pairs = 0
     for first in range(0, T, B_r):
@@ -125,11 +118,7 @@ def tile_sizes(spec: Spec, T: int) -> list[tuple[int, int]]:
 
 
 def traffic(spec: Spec, T: int, on_chip: int) -> Traffic:
-    """Bytes moved for each tile size, for the prompt's T tokens and for LONG.
-
-    Args:
-        on_chip: bytes of fast memory that are assumed.
-    """
+    """Bytes moved for each tile size, for the prompt's T tokens and for LONG."""
     shapes: list[TrafficShape] = []
     for tokens in (T, LONG):
         rows: list[TrafficRow] = []
@@ -144,15 +133,11 @@ def traffic(spec: Spec, T: int, on_chip: int) -> Traffic:
         last = manual_steps(spec, tokens)[-1]
         shapes.append({"T": tokens, "manual_read": last["read_so_far"],
                        "manual_written": last["written_so_far"], "rows": rows})  # fmt: skip
-    return {"size": size_of(spec), "fast_memory": on_chip, "shapes": shapes}
+    return {"fast_memory": on_chip, "shapes": shapes}
 
 
 def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
-    """Manual and tiled under the roofline of a GPU, in half precision, as T grows.
-
-    Raises:
-        ValueError: a GPU that is not known, or not even the smallest tile fits.
-    """
+    """Manual and tiled under the roofline of a GPU, in half precision, as T grows."""
     name = find_gpu(gpu)
     half = "bfloat16" if datasheet_tflops(name, "bfloat16") else "float16"
     peak, memory = datasheet_tflops(name, half), datasheet_bandwidth(name)

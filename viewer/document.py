@@ -52,9 +52,7 @@ class About(TypedDict):
     n_params: int
     device: str
     dtype: str  # of the weights, and of q, k and v
-    requested: str  # --attention_backend
     backend: str  # the one that ran
-    title: str  # what it is
     kernels: list[str]  # what the profiler saw run; empty: its own operators are no named kernel
     announced: str  # the line that the command printed about it
     refused: list[Refused]  # in the order in which they were tried
@@ -183,7 +181,6 @@ class TrafficShape(TypedDict):
 class Traffic(TypedDict):
     """Bytes to and from main memory against the fast memory that there is: closed formulas."""
 
-    size: int  # bytes of a number
     fast_memory: int  # bytes on chip that are assumed (--fast_memory)
     shapes: list[TrafficShape]  # the prompt, and a long sequence
 
@@ -210,7 +207,6 @@ class CacheStep(TypedDict):
     bytes_used: int  # of these, what holds tokens
     page_size: int | None  # tokens a page; None: not paged
     page_table: list[int]  # page of tokens 0 .. page_size - 1, of the next ones, ...; empty: none
-    free_pages: list[int]  # pages that nobody holds; page 0 is the null page, never handed out
     error: float  # largest |logits - logits without a cache|, of the decoded token
 
 
@@ -273,11 +269,7 @@ LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # characters that 
 
 
 def token_of(id_: int, pieces: list[bytes]) -> Token:
-    """A token as it is shown.
-
-    Args:
-        pieces: the bytes of each id, as Tokenizer.token_bytes() gives them.
-    """
+    """A token as it is shown; `pieces` are the bytes of each id (Tokenizer.token_bytes())."""
     piece = pieces[id_]
     try:
         text = piece.decode() if piece else "<end of text>"

@@ -10,7 +10,7 @@ manual's from the same q, k and v, by the tolerance of the probe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,16 +51,14 @@ def watched(model: GPT) -> Iterator[list[Call]]:
 
     def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, attend, *rest = args
-        return x, recording(attend), *rest
 
-    def recording(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
                   segments: Tensor | None = None, cache: Any = None) -> Tensor:  # fmt: skip
             out = attend(q, k, v, spec, segments=segments, cache=cache)
             calls.append(Call(q, k, v, out, spec, segments))
             return out
 
-        return noted
+        return x, noted, *rest
 
     hooks = [block.attn.register_forward_pre_hook(hook) for block in model.transformer.h]
     try:
@@ -133,7 +131,7 @@ def agreement(call: Call) -> Agreement:
         "agrees": error <= allowed,
         "manual_error": manual_error,
         "from_manual": float(off(call.out, plain).max()),
-        "largest": float(exact.abs().max()),
+        "largest": largest,
         "heads": by_head.tolist(),
     }
 

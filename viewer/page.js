@@ -40,20 +40,6 @@ function opening() {
     + "sends nothing.";
 }
 
-/** Mark in the bar above which part is being read. */
-function watchParts() {
-  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
-  const seen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      if (isIntersecting) {
-        links.forEach((a) => a.removeAttribute("aria-current"));
-        links.get(target.id).setAttribute("aria-current", "true");
-      }
-    }
-  }, { rootMargin: "-30% 0px -65% 0px" });
-  document.querySelectorAll("main > section").forEach((s) => seen.observe(s));
-}
-
 opening();
 const thumbs = thumbnails();
 const strip = tokenStrip($("map-tokens"), about.tokens, "Tokens of the prompt", {
@@ -86,7 +72,6 @@ function draw() {
   drawCosts();
 }
 draw();
-watchParts();
 
 let width = innerWidth;
 addEventListener("resize", () => {

@@ -22,11 +22,7 @@ PARTS = ("common", "maps", "board", "tiles", "caches", "costs")  # page_*.js, th
 
 
 def render(document: Document) -> str:
-    """The page as text, to be written as UTF-8.
-
-    Raises:
-        ValueError: a number that is NaN or infinite, which JSON does not have.
-    """
+    """The page as text, to be written as UTF-8."""
     css = (HERE / "page.css").read_text(encoding="utf-8")
     scripts = [*(f"page_{part}.js" for part in PARTS), "page.js"]
     js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)

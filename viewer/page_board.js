@@ -5,12 +5,8 @@ function scorePicture() {
   if (player.image) return player.image;
   const scores = unpack(player.head.scores);
   const finite = scores.filter(Number.isFinite);
-  let low = Infinity;
-  let high = -Infinity;
-  for (const s of finite) {
-    low = Math.min(low, s);
-    high = Math.max(high, s);
-  }
+  const low = finite.reduce((a, b) => Math.min(a, b));
+  const high = finite.reduce((a, b) => Math.max(a, b));
   const level = (i, j) => {
     const step = tiles.steps[Math.floor(i / M) * tiles.n_cols + Math.floor(j / B)];
     if (step.skipped) return NaN;
@@ -26,9 +22,7 @@ const board = { cell: 0, left: 0, top: 0 };
 function drawBoard() {
   const canvas = $("matrix");
   const room = Math.min(canvas.parentElement.clientWidth, 560);
-  const left = 46;
-  const right = 34;
-  const top = 46;
+  const [left, right, top] = [46, 34, 46];
   const cell = Math.min((room - left - right) / T, 26);
   const size = cell * T;
   Object.assign(board, { cell, left, top });
@@ -43,7 +37,7 @@ function drawBoard() {
     const [x, y, w, hgt] = box(s);
     if (s.skipped) {
       c.globalAlpha = n < done ? 1 : 0.45;
-      hatch(c, x, y, w, hgt, colour("hatch"));
+      hatch(c, x, y, w, hgt);
     } else {
       c.fillStyle = colour(n < done ? "paper" : "sunk");
       c.fillRect(x, y, w, hgt);
@@ -54,21 +48,20 @@ function drawBoard() {
     }
     c.globalAlpha = 1;
     c.strokeStyle = colour("line");
-    c.lineWidth = 1;
     c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w), Math.round(hgt));
   });
   // Around it the tensors in main memory, in their blocks: Q on the left, K and V on top, O on the
   // right. What is on the chip now is filled.
+  c.textAlign = "center";
+  c.textBaseline = "middle";
+  c.font = "11px system-ui, sans-serif";
   const put = (x, y, w, hgt, kind, name) => {
     c.fillStyle = colour(kind);
     c.fillRect(x, y, w, hgt);
     c.strokeStyle = colour("strong");
     c.strokeRect(Math.round(x) + 0.5, Math.round(y) + 0.5, Math.round(w) - 1, Math.round(hgt) - 1);
-    if (name && Math.min(w, hgt) >= 11) {
+    if (Math.min(w, hgt) >= 11) {
       c.fillStyle = colour(kind === "sunk" ? "muted" : "paper");
-      c.textAlign = "center";
-      c.textBaseline = "middle";
-      c.font = "11px system-ui, sans-serif";
       c.fillText(name, x + w / 2, y + hgt / 2 + 0.5);
     }
   };
@@ -88,26 +81,15 @@ function drawBoard() {
   }
   c.font = "italic 15px Georgia, serif";
   c.fillStyle = colour("ink");
-  c.textAlign = "center";
-  c.textBaseline = "middle";
   c.fillText("Q", left - 13, top - 12);
   c.fillText("K, V", left + size / 2, top - 34);
   c.fillText("O", left + size + 14, top - 12);
-  c.font = "italic 14px Georgia, serif";
   c.fillText("S = Q Kᵀ / √D, a tile at a time", left + size / 2, top + size + 12);
   if (busy) {
     const [x, y, w, hgt] = box(busy);
-    c.strokeStyle = colour("paper");
-    c.lineWidth = 6;
-    c.strokeRect(x, y, w, hgt);
-    c.strokeStyle = colour(on);
-    c.lineWidth = 3;
-    c.strokeRect(x, y, w, hgt);
-    if (!busy.skipped) {
-      c.lineWidth = 1.5;
-      c.strokeStyle = colour("ink");
-      c.strokeRect(x, y + player.row * cell, w, cell);
-    }
+    outline(c, x, y, w, hgt, "paper", 6);
+    outline(c, x, y, w, hgt, "accent", 3);
+    if (!busy.skipped) outline(c, x, y + player.row * cell, w, cell, "ink", 1.5);
   }
   canvas.setAttribute("aria-label",
     `${tiles.n_rows} by ${tiles.n_cols} tiles, ${VISITED} of them computed. `
@@ -116,16 +98,12 @@ function drawBoard() {
 
 function boardLegend() {
   const { low, high } = scorePicture();
-  const now = h("i");
-  now.style.background = colour("accent");
-  const written = h("i");
-  written.style.background = colour("tiled");
   const past = rampBar();
   past.style.opacity = 0.38;
   $("matrix-legend").replaceChildren(
     entry(`score ${real(low, 1)}`, rampBar(), real(high, 1)),
-    entry(now, "on the chip now"),
+    entry(h("i", { class: "chip" }), "on the chip now"),
     entry(past, "done, its scores thrown away"),
     entry(h("i", { class: "hatch" }), "skipped"),
-    entry(written, "O written"));
+    entry(h("i", { class: "output" }), "O written"));
 }

@@ -51,7 +51,7 @@ function buildCaches() {
     cacheStrip.chips.forEach((chip, n) => chip.classList.toggle("query", n + offset === i));
   };
   let pinned = null;
-  cacheStrip = tokenStrip($("cache-tokens"), tokens, "Tokens in the cache", {
+  const cacheStrip = tokenStrip($("cache-tokens"), tokens, "Tokens in the cache", {
     look: (i) => show(i + offset),
     pick: (i) => {
       pinned = i;
@@ -73,8 +73,6 @@ function buildCaches() {
   $("cache-verdict").append("The logits of this step differ from those without a cache by at most ",
     small(error), "; allowed are ", small(caches.allowed), ".");
 }
-
-let cacheStrip = null;
 
 /** The places of one cache -> its element, and [element, positions] of what a token lights up. */
 function cacheCells(step, tokens) {
@@ -100,9 +98,7 @@ function cacheCells(step, tokens) {
   const attributes = (kind) => ({ class: `cells ${kind}${crowded}`, role: "img",
     "aria-label": `${step.cells} places: ${step.seen.length} read and seen, `
       + `${step.read.length - step.seen.length} read and masked, ${step.written.length} written` });
-  if (step.page_size === null) {
-    return [h("div", attributes(""), all.map(cell)), lit];
-  }
+  if (step.page_size === null) return [h("div", attributes(""), all.map(cell)), lit];
   const size = step.page_size;
   const pages = h("div", attributes("paged"));
   pages.style.setProperty("--across", Math.min(size, 8));

@@ -61,13 +61,12 @@ function scaled(x, unit, step = 1000) {
     x /= step;
     k++;
   }
-  const shown = k || x >= 100 ? Number(x.toPrecision(3)) : Number(x.toPrecision(2));
-  return `${shown} ${prefixes[k]}${unit}`;
+  return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
 }
 
 function seconds(s) {
-  const [unit, by] = [["s", 1], ["ms", 1e3], ["µs", 1e6], ["ns", 1e9]].find(([, b]) => s * b >= 1)
-    || ["ns", 1e9];
+  const units = [["s", 1], ["ms", 1e3], ["µs", 1e6], ["ns", 1e9]];
+  const [unit, by] = units.find(([, b]) => s * b >= 1) || units.at(-1);
   return `${Number((s * by).toPrecision(3))} ${unit}`;
 }
 
@@ -101,38 +100,31 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
-/** OKLCH -> [r, g, b], 0 .. 255 (Ottosson 2020, "A perceptual color space"). */
-function oklch(light, chroma, hue) {
-  const a = chroma * Math.cos((hue * Math.PI) / 180);
-  const b = chroma * Math.sin((hue * Math.PI) / 180);
-  const l = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3;
-  const m = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3;
-  const s = (light - 0.0894841775 * a - 1.291485548 * b) ** 3;
-  const linear = [
-    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
-    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
-    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
-  ];
-  return linear.map((x) => {
-    const v = clamp(x, 0, 1);
-    return Math.round(255 * (v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055));
-  });
+/** 256 colours [r, g, b], of OKLCH; of(t), t from 0 to 1, gives lightness, chroma and hue. */
+function colours(of) {
+  const c = h("canvas", { width: 256, height: 1 }).getContext("2d");
+  for (let n = 0; n < 256; n++) {
+    const [light, chroma, hue] = of(n / 255);
+    c.fillStyle = `oklch(${light} ${chroma} ${hue})`;
+    c.fillRect(n, 0, 1, 1);
+  }
+  const { data } = c.getImageData(0, 0, 256, 1);
+  return Array.from({ length: 256 }, (_, n) => [...data.slice(4 * n, 4 * n + 3)]);
 }
 
 // Lightness alone tells the order, so the maps can be read with any colour vision, and in print;
 // 0 is next to the paper in either scheme.
-const ramp = { light: [], dark: [] };
-const signed = { light: [], dark: [] }; // -1 .. 1: blue, paper, orange
-for (let n = 0; n < 256; n++) {
-  const t = n / 255;
-  const chroma = 0.02 + 0.09 * t + 0.05 * Math.sin(Math.PI * t);
-  ramp.light.push(oklch(0.965 - 0.645 * t, chroma, 105 + 190 * t));
-  ramp.dark.push(oklch(0.245 + 0.675 * t, chroma, 295 - 190 * t));
-  const far = Math.abs(2 * t - 1);
-  const hue = t < 0.5 ? 255 : 50;
-  signed.light.push(oklch(0.975 - 0.42 * far, 0.005 + 0.15 * far, hue));
-  signed.dark.push(oklch(0.25 + 0.5 * far, 0.005 + 0.14 * far, hue));
-}
+const more = (t) => 0.02 + 0.09 * t + 0.05 * Math.sin(Math.PI * t);
+const ramp = {
+  light: colours((t) => [0.965 - 0.645 * t, more(t), 105 + 190 * t]),
+  dark: colours((t) => [0.245 + 0.675 * t, more(t), 295 - 190 * t]),
+};
+const far = (t) => Math.abs(2 * t - 1);
+const side = (t) => (t < 0.5 ? 255 : 50);
+const signed = { // -1 .. 1: blue, paper, orange
+  light: colours((t) => [0.975 - 0.42 * far(t), 0.005 + 0.15 * far(t), side(t)]),
+  dark: colours((t) => [0.25 + 0.5 * far(t), 0.005 + 0.14 * far(t), side(t)]),
+};
 const table = (of) => (dark.matches ? of.dark : of.light);
 const place = (t) => (t <= 0 ? 0 : t >= 1 ? 255 : Math.round(255 * t)); // in a table
 const shade = (t, of = ramp) => table(of)[place(t)];
@@ -181,18 +173,24 @@ function fresh(canvas, width, height) {
   return c;
 }
 
+function outline(c, x, y, width, height, name, thickness) {
+  c.strokeStyle = colour(name);
+  c.lineWidth = thickness;
+  c.strokeRect(x, y, width, height);
+}
+
 /** Slanted lines over a rectangle. */
-function hatch(c, x, y, w, hgt, ink) {
+function hatch(c, x, y, width, height) {
   c.save();
   c.beginPath();
-  c.rect(x, y, w, hgt);
+  c.rect(x, y, width, height);
   c.clip();
-  c.strokeStyle = ink;
+  c.strokeStyle = colour("hatch");
   c.lineWidth = 1;
   c.beginPath();
-  for (let d = -hgt + ((x + y) % 6 + 6) % 6; d < w + 6; d += 6) {
-    c.moveTo(x + d - ((x + y) % 6), y + hgt);
-    c.lineTo(x + d - ((x + y) % 6) + hgt, y);
+  for (let d = Math.floor((x + y) / 6) * 6; d < x + y + width + height; d += 6) {
+    c.moveTo(d - y, y); // where x + y is d
+    c.lineTo(d - y - height, y + height);
   }
   c.stroke();
   c.restore();

@@ -1,31 +1,22 @@
 // 4 cost: the roofline, the least time, and the table of both.
 
+const BOTH = ["manual", "tiled"];
 const cost = { row: 0 };
 
 function buildCosts() {
-  const near = costs.rows.findIndex((r) => r.T >= 4096);
-  cost.row = near < 0 ? costs.rows.length - 1 : near;
+  cost.row = costs.rows.findIndex((r) => r.T >= 4096);
   $("cost-about").textContent = `One layer of this model's attention, forward, batch 1, `
     + `${many(H, "head")} of ${about.head_dim}, in ${costs.dtype}, on ${costs.gpu}: `
     + `${scaled(costs.peak, "FLOP/s")} (${costs.peak_source}), ${scaled(costs.bandwidth, "B/s")} `
     + `(${costs.bandwidth_source}). Tiles of ${costs.block_m} × ${costs.block_n}, the largest `
     + `that fit into ${scaled(costs.fast_memory, "B", 1024)}.`;
-  const slider = h("input", { type: "range", id: "length", min: 0, step: 1,
-    max: costs.rows.length - 1, value: cost.row });
-  slider.addEventListener("input", () => {
-    cost.row = Number(slider.value);
+  $("length").max = costs.rows.length - 1;
+  $("length").value = cost.row;
+  $("length").addEventListener("input", () => {
+    cost.row = Number($("length").value);
     drawCosts();
   });
-  const figure = (id, caption) => h("figure", {}, h("figcaption", {}, caption), h("div", { id }));
-  $("costs").append(
-    h("div", { class: "range" }, h("label", { for: "length" }, "T"), slider),
-    h("p", { class: "said", id: "cost-said", "aria-live": "polite" }),
-    h("div", { class: "charts" },
-      figure("roofline", "The roofline: what can be reached, by arithmetic intensity"),
-      figure("times", "The least time that a pass can take")));
 }
-
-const BOTH = ["manual", "tiled"];
 
 function drawCosts() {
   const row = costs.rows[cost.row];

@@ -22,23 +22,18 @@ function mapPicture(layer, head, canvas) {
 
 function thumbnails() {
   const box = $("thumbs");
-  const label = L * H > 40 ? (l) => String(l) : (l) => `layer ${l}`;
+  const label = (what, n) => h("span", {}, L * H > 40 ? String(n) : `${what} ${n}`);
   box.style.gridTemplateColumns = `max-content repeat(${H}, minmax(0, 1fr))`;
-  box.append(h("span"), ...Array.from({ length: H }, (_, n) => h("span", {},
-    L * H > 40 ? String(n) : `head ${n}`)));
-  const buttons = [];
-  for (let layer = 0; layer < L; layer++) {
-    box.append(h("span", {}, label(layer)));
-    for (let head = 0; head < H; head++) {
-      const canvas = mapPicture(layer, head, h("canvas", { "aria-hidden": "true" }));
-      const button = h("button", {
-        type: "button", "aria-label": `Layer ${layer}, head ${head}`, "aria-pressed": "false",
-        tabindex: -1, onclick: () => chooseHead(layer, head),
-      }, canvas);
-      buttons.push(button);
-      box.append(button);
-    }
-  }
+  box.append(h("span"), ...Array.from({ length: H }, (_, n) => label("head", n)));
+  const buttons = Array.from({ length: L * H }, (_, n) => {
+    const [layer, head] = [Math.floor(n / H), n % H];
+    const button = h("button", { type: "button", "aria-label": `Layer ${layer}, head ${head}`,
+      onclick: () => chooseHead(layer, head) },
+    mapPicture(layer, head, h("canvas", { "aria-hidden": "true" })));
+    if (head === 0) box.append(label("layer", layer));
+    box.append(button);
+    return button;
+  });
   box.addEventListener("keydown", (e) => {
     const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (!(e.key in by)) return;
@@ -57,22 +52,18 @@ function chooseHead(layer, head) {
 
 /** What this head does on the whole: numbers that can be computed from its weights. */
 function trait(layer, head) {
-  let self = 0;
-  let before = 0;
-  let first = 0;
-  let bits = 0;
-  for (let i = 0; i < T; i++) {
-    self += weight(layer, head, i, i) / T;
-    if (i > 0) before += weight(layer, head, i, i - 1) / (T - 1);
-    if (i > 0) first += weight(layer, head, i, 0) / (T - 1);
-    for (let j = 0; j <= i; j++) {
-      const w = weight(layer, head, i, j);
-      if (w > 0) bits -= (w * Math.log2(w)) / T;
-    }
-  }
-  const percent = (x) => `${Math.round(100 * x)}%`;
-  return T < 2 ? "" : `On average ${percent(self)} of a token's weight falls on itself, `
-    + `${percent(before)} on the token before it and ${percent(first)} on the first one. It is as `
+  if (T < 2) return "";
+  const rows = Array.from({ length: T }, (_, i) => i);
+  const mean = (over, of) => over.reduce((sum, i) => sum + of(i), 0) / over.length;
+  const share = (over, at) => `${Math.round(100 * mean(over, (i) => weight(layer, head, i, at(i))))}%`;
+  const later = rows.slice(1);
+  const bits = mean(rows, (i) => rows.reduce((sum, j) => {
+    const w = weight(layer, head, i, j);
+    return w > 0 ? sum - w * Math.log2(w) : sum;
+  }, 0));
+  return `On average ${share(rows, (i) => i)} of a token's weight falls on itself, `
+    + `${share(later, (i) => i - 1)} on the token before it and ${share(later, () => 0)} on the `
+    + `first one. It is as `
     + `spread out as an even share over ${(2 ** bits).toFixed(1)} tokens `
     + "(2 to the power of the mean entropy).";
 }
@@ -84,17 +75,11 @@ function drawMap() {
   const room = canvas.parentElement.parentElement.clientWidth;
   const probe = canvas.getContext("2d");
   probe.font = "12px ui-monospace, monospace";
-  const wide = Math.max(...about.tokens.map((t) => probe.measureText(t.label).width));
-  let left = Math.min(Math.ceil(wide) + 8, 76);
-  let right = 2;
-  let cell = Math.min((Math.min(room, 620) - left - right) / T, 34);
-  const letters = cell >= 12; // is there room for the tokens themselves?
-  if (!letters) {
-    left = 30;
-    right = 14;
-    cell = (Math.min(room, 620) - left - right) / T;
-  }
-  const top = letters ? Math.max(left, 18) : 20;
+  const widths = about.tokens.map((t) => probe.measureText(t.label).width);
+  const wide = Math.min(Math.ceil(Math.max(...widths)) + 8, 76);
+  const letters = Math.min(room, 620) - wide >= 12 * T; // is there room for the tokens themselves?
+  const [left, right, top] = letters ? [wide, 2, Math.max(wide, 18)] : [30, 14, 20];
+  const cell = Math.min((Math.min(room, 620) - left - right) / T, 34);
   const size = cell * T;
   Object.assign(mapView, { cell, left, top });
   const c = fresh(canvas, Math.floor(left + size + right), Math.floor(top + size + 2));
@@ -109,32 +94,23 @@ function drawMap() {
   c.fill();
   for (let i = 0; i < T; i++) { // what the window and other documents hide
     const [from] = maps.seen[i];
-    if (from > 0) hatch(c, left, top + i * cell, from * cell, cell, colour("hatch"));
+    if (from > 0) hatch(c, left, top + i * cell, from * cell, cell);
   }
   c.drawImage(mapPicture(map.layer, map.head), left, top, size, size);
   c.strokeStyle = colour("strong");
   c.lineWidth = 1;
-  if (about.segments) { // the edges of the documents
-    for (let i = 1; i < T; i++) {
-      if (about.segments[i] === about.segments[i - 1]) continue;
-      c.beginPath();
-      c.moveTo(left, top + i * cell);
-      c.lineTo(left + size, top + i * cell);
-      c.moveTo(left + i * cell, top);
-      c.lineTo(left + i * cell, top + size);
-      c.stroke();
-    }
-  }
+  about.segments?.forEach((document, i) => { // the edges of the documents
+    if (i === 0 || document === about.segments[i - 1]) return;
+    c.strokeRect(left, top + i * cell, size, 0);
+    c.strokeRect(left + i * cell, top, 0, size);
+  });
   c.strokeRect(left - 0.5, top - 0.5, size + 1, size + 1);
   axes(c, left, top, cell, letters);
   const { query, key } = map;
-  c.lineWidth = 2.5;
-  c.strokeStyle = colour("accent");
-  c.strokeRect(left, top + query * cell, size, Math.max(cell, 2));
+  outline(c, left, top + query * cell, size, Math.max(cell, 2), "accent", 2.5);
   if (key !== null) {
-    c.lineWidth = 2;
-    c.strokeStyle = colour("ink");
-    c.strokeRect(left + key * cell, top + query * cell, Math.max(cell, 4), Math.max(cell, 4));
+    const side = Math.max(cell, 4);
+    outline(c, left + key * cell, top + query * cell, side, side, "ink", 2);
   }
 }
 
@@ -143,7 +119,9 @@ function axes(c, left, top, cell, letters) {
   const least = 14 + 7 * String(T).length; // pixels between two numbers
   const every = letters ? 1 : [5, 10, 20, 25, 50, 100].find((n) => n * cell >= least) || 200;
   for (let i = 0; i < T; i += every) {
-    const name = letters ? shorten(c, about.tokens[i].label, left - 8) : String(i);
+    const label = [...about.tokens[i].label];
+    const short = label.length > 9 ? `${label.slice(0, 8).join("")}…` : label.join("");
+    const name = letters ? short : String(i);
     c.font = `${i === map.query ? "bold " : ""}12px ui-monospace, monospace`;
     c.fillStyle = colour(i === map.query ? "accent" : "muted");
     c.textAlign = "right";
@@ -159,13 +137,6 @@ function axes(c, left, top, cell, letters) {
     c.fillText(name, 0, 0);
     c.restore();
   }
-}
-
-function shorten(c, text, room) {
-  if (c.measureText(text).width <= room) return text;
-  let end = text.length;
-  while (end > 1 && c.measureText(`${text.slice(0, end)}…`).width > room) end--;
-  return `${text.slice(0, end)}…`;
 }
 
 function drawQuery() {

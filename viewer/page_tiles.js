@@ -21,24 +21,20 @@ function visitedUpTo(n) {
   return null;
 }
 
-/** Row r of an array (V, block_m) at a visited tile. */
-const rowAt = (packed, at, r) => unpack(packed)[at * M + r];
-
 /** Everything about row r of a visited tile: before, after, and its scores. */
 function rowState(head, n, r) {
   const step = tiles.steps[n];
   const old = n > 0 && tiles.steps[n - 1].i === step.i ? visitedUpTo(n - 1) : null;
-  const now = step.skipped ? old : step;
+  const value = (packed, s) => unpack(packed)[s.at * M + r];
   const state = (s) => (s === null ? { m: -Infinity, l: 0, o: 0 }
-    : { m: rowAt(head.m, s.at, r), l: rowAt(head.l, s.at, r), o: rowAt(head.o_norm, s.at, r) });
-  const scores = step.skipped ? [] : unpack(head.scores).subarray((step.at * M + r) * B,
-    (step.at * M + r) * B + step.cols[1] - step.cols[0]);
-  const rescale = step.skipped ? null : rowAt(head.rescale, step.at, r);
-  return { before: state(old), after: state(now), old, now, scores, rescale };
+    : { m: value(head.m, s), l: value(head.l, s), o: value(head.o_norm, s) });
+  if (step.skipped) return { before: state(old), after: state(old), scores: [], rescale: null };
+  const first = (step.at * M + r) * B;
+  const scores = unpack(head.scores).subarray(first, first + step.cols[1] - step.cols[0]);
+  return { before: state(old), after: state(step), scores, rescale: value(head.rescale, step) };
 }
 
 function buildPlayer() {
-  for (const id of ["to-start", "back", "play", "step", "to-end"]) $(id).append(icon(id));
   const layers = [...new Set(tiles.heads.map((t) => t.layer))];
   $("tile-layer").append(...layers.map((l) => h("option", { value: l }, String(l))));
   for (const rate of [0.5, 1, 2, 4, 8, 16, 32]) {
@@ -50,29 +46,30 @@ function buildPlayer() {
     $(id).addEventListener("change", () => choosePlayed(Number($("tile-layer").value),
       Number($("tile-head").value)));
   }
-  $("to-start").addEventListener("click", () => goTo(0));
-  $("back").addEventListener("click", () => goTo(player.done - 1));
-  $("step").addEventListener("click", () => goTo(player.done + 1));
-  $("to-end").addEventListener("click", () => goTo(N));
-  $("play").addEventListener("click", () => play(!player.playing));
+  const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
+  const keys = {
+    Home: () => goTo(0),
+    ArrowLeft: () => goTo(player.done - 1),
+    " ": () => play(!player.playing),
+    ArrowRight: () => goTo(player.done + 1),
+    End: () => goTo(N),
+    PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
+    PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
+    ArrowUp: () => chooseRow(player.row - 1),
+    ArrowDown: () => chooseRow(player.row + 1),
+  };
+  const buttons = { "to-start": "Home", back: "ArrowLeft", play: " ", step: "ArrowRight",
+    "to-end": "End" };
+  for (const [id, key] of Object.entries(buttons)) {
+    $(id).append(icon(id));
+    $(id).addEventListener("click", keys[key]);
+  }
   $("scrub").addEventListener("input", () => goTo(Number($("scrub").value)));
   $("player").addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
-    const block = player.done > 0 ? tiles.steps[player.done - 1].i : -1;
-    const on = {
-      ArrowRight: () => goTo(player.done + 1),
-      ArrowLeft: () => goTo(player.done - 1),
-      Home: () => goTo(0),
-      End: () => goTo(N),
-      PageUp: () => goTo(Math.max(block - 1, 0) * tiles.n_cols + 1),
-      PageDown: () => goTo((block + 1) * tiles.n_cols + 1),
-      ArrowUp: () => chooseRow(player.row - 1),
-      ArrowDown: () => chooseRow(player.row + 1),
-      " ": () => play(!player.playing),
-    }[e.key];
-    if (!on || (e.key === " " && e.target.closest("button"))) return; // a button's own space
+    if (!(e.key in keys) || (e.key === " " && e.target.closest("button"))) return; // its own space
     e.preventDefault();
-    on();
+    keys[e.key]();
   });
   $("matrix").addEventListener("click", (e) => {
     const box = $("matrix").getBoundingClientRect();
@@ -95,7 +92,7 @@ function choosePlayed(layer, head) {
 
 /** To the state after so many tiles; by hand, so a playing trace stops. */
 function goTo(done) {
-  if (player.playing) play(false);
+  play(false);
   moveTo(done);
 }
 
@@ -125,8 +122,7 @@ function play(on) {
 
 function chooseRow(r) {
   if (player.done === 0) return;
-  const [first, stop] = tiles.steps[player.done - 1].rows;
-  player.row = clamp(r, 0, stop - first - 1);
+  player.row = r; // drawTile() keeps it inside the block
   drawPlayer();
 }
 
@@ -138,10 +134,9 @@ function tileText(step) {
   const queries = range(step.rows, "query", "queries");
   const keys = range(step.cols, "key", "keys");
   if (step.skipped) {
-    const are = step.cols[1] - step.cols[0] === 1 ? "is" : "are";
-    const later = step.cols[0] >= step.rows[1];
-    return `Skipped: ${keys} ${are} ${later ? "later than" : "outside the window of"} ${queries}. `
-      + "Nothing is read, nothing is computed; m, l and O stay.";
+    const why = step.cols[0] >= step.rows[1] ? "later than" : "outside the window of";
+    return `Skipped: ${keys}, ${why} ${queries}. Nothing is read, nothing is computed; m, l and O `
+      + "stay.";
   }
   const scores = unpack(player.head.scores).subarray(step.at * M * B, (step.at + 1) * M * B);
   return (step.first ? `Q is read for ${queries}. ` : "") + `K and V are read for ${keys}. `
@@ -166,10 +161,9 @@ function drawTile() {
   $("tile-title").textContent = `${which}: Q block ${step.i}, K and V block ${step.j}`;
   $("tile-text").textContent = tileText(step);
   const rows = step.rows[1] - step.rows[0];
-  const cols = step.skipped ? 0 : step.cols[1] - step.cols[0];
   player.row = clamp(player.row, 0, rows - 1);
   $("tile-rows").classList.toggle("dense", B > 8); // colours only: numbers would not fit
-  const keys = about.tokens.slice(step.cols[0], step.cols[0] + cols);
+  const keys = step.skipped ? [] : about.tokens.slice(...step.cols);
   top.replaceChildren(h("tr", {}, th("query"),
     keys.map((token, n) => th(h("b", {}, token.label), { title: `key ${step.cols[0] + n}` })),
     th("rescale"), th(h("var", {}, "m")), th(h("var", {}, "l"))));
@@ -206,7 +200,7 @@ function tileRow(step, r) {
 function drawWorked(step) {
   const { head, done, row } = player;
   const i = step.rows[0] + row;
-  const { before, after, now, scores, rescale } = rowState(head, done - 1, row);
+  const { before, after, scores, rescale } = rowState(head, done - 1, row);
   const box = h("div", { class: "worked" },
     h("h3", {}, `Row of query ${i}, ${quote(about.tokens[i])}, worked`));
   $("worked").replaceChildren(box);
@@ -239,7 +233,7 @@ function drawWorked(step) {
     h("dt", {}, name), h("dd", {}, line)])));
   if (!head.o) return;
   const D = head.o.shape[2];
-  const o = unpack(head.o).subarray((now.at * M + row) * D, (now.at * M + row + 1) * D);
+  const o = unpack(head.o).subarray((step.at * M + row) * D, (step.at * M + row + 1) * D);
   const most = Math.max(...Array.from(o, Math.abs)) || 1;
   const canvas = h("canvas", { role: "img", "aria-label": `The ${D} numbers of O of this row` });
   box.append(picture(1, D, (_, d) => 0.5 + (0.5 * o[d]) / most, signed, canvas),
@@ -263,8 +257,6 @@ function manualAt(progress) {
 /** Which of the two moves more in the end, in a sentence. */
 function inTheEnd(tiled, manual) {
   const times = (a, b) => `${(a / b).toFixed(1)} times as much`;
-  const larger = Math.max(tiled / manual, manual / tiled);
-  if (larger < 1.05) return "At the end both have moved about as much.";
   if (tiled < manual) return `At the end manual has moved ${times(manual, tiled)}.`;
   return `On ${many(T, "token")} with tiles this small tiled moves ${times(tiled, manual)}: K and `
     + "V are read for each block of queries, and T × T is still a small square.";
@@ -274,16 +266,15 @@ function drawCounters() {
   const { done } = player;
   const total = (s) => s.read_so_far + s.written_so_far;
   const end = { tiled: total(tiles.steps[N - 1]), manual: total(tiles.manual.at(-1)) };
-  const meter = (kind, read, written, text) => {
-    const bars = [h("i"), h("i")];
-    [read, written].forEach((x, n) => {
-      bars[n].style.width = `${(100 * x) / Math.max(end.tiled, end.manual)}%`;
-    });
-    return h("div", { class: `meter ${kind}` }, h("b", {}, kind),
-      h("div", { class: "bar", "aria-hidden": "true" }, bars),
-      h("p", {}, count(read), " bytes read, ", count(written), " written", h("br"),
-        done === 0 ? "nothing yet" : text));
+  const bar = (x) => {
+    const i = h("i");
+    i.style.width = `${(100 * x) / Math.max(end.tiled, end.manual)}%`;
+    return i;
   };
+  const meter = (kind, read, written, text) => h("div", { class: `meter ${kind}` },
+    h("b", {}, kind), h("div", { class: "bar", "aria-hidden": "true" }, bar(read), bar(written)),
+    h("p", {}, count(read), " bytes read, ", count(written), " written", h("br"),
+      done === 0 ? "nothing yet" : text));
   const step = done > 0 ? tiles.steps[done - 1]
     : { read: 0, written: 0, read_so_far: 0, written_so_far: 0 };
   const manual = manualAt(done / N);
@@ -350,30 +341,24 @@ function drawPlayer() {
 const sizes = { shape: traffic.shapes.length - 1, row: 0 };
 
 function buildSizes() {
-  const inputs = traffic.shapes.map((s, n) => h("label", {}, h("input", {
+  $("sizes-lengths").append(...traffic.shapes.map((s, n) => h("label", {}, h("input", {
     type: "radio", name: "shape", value: n, checked: n === sizes.shape,
     onchange: () => {
       sizes.shape = n;
       drawSizes();
-    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`));
+    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`)));
   const fits = traffic.shapes[sizes.shape].rows.filter((r) => r.fits).length;
   sizes.row = Math.max(fits - 1, 0);
-  $("sizes").append(
-    h("div", { class: "sizes-row", role: "radiogroup", "aria-label": "Length" }, inputs),
-    h("div", { class: "range" }, h("label", { for: "tile-size" }, "Tile size"), h("input", {
-      type: "range", id: "tile-size", min: 0, step: 1, max: traffic.shapes[0].rows.length - 1,
-      value: sizes.row, oninput: (e) => {
-        sizes.row = Number(e.target.value);
-        drawSizes();
-      } })),
-    h("p", { class: "said", id: "sizes-said", "aria-live": "polite" }),
-    h("div", { id: "sizes-chart" }));
+  $("tile-size").addEventListener("input", () => {
+    sizes.row = Number($("tile-size").value);
+    drawSizes();
+  });
 }
 
 function drawSizes() {
   const shape = traffic.shapes[sizes.shape];
   $("tile-size").max = shape.rows.length - 1;
-  sizes.row = clamp(sizes.row, 0, shape.rows.length - 1);
+  sizes.row = Math.min(sizes.row, shape.rows.length - 1);
   $("tile-size").value = sizes.row;
   const row = shape.rows[sizes.row];
   const moved = (r) => r.read + r.written;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -38,8 +38,7 @@ def head(document: Document) -> list[str]:
         f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}."
     )
     lines += wrap(f"{a['announced']}.")
-    for name, why in ((r["name"], r["why"]) for r in a["refused"]):
-        lines += wrap(f"Refused: {name}, since {'; '.join(why)}.")
+    lines += wrap(*(f"Refused: {r['name']}, since {'; '.join(r['why'])}." for r in a["refused"]))
     layers = document["maps"]["layers"]
     worst = max(layers, key=lambda x: x["error"] / x["allowed"] if x["allowed"] else x["error"])
     n = sum(x["agrees"] for x in layers)
@@ -48,15 +47,12 @@ def head(document: Document) -> list[str]:
         f"by {worst['error']:.2g}, allowed is {worst['allowed']:.2g} (layer "
         f"{layers.index(worst)}, the truth in float64)."
     )
-    for layer, x in enumerate(layers):
-        if not x["agrees"]:
-            lines += wrap(
-                f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
-                f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
-            )
-    for note in a["notes"]:
-        lines += wrap(note)
-    return lines
+    lines += wrap(*(
+        f"WARNING: layer {layer} does NOT agree: off by {x['error']:.2g}, allowed is "
+        f"{x['allowed']:.2g}. The maps below are the formula's, not what ran."
+        for layer, x in enumerate(layers) if not x["agrees"]
+    ))  # fmt: skip
+    return lines + wrap(*a["notes"])
 
 
 def attention_map(document: Document, layer: int, head: int) -> list[str]:
@@ -120,57 +116,43 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
     lines += ["", f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}"
               f"{'read':>9}"]  # fmt: skip
     m, l, rescale = (unpack(traced[name]) for name in ("m", "l", "rescale"))
-    walked = list(merged(steps))
-    for first, last in walked[:STEPS]:
-        name = f"{first['i']},{first['j']}"
-        if first["skipped"]:
-            to = f" to {last['i']},{last['j']}" if last is not first else ""
+    # Skipped tiles that are neighbours in a row share a line.
+    by_line = groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"]))
+    walked = [list(line) for _, line in by_line]
+    for first, *rest in walked[:STEPS]:
+        name, at = f"{first['i']},{first['j']}", first["at"]
+        if at is None:
+            to = f" to {rest[-1]['i']},{rest[-1]['j']}" if rest else ""
             lines.append(f"{name:>7} skipped{to}: wholly masked, nothing is read")
             continue
-        at = first["at"]
-        assert at is not None
         lines.append(
             f"{name:>7} {span(first['rows']):>9} {span(first['cols']):>9}{between(m[at], 1):>16}"
             f"{between(l[at], 1):>14}{between(rescale[at], 2):>12}{amount(first['read_so_far']):>9}"
         )
     if len(walked) > STEPS:
         lines += wrap(f"... and {len(walked) - STEPS} lines more; the page has all of them.")
-    last_step, by_manual = steps[-1], tiles["manual"][-1]
     lines += ["", f"{'':10}{'read':>12}{'written':>12}"]
-    for name, read, written in (
-        ("tiled", last_step["read_so_far"], last_step["written_so_far"]),
-        ("manual", by_manual["read_so_far"], by_manual["written_so_far"]),
-    ):
-        lines.append(f"{name:10}{amount(read):>12}{amount(written):>12}")
+    for name, end in (("tiled", steps[-1]), ("manual", tiles["manual"][-1])):
+        read, written = amount(end["read_so_far"]), amount(end["written_so_far"])
+        lines.append(f"{name:10}{read:>12}{written:>12}")
     agrees = "agrees" if traced["error"] <= traced["allowed"] else "does NOT agree"
     lines += wrap(
         f"The output of tiled {agrees} with the formula: off by {traced['error']:.2g}, allowed is "
         f"{traced['allowed']:.2g}; from manual's in the same dtype by {traced['difference']:.2g}."
     )
-    for note in tiles["notes"]:
-        lines += wrap(note)
-    return lines
+    return lines + wrap(*tiles["notes"])
 
 
 def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str]:
     """Which tiles are visited: / masked in part, x wholly visible, . skipped."""
     lines = [" " * 12 + "".join(f"{f'K_{j}':>5}" for j in range(n_cols))]
     for row in range(0, len(steps), n_cols):
-        cells = []
-        for step in steps[row : row + n_cols]:
-            if step["at"] is None:
-                cells.append(".")
-            else:
-                cells.append("/" if np.isneginf(scores[step["at"]]).any() else "x")
+        cells = [
+            "." if (at := step["at"]) is None else "/" if np.isneginf(scores[at]).any() else "x"
+            for step in steps[row : row + n_cols]
+        ]
         lines.append(f"{f'Q_{row // n_cols}':>12}" + "".join(f"{c:>5}" for c in cells))
     return [*lines, "", "            x wholly visible   / masked in part   . skipped"]
-
-
-def merged(steps: Sequence[TileStep]) -> Iterable[tuple[TileStep, TileStep]]:
-    """(first, last) of each line of the walk: neighbours in a row that are skipped are one."""
-    for _, line in groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"])):
-        first, *rest = line
-        yield first, [first, *rest][-1]
 
 
 def traffic(found: Traffic) -> list[str]:
@@ -220,23 +202,16 @@ def caches(found: Caches) -> list[str]:
         f"The logits of the three {said} with those without a cache: off by {worst:.2g} at most, "
         f"allowed is {found['allowed']:.2g}."
     )]  # fmt: skip
-    for note in found["notes"]:
-        lines += wrap(note)
-    return lines
+    return lines + wrap(*found["notes"])
 
 
 def cells(step: CacheStep) -> list[str]:
     """The cells of one cache, a character each; of a paged one a page a line."""
-    read, seen, written = set(step["read"]), set(step["seen"]), set(step["written"])
-    drawn = ""
-    for c in range(step["cells"]):
-        if c in written:
-            drawn += "W"
-        elif c in read:
-            drawn += "r" if c in seen else "m"
-        else:
-            drawn += "s" if step["holds"][c] >= 0 else "."
-    size = step["page_size"]
+    signs = ["s" if position >= 0 else "." for position in step["holds"]]
+    for sign, places in (("m", step["read"]), ("r", step["seen"]), ("W", step["written"])):
+        for c in places:
+            signs[c] = sign
+    drawn, size = "".join(signs), step["page_size"]
     if size is None:
         return [f"  {at:>4} {drawn[at : at + 64]}" for at in range(0, len(drawn), 64)]
     lines = []
@@ -249,7 +224,7 @@ def cells(step: CacheStep) -> list[str]:
             what = "the null page: padding is written here"
         lines.append(f"  page {page:<3} {drawn[page * size : (page + 1) * size]}  {what}")
     table = " ".join(map(str, step["page_table"]))
-    return [*lines, *wrap(f"page table [{table}]", "  ")]
+    return [*lines, *wrap(f"page table [{table}]")]
 
 
 def costs(found: Costs, n_head: int) -> list[str]:
@@ -284,8 +259,8 @@ def title(text: str) -> list[str]:
     return [text, "-" * min(len(text), WIDTH)]
 
 
-def wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def wrap(*texts: str) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
 
 
 def count(n: int, one: str, many: str = "") -> str:
@@ -295,10 +270,10 @@ def count(n: int, one: str, many: str = "") -> str:
 
 def scaled(n: float) -> str:
     """Three figures and a unit: "12.3 M"."""
-    units = iter(("", "k", "M", "G", "T"))
-    unit = next(units)
-    while n >= 999.5 and unit != "T":
-        n, unit = n / 1000, next(units)
+    for unit in ("", "k", "M", "G", "T"):
+        if n < 999.5 or unit == "T":
+            break
+        n /= 1000
     return f"{n:.3g} {unit}" if unit else f"{n:.0f}  "
 
 
@@ -309,10 +284,10 @@ def amount(n: int) -> str:
 
 def duration(seconds: float) -> str:
     """ "12.3 us": three figures."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if seconds >= 0.9995 * size or unit == "ns":
+            break
+    return f"{seconds / size:.3g} {unit}"
 
 
 def span(ends: Sequence[int]) -> str:

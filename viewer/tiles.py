@@ -8,6 +8,7 @@ that share keys and values read them once; the rest is a head's own.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,14 +25,7 @@ BUDGET = 1_500_000  # numbers in all, 6 MB
 
 
 def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles:
-    """The trace of each layer and head, as many as BUDGET allows.
-
-    Args:
-        layer, head: what must be there.
-
-    Raises:
-        ValueError: more than MOST_TILES tiles a head.
-    """
+    """The trace of each layer and head, as many as BUDGET allows; one is always there."""
     T, H, D = calls[0].q.shape[1:]
     rows, cols = blocks(T, B_r), blocks(T, B_c)
     if len(rows) * len(cols) > MOST_TILES:
@@ -127,28 +121,27 @@ def _chosen(shape: tuple[int, int], layer: int, head: int, least: int,
 
     Args:
         shape: layers and heads that there are.
-        least: numbers of one head without O_i.
-        outputs: the numbers of O_i of one head.
+        least, outputs: numbers of one head without O_i, and of its O_i.
     """
     L, H = shape
-    every, only = list(range(L)), f"layer {layer}"
-    plans: list[tuple[list[int], list[int], str]] = [
-        (every, list(range(H)), ""),
-        ([layer], list(range(H)), f"the heads of {only} only"),
-        ([layer], [head], f"head {head} of {only} only"),
-    ]
-    for layers, heads, what in plans:
-        for with_o in (True, False):
-            n = len(layers) * len(heads) * (least + outputs * with_o)
-            if n <= BUDGET or (len(layers) * len(heads) == 1 and not with_o):
-                why = f"to keep the file below {BUDGET * 4 // 10**6} MB of numbers"
-                notes = []
-                if what:
-                    notes.append(f"Tiles are traced for {what}, {why}; --layer and --head choose.")
-                if not with_o:
-                    notes.append(f"Of O_i the norm of each row is shown, not its numbers, {why}.")
-                return layers, heads, with_o, notes
-    raise AssertionError("the last plan is always taken")
+    plans = (
+        (list(range(L)), list(range(H)), ""),
+        ([layer], list(range(H)), f"the heads of layer {layer} only"),
+        ([layer], [head], f"head {head} of layer {layer} only"),
+    )
+    numbers = {
+        (plan, with_o): len(plans[plan][0]) * len(plans[plan][1]) * (least + outputs * with_o)
+        for plan, with_o in product(range(len(plans)), (True, False))
+    }
+    plan, with_o = next((x for x, n in numbers.items() if n <= BUDGET), (-1, False))
+    layers, heads, what = plans[plan]
+    why = f"to keep the file below {BUDGET * 4 // 10**6} MB of numbers"
+    notes = []
+    if what:
+        notes.append(f"Tiles are traced for {what}, {why}; --layer and --head choose.")
+    if not with_o:
+        notes.append(f"Of O_i the norm of each row is shown, not its numbers, {why}.")
+    return layers, heads, with_o, notes
 
 
 def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor,
@@ -163,7 +156,6 @@ def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Ten
     m, l = (_padded([x[0] for x in xs], B_r) for xs in zip(*((t.m, t.l) for t in trace)))
     m = m.masked_fill(m == torch.finfo(m.dtype).min, -torch.inf)
     o = _padded([t.O[0] for t in trace], B_r, call.q.shape[3])
-    norm = torch.linalg.vector_norm(o, dim=-1)
     return [
         {
             "layer": layer,
@@ -173,7 +165,7 @@ def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Ten
             "l": pack(l[:, h]),
             "rescale": pack(rescale[:, h]),
             "o": pack(o[:, h]) if with_o else None,
-            "o_norm": pack(norm[:, h]),
+            "o_norm": pack(o[:, h].norm(dim=-1)),
             "out": pack(out[0, :, h]),
             "manual": pack(plain[0, :, h]),
             "difference": float(off(out[0, :, h], plain[0, :, h]).max()),
@@ -187,9 +179,6 @@ def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Ten
 def _padded(parts: list[Tensor], *shape: int) -> Tensor:
     """Tensors (H, n, ...) of a head's tiles in one (V, H, *shape), NaN where they are smaller."""
     whole = parts[0].new_full((len(parts), parts[0].shape[0], *shape), torch.nan)
-    for n, part in enumerate(parts):
-        where = whole[n]
-        for dim, size in enumerate(part.shape):
-            where = where.narrow(dim, 0, size)
-        where.copy_(part)
+    for where, part in zip(whole, parts, strict=True):
+        where[tuple(map(slice, part.shape))] = part
     return whole
