@@ -33,7 +33,7 @@ import checkpoint
 import data
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from core.settings import Texts, UserError, exit_on_user_error, read
-from inference import constrain, json_schema
+from inference import constrain
 from inference.engine import prefill_cache
 from inference.sampling import Options
 from inference.texts import Prompt, Text, Writer, before
@@ -228,7 +228,7 @@ def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton |
         lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
         return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
     if config.json_schema:
-        return json_schema.compile_schema(_text(config.json_schema), tokenizer)
+        return constrain.schema(_text(config.json_schema), tokenizer)
     return None
 
 
