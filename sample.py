@@ -106,7 +106,6 @@ import checkpoint
 import data
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from inference import constrain
-from inference.engine import prefill_cache
 from inference.sampling import Options
 from inference.texts import Prompt, Text, Writer, before
 from model import GPT
@@ -129,8 +128,10 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     )
     model = checkpoint.init_model(source, policy, attention_backend=config.attention_backend)
     model = setup.place(model, cast=True).eval()
-    with torch.no_grad():  # says what runs, before the text
-        model.attention(False, None, *prefill_cache(config.kv_cache))
+    # Says what runs, before the text. A static cache is empty when the prompts are read: none.
+    kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
+    with torch.no_grad():
+        model.attention(False, None, kind, 16 if kind == "paged" else None)
     return model, tokenizer_of(config, source, model.config.vocab_size)
 
 

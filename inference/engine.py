@@ -305,7 +305,9 @@ class _Batch:
 
     def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
-        _, spec = model.attention(False, (self.B, self.T), prefill_cache(self.kv_cache)[0])
+        # A static cache is empty when the prompts are read: any backend may.
+        kind = "dynamic" if self.kv_cache == "dynamic" else "none"
+        _, spec = model.attention(False, (self.B, self.T), kind)
         if self.kv_cache == "dynamic":
             return DynamicCache(
                 config.n_layer,
@@ -330,16 +332,6 @@ class _Batch:
             for t in (*static.k, *static.v, static.start, static.count):
                 torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
         return static
-
-
-def prefill_cache(kv_cache: str, page_size: int = 16) -> tuple[str, int | None]:
-    """The cache and its page size that the prompts are read with, as Spec has them.
-
-    A static cache is empty then, and any backend may read the prompts.
-    """
-    if kv_cache == "paged":
-        return "paged", page_size
-    return ("dynamic" if kv_cache == "dynamic" else "none"), None
 
 
 def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:
