@@ -21,7 +21,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -180,16 +180,14 @@ def prompt_lines(path: str) -> list[Prompt]:
 
 
 def _prompt_of(line: str) -> str | None:
-    try:
+    with suppress(ValueError):
         row = json.loads(line)
-    except ValueError:
-        return None
-    text = row.get("prompt") if isinstance(row, dict) else None
-    return text if isinstance(text, str) else None
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            return row["prompt"]
+    return None
 
 
 def _text(given: str) -> str:
-    """What was given, or what is in the file of FILE:path."""
     return _read(given.removeprefix("FILE:")) if given.startswith("FILE:") else given
 
 
@@ -201,12 +199,7 @@ def _read(path: str) -> str:
 
 
 def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: str) -> None:
-    """Fill in the ids of each prompt.
-
-    Raises:
-        UserError: a prompt is empty, or has a character that the tokenizer lacks, or is longer
-            than the context where overflow="stop".
-    """
+    """Fill in the ids of each prompt, or say why it cannot be continued."""
     for prompt in given:
         try:
             prompt.ids = tokenizer.encode(prompt.text)
@@ -217,8 +210,8 @@ def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: s
                 f"{prompt.where}a prompt is empty; leave --start out, or give it a character"
             )
         if len(prompt.ids) > block_size:
-            too_long = f"{prompt.where}a prompt has {len(prompt.ids)} tokens, the model's context "
-            too_long += f"{block_size}"
+            tokens = f"{len(prompt.ids)} tokens, the model's context {block_size}"
+            too_long = f"{prompt.where}a prompt has {tokens}"
             if overflow == "stop":
                 raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
             log.warning(f"{too_long}: it reads the last {block_size} of them")

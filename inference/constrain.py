@@ -54,11 +54,7 @@ class Automaton(nn.Module):
     """An automaton over tokens, as tensors: a module so that it moves to a device with .to().
 
     The state of B rows is one tensor (B, 2) int64: where each is, and how many tokens it has left.
-
-    >>> automaton = choices(["yes", "no"], tokenizer)
-    >>> state = automaton.start([max_new_tokens] * B)
-    >>> token = draw(automaton(logits, state))
-    >>> state = automaton.advance(state, token)
+    start() gives it, forward() masks the logits, advance() follows the token that was drawn.
     """
 
     transition: Tensor  # (states, classes) int32: the next state
@@ -81,11 +77,7 @@ class Automaton(nn.Module):
         self.register_buffer("onward", torch.from_numpy(onward.astype(np.int32)))
 
     def start(self, left: Sequence[int]) -> Tensor:
-        """The state of rows that have no text yet, and may have so many tokens: (B, 2) int64.
-
-        Raises:
-            UserError: no match is that short.
-        """
+        """The state of rows that have no text yet, and may have so many tokens."""
         if min(left) < self.shortest:
             raise UserError(
                 f"the shortest text that matches the constraint has {self.shortest} tokens, and "
@@ -119,9 +111,7 @@ class Automaton(nn.Module):
 def regex(pattern: str, tokenizer: Any) -> Automaton:
     """Texts that match a regular expression as a whole, in Rust's syntax, which is nearly Python's.
 
-    Raises:
-        UserError: it is no regular expression, asks for what an automaton cannot do, or no text of
-            the tokenizer's tokens matches; or outlines-core is not installed.
+    Raises: UserError, it cannot be used, or no text of the tokenizer's tokens matches.
     """
     return over_tokens(
         compiled(pattern), tokenizer, f"the regular expression {_shortened(pattern)}"

@@ -57,10 +57,7 @@ KV_CACHES = ("none", "dynamic", "static", "paged")
 def generate(
     model: GPT, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
 ) -> Tensor | list[Tensor]:
-    """Append up to `max_new_tokens` tokens to each prompt; see stream() for the options.
-
-    Args:
-        idx: (B, T) int64, prompts of one length; or a list of prompts of any lengths, each (T,).
+    """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
     Returns:
         The prompts and what was drawn. For a tensor (B, T + n) int64, n = max_new_tokens unless
@@ -103,8 +100,7 @@ def stream(
         compile: torch.compile each decode step, sampling included, to one graph; on CUDA a CUDA
             graph. With kv_cache="static".
         page_size: tokens a page, of the paged cache.
-        options: temperature, top_k, top_p, vocab_size, overflow, logits_processor, constraint,
-            stop, stats: see sampling.Options.
+        options: those of sampling.Options.
 
     Yields:
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.

@@ -52,8 +52,7 @@ NAMES = {int: "an integer", str: "a string", list: "a list", dict: "an object"}
 def to_regex(schema: str | dict[str, Any]) -> str:
     """The regular expression of JSON values that a schema describes, given as JSON or parsed.
 
-    Raises:
-        UserError: it is not JSON, has another keyword, or describes nothing.
+    Raises: UserError, it is not JSON, has another keyword, or describes nothing.
     """
     try:
         root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))

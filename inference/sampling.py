@@ -117,16 +117,13 @@ class SamplingParams:
 def sample_token(
     logits: Tensor, u: Tensor | None, params: SamplingParams = SamplingParams()
 ) -> Tensor:
-    """The token that the number u stands for.
+    """The token that the number u stands for: (B,) int64.
 
     Args:
         logits: (B, V).
         u: (B,) in [0, 1), see Uniform; None takes the likeliest token.
         params: top_k keeps no more than k of equal tokens; top_p is nucleus sampling (Holtzman et
             al. 2020, arXiv 1904.09751).
-
-    Returns:
-        (B,) int64.
     """
     if u is None:
         return logits.argmax(dim=-1)
@@ -149,16 +146,11 @@ def sample_token(
 
 
 def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens in falling order, as many as sum to top_p and maybe more.
+    """The likeliest tokens in falling order, as many as sum to top_p and maybe more: (B, k) their
+    probabilities, (B, k) int64 which they are, of probs (B, V).
 
     On the CPU, where a look at a value costs nothing, a few are sorted before all of them are: of
     GPT-2's 50,257 tokens a top_p of 0.9 often needs no more than hundreds.
-
-    Args:
-        probs: (B, V).
-
-    Returns:
-        (B, k) their probabilities, (B, k) int64 which they are.
     """
     V = probs.shape[-1]
     if probs.device.type == "cpu" and not torch.compiler.is_compiling():

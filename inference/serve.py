@@ -24,8 +24,8 @@ long as those are kept. If its beginning is just being read (by another sample o
 say), it waits a step for it. Texts that may slide (see inference/engine.py) share nothing: each
 will need a whole window for itself.
 
-**Memory** does not grow with the number of prompts. They are taken from their iterator when there
-is room for one, and a text is forgotten when it has been handed out.
+**Memory** does not grow with the number of prompts: they are taken when there is room for one, and
+forgotten when their text has been handed out.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def stream(
         slots: texts in progress at once, at most.
         n_pages: pages in the pool, one of which is not used; None: enough for `slots` texts of
             block_size tokens. See enough_pages().
-        page_size: tokens a page.
-        options: temperature, top_k, top_p, vocab_size, overflow, logits_processor (called for each
-            row by itself), constraint, stop (given the number of the prompt), stats: see
-            sampling.Options.
+        options: those of sampling.Options; stop is given the number of the prompt.
 
     Yields:
         which prompt, from 0 on, and its next token; ENDED (-1) when its text has ended.
@@ -124,10 +121,9 @@ def paged_cache(model: GPT, n_pages: int, page_size: int) -> PagedCache:
 
 def last_logits(model: GPT, x: Tensor, last: Tensor | None, vocab_size: int | None) -> Tensor:
     """The logits of each row's last token: x (B, T, C), last (B, 1), None: T - 1 -> (B, V)."""
-    if last is None:
-        return model.head(x[:, -1])[:, :vocab_size]
-    x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))  # (B, 1, C)
-    return model.head(x[:, 0])[:, :vocab_size]
+    if last is not None:
+        x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
+    return model.head(x[:, -1])[:, :vocab_size]
 
 
 @dataclass(eq=False)
@@ -200,7 +196,6 @@ class _Server:
     # --- the loop ---
 
     def tokens(self) -> Generator[tuple[_Row, int], None, None]:
-        """Each row's tokens as they are read, and ENDED after its last."""
         pending: deque[tuple[list[_Row], Copy]] = deque()  # launched, not read yet
         try:
             while True:
