@@ -21,23 +21,14 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import torch
+from pydantic import PositiveInt
 
-import attention
-import checkpoint
-import data
-from core.runtime import Setup, decide_compile, pick_device, show_log
-from core.settings import Texts, UserError, exit_on_user_error, read
-from inference import constrain, json_schema
-from inference.engine import prefill_cache
-from inference.sampling import Options
-from inference.texts import Prompt, Text, Writer, before
-from model import GPT
+from core.settings import Texts, UserError, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 
@@ -58,8 +49,8 @@ class SampleConfig:
     # --- text ---
     start: Texts = ()  # a prompt, or FILE:prompt.txt; may be given several times; none: a newline
     prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
-    num_samples: int = 1  # texts for each prompt
-    max_new_tokens: int = 500  # tokens to generate; less where the model ends the text
+    num_samples: PositiveInt = 1  # texts for each prompt
+    max_new_tokens: PositiveInt = 500  # tokens to generate; less where the model ends the text
     temperature: float = 0.8  # below 1 plays safe, above dares; 0 takes the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
@@ -78,15 +69,13 @@ class SampleConfig:
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
-    batch_size: int = 8  # texts at a time
+    batch_size: PositiveInt = 8  # texts at a time
     n_pages: int | None = None  # of 16 tokens, with --kv_cache=paged; none: enough for batch_size
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self)
         Options(self.temperature, self.top_k, self.top_p, overflow=self.overflow)
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
@@ -105,12 +94,25 @@ class SampleConfig:
             raise ValueError(f"{given[0]} and {given[1]} cannot be combined")
 
 
-def load(config: SampleConfig, **others: Any) -> tuple[GPT, Any]:
-    """The model in evaluation mode on its device, and its tokenizer.
+ALIASES = {"attn_implementation": "attention_backend"}
 
-    Args:
-        others: further fields of GPTConfig that differ.
-    """
+if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+    read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
+
+import torch
+
+import attention
+import checkpoint
+import data
+from core.runtime import Setup, decide_compile, pick_device, show_log
+from inference import constrain
+from inference.sampling import Options
+from inference.texts import Prompt, Text, Writer, before
+from model import GPT
+
+
+def load(config: SampleConfig) -> tuple[GPT, Any]:
+    """The model in evaluation mode on its device, and its tokenizer."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile cannot work here: {possible.reason}")
@@ -124,10 +126,12 @@ def load(config: SampleConfig, **others: Any) -> tuple[GPT, Any]:
     policy = attention.Policy(
         config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     )
-    changes = {"attention_backend": config.attention_backend, **others}
-    model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
-    with torch.no_grad():  # says what runs, before the text
-        model.attention(False, None, *prefill_cache(config.kv_cache))
+    model = checkpoint.init_model(source, policy, attention_backend=config.attention_backend)
+    model = setup.place(model, cast=True).eval()
+    # Says what runs, before the text. A static cache is empty when the prompts are read: none.
+    kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
+    with torch.no_grad():
+        model.attention(False, None, kind, 16 if kind == "paged" else None)
     return model, tokenizer_of(config, source, model.config.vocab_size)
 
 
@@ -138,14 +142,14 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
         meta = data.read_meta(config.dataset)["tokenizer"]
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
+        other = (
+            f"that of {config.dataset} has {tokenizer.vocab_size}"
+            if config.dataset
+            else "GPT-2's, which would be used, has more; name the folder of the dataset that it "
+            "was trained on: --dataset=data/shakespeare_char"
+        )
         raise UserError(
-            f"{source} has a vocabulary of {vocab_size} tokens and no tokenizer of its own; "
-            + (
-                f"that of {config.dataset} has {tokenizer.vocab_size}"
-                if config.dataset
-                else "GPT-2's, which would be used, has more; name the folder of the dataset that "
-                "it was trained on: --dataset=data/shakespeare_char"
-            )
+            f"{source} has a vocabulary of {vocab_size} tokens and no tokenizer of its own; {other}"
         )
     return tokenizer
 
@@ -176,16 +180,14 @@ def prompt_lines(path: str) -> list[Prompt]:
 
 
 def _prompt_of(line: str) -> str | None:
-    try:
+    with suppress(ValueError):
         row = json.loads(line)
-    except ValueError:
-        return None
-    text = row.get("prompt") if isinstance(row, dict) else None
-    return text if isinstance(text, str) else None
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            return row["prompt"]
+    return None
 
 
 def _text(given: str) -> str:
-    """What was given, or what is in the file of FILE:path."""
     return _read(given.removeprefix("FILE:")) if given.startswith("FILE:") else given
 
 
@@ -197,12 +199,7 @@ def _read(path: str) -> str:
 
 
 def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: str) -> None:
-    """Fill in the ids of each prompt.
-
-    Raises:
-        UserError: a prompt is empty, or has a character that the tokenizer lacks, or is longer
-            than the context where overflow="stop".
-    """
+    """Fill in the ids of each prompt, or say why it cannot be continued."""
     for prompt in given:
         try:
             prompt.ids = tokenizer.encode(prompt.text)
@@ -213,8 +210,8 @@ def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: s
                 f"{prompt.where}a prompt is empty; leave --start out, or give it a character"
             )
         if len(prompt.ids) > block_size:
-            too_long = f"{prompt.where}a prompt has {len(prompt.ids)} tokens, the model's context "
-            too_long += f"{block_size}"
+            tokens = f"{len(prompt.ids)} tokens, the model's context {block_size}"
+            too_long = f"{prompt.where}a prompt has {tokens}"
             if overflow == "stop":
                 raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
             log.warning(f"{too_long}: it reads the last {block_size} of them")
@@ -228,7 +225,7 @@ def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton |
         lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
         return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
     if config.json_schema:
-        return json_schema.compile_schema(_text(config.json_schema), tokenizer)
+        return constrain.schema(_text(config.json_schema), tokenizer)
     return None
 
 
@@ -245,8 +242,7 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """Answer every prompt; the exit code."""
     show_log()
-    aliases = {"attn_implementation": "attention_backend"}
-    config = read(SampleConfig, argv, aliases=aliases).settings
+    config = read(SampleConfig, argv, aliases=ALIASES).settings
     given = prompts(config)
     model, tokenizer = load(config)
     encode(given, tokenizer, model.config.block_size, config.overflow)

@@ -140,7 +140,7 @@ from core.distributed import DistInfo
 from core.metrics import Metrics, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
-from inference import engine
+from inference.texts import continuation
 from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the set-up
@@ -383,19 +383,12 @@ def evaluate(run: Run) -> float:
 
 def sample(run: Run) -> str:
     """A little text from the trained model, to see what the loss means."""
-    tokenizer = data.from_meta(run.meta["tokenizer"])
-    try:
-        ids = tokenizer.encode("\n")
-    except UserError:  # a vocabulary of characters without line breaks
-        ids = [0]
-    device = run.distributed.device
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
-    generator = torch.Generator(device).manual_seed(run.config.seed)
-    out = engine.generate(
-        run.model.eval(), torch.tensor([ids], device=device), run.config.sample_tokens,
-        temperature=0.8, top_k=200, generator=generator, vocab_size=tokenizer.vocab_size,
-    )  # fmt: skip
-    return tokenizer.decode(out[0].tolist()).strip()
+    tokenizer, n = data.from_meta(run.meta["tokenizer"]), run.config.sample_tokens
+    text = continuation(
+        run.model.eval(), tokenizer, "\n", n, seed=run.config.seed, temperature=0.8, top_k=200
+    )
+    return text.strip()
 
 
 # ----------------------------------------------------------------------------- the step

@@ -15,8 +15,9 @@ and advance() ends the step: ::
     step = cache.reserve(1)                   decoding
     ...
 
-append() gives back what the kernel is to read: keys, values, and for the static and the paged cache
-a view that says which of them are whose (attention/views.py). Kernels never write a cache.
+append() stores this call's k and v, (B, Tq, Hkv, D), without waiting for the device, and gives back
+what the kernel is to read: keys, values, and for the static and the paged cache a view that says
+which of them are whose (attention/views.py). Kernels never write a cache.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class Step:
     page_size: int | None = None
 
     def view(self, layer: int) -> LayerCache:
-        """What CausalSelfAttention is given in that layer."""
         return LayerCache(self, layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
@@ -56,18 +56,30 @@ class LayerCache:
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        """Store this call's k and v, (B, Tq, Hkv, D): never waits for the device.
-
-        Returns:
-            What attend() is to read, as `k, v, cache`.
-        """
         return self.step.append(self.layer, k, v)
+
+
+class Cache:
+    """Keys and values of each layer."""
+
+    k: Any
+    v: Any
+    ended: set[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all layers."""
+        return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
+
+    def end(self, row: int) -> None:
+        """That row's text has ended: it stays in the batch, and may grow past max_len."""
+        self.ended.add(row)
 
 
 # --- dynamic: buffers that grow ---
 
 
-class DynamicCache:
+class DynamicCache(Cache):
     """Keys and values of all tokens so far, in buffers that double when they are full.
 
     To a kernel they look like plain k and v with Tq < Tk, so every backend can read them. Rows end
@@ -99,14 +111,8 @@ class DynamicCache:
         self.kept = 0  # of these, the last so many are in the buffers
         self.capacity = 0  # tokens that the buffers have room for
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers of all layers, keys and values."""
-        return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
-
     def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may grow past max_len."""
-        self.ended.add(row)
+        super().end(row)
         pads = [pad for b, pad in enumerate(self.pads) if b not in self.ended]
         self.min_pad = min(pads, default=self.stored)
 
@@ -122,8 +128,12 @@ class DynamicCache:
         if self.window is None:
             self._make_room(self.kept + T, self.max_len)
         elif T == 1:
-            if self.kept == self.capacity >= 2 * self.window:
-                self._move_to_front(self.window - 1)
+            if self.kept == self.capacity >= 2 * self.window:  # what is seen goes to the front
+                n = self.window - 1
+                for t in (*self.k, *self.v):
+                    if t is not None:
+                        t[:, :n] = t[:, self.kept - n : self.kept]
+                self.kept = n
             self._make_room(self.kept + 1, 2 * self.window)
         else:
             self._make_room(min(self.window - 1, self.kept + T), 2 * self.window)
@@ -146,13 +156,6 @@ class DynamicCache:
                     new[:, : self.kept] = old[:, : self.kept]
                     buffers[layer] = new
 
-    def _move_to_front(self, n: int) -> None:
-        """Keep the last n tokens only."""
-        for t in (*self.k, *self.v):
-            if t is not None:
-                t[:, :n] = t[:, self.kept - n : self.kept]
-        self.kept = n
-
 
 @dataclass(frozen=True)
 class DynamicStep(Step):
@@ -166,11 +169,12 @@ class DynamicStep(Step):
 
     def positions(self, T: int) -> Tensor:
         """The positions of this step's T tokens, (T,) or (B, T) int64; 0 for padding."""
-        _check_length(self.T, T)
+        if T != self.T:
+            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
         return self.pos
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """See LayerCache: views of the buffers, (B, Tk, Hkv, D), and None."""
+        """Views of the buffers, (B, Tk, Hkv, D), and None."""
         return self._append(self.cache.k, layer, k), self._append(self.cache.v, layer, v), None
 
     def _append(self, buffers: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
@@ -190,7 +194,6 @@ class DynamicStep(Step):
         return seen
 
     def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored."""
         c = self.cache
         c.stored += self.T
         c.kept += self.T
@@ -212,7 +215,7 @@ def bucket(n: int, limit: int) -> int:
     return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
 
 
-class StaticCache:
+class StaticCache(Cache):
     """Keys and values in buffers that are allocated once, for steps that are always one shape.
 
     Every row starts at place 0, and the lengths of the rows are on the device: a compiled decode
@@ -245,15 +248,6 @@ class StaticCache:
         self.lengths = [0] * batch  # `start`, on the host
         self.counts = (0,) * batch  # `count`, on the host
         self.ended: set[int] = set()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers of all layers, keys and values."""
-        return sum(t.nbytes for t in (*self.k, *self.v))
-
-    def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may grow past max_len."""
-        self.ended.add(row)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
         """Begin a step of T columns.
@@ -294,13 +288,13 @@ class StaticStep(Step):
 
     def positions(self, T: int) -> Tensor:
         """The positions of this step's T columns, (B, T) int64."""
-        _check_length(self.T, T)
+        if T != self.T:
+            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
         at = self.start[:, None] + torch.arange(T, device=self.start.device)
         return at.clamp(max=self.cache.max_len - 1)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """See LayerCache: the buffers as far as they are read, (B, length, Hkv, D), and a
-        StaticView; in the first step k and v as they are, and None."""
+        """The buffers as far as they are read; in the first step k and v as they are, and None."""
         k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
         i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq)
@@ -315,7 +309,6 @@ class StaticStep(Step):
         return k_buffer[:, : self.length], v_buffer[:, : self.length], view
 
     def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored."""
         c = self.cache
         self.start.add_(self.count)
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
@@ -324,7 +317,7 @@ class StaticStep(Step):
 # --- paged: pages from a pool ---
 
 
-class PagedCache:
+class PagedCache(Cache):
     """Keys and values in pages of `page_size` tokens, which lie in any order.
 
     A table says which page holds which tokens of which sequence (Kwon et al. 2023,
@@ -356,11 +349,6 @@ class PagedCache:
         shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages of all layers, keys and values."""
-        return self.k.nbytes + self.v.nbytes
 
     @property
     def nbytes_used(self) -> int:
@@ -419,10 +407,9 @@ class PagedStep(Step):
         return torch.where(i < self.count[:, None], self.start[:, None] + i, 0)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """See LayerCache: the pages, (n_pages, page_size, Hkv, D), and a PagedView."""
-        k_pages, v_pages = self.cache.k[layer], self.cache.v[layer]
-        Tq, size = k.shape[1], self.page_size
-        i = torch.arange(Tq, device=k.device)
+        """The pages, (n_pages, page_size, Hkv, D), and a PagedView."""
+        k_pages, v_pages, size = self.cache.k[layer], self.cache.v[layer], self.page_size
+        i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq) positions
         column = (at // size).clamp(max=self.page_table.shape[1] - 1)
         page = self.page_table.gather(1, column.long())
@@ -443,8 +430,3 @@ class PagedStep(Step):
         if [pool.length(row) for row in self.counts] != list(self.lengths):
             raise ValueError("this step is over: advance() is called once a step")
         pool.advance(self.counts)
-
-
-def _check_length(reserved: int, T: int) -> None:
-    if reserved != T:
-        raise ValueError(f"the cache has reserved {reserved} tokens, and {T} came")

@@ -13,21 +13,20 @@ GPT-2 has 50,257 tokens. Kept are the class of each token (V,) and the next stat
 
 **Every text ends well.** For each state is known the least number of tokens that lead to a match.
 A token is allowed only where that many are left after it, so what max_new_tokens cuts off is a
-match as well. Where a state accepts, the end-of-text token is allowed. A text also ends, with no
-token drawn for it, where it is a match and no longer match can follow in the tokens that are left;
-without an end-of-text token a text goes on to that point.
+match as well. The end-of-text token is allowed where a state accepts; where in the tokens that are
+left no longer match can follow, a text ends without it.
 
-Regular expressions are compiled by outlines-core (the extra "constrain"), whose result is plain
-data; docs/CONSTRAINTS.md has this beside xgrammar and llguidance, which cut a text where it is.
-Refused: look-around, back-references, anchors other than ^ and $ around the whole.
+Regular expressions are compiled by outlines-core (the extra "constrain"); docs/CONSTRAINTS.md has
+this beside xgrammar and llguidance, which cut a text where it is. Refused: look-around,
+back-references, anchors other than ^ and $ around the whole.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,20 +35,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.settings import UserError
+from inference import json_schema
 
 NEVER = 2**31 - 1  # tokens to a match from where there is none
 MAX_ENTRIES = 2**27  # of a table: 0.5 GB
 # Of a pattern: an escape, a class in brackets, or any other character.
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
-
-
-class Tokens(Protocol):
-    """What is asked of a tokenizer (data/tokenizer.py)."""
-
-    @property
-    def eot(self) -> int | None: ...
-
-    def token_bytes(self) -> list[bytes]: ...
 
 
 class Bytes(NamedTuple):
@@ -63,11 +54,7 @@ class Automaton(nn.Module):
     """An automaton over tokens, as tensors: a module so that it moves to a device with .to().
 
     The state of B rows is one tensor (B, 2) int64: where each is, and how many tokens it has left.
-
-    >>> automaton = choices(["yes", "no"], tokenizer)
-    >>> state = automaton.start([max_new_tokens] * B)
-    >>> token = draw(automaton(logits, state))
-    >>> state = automaton.advance(state, token)
+    start() gives it, forward() masks the logits, advance() follows the token that was drawn.
     """
 
     transition: Tensor  # (states, classes) int32: the next state
@@ -90,11 +77,7 @@ class Automaton(nn.Module):
         self.register_buffer("onward", torch.from_numpy(onward.astype(np.int32)))
 
     def start(self, left: Sequence[int]) -> Tensor:
-        """The state of rows that have no text yet, and may have so many tokens: (B, 2) int64.
-
-        Raises:
-            UserError: no match is that short.
-        """
+        """The state of rows that have no text yet, and may have so many tokens."""
         if min(left) < self.shortest:
             raise UserError(
                 f"the shortest text that matches the constraint has {self.shortest} tokens, and "
@@ -124,55 +107,28 @@ class Automaton(nn.Module):
         at = torch.where(self.onward[at] <= left, at, self.end)
         return torch.stack([at, left.clamp(min=1)], dim=1)  # at the end a token is always allowed
 
-    def stop(self, left: Sequence[int]) -> Callable[[int, list[int]], bool]:
-        """Whether a row's text ended with the last of its new tokens, `left` as in start().
 
-        On the host, called for every token in its turn.
-        """
-        transition, token_class = self.transition.cpu().numpy(), self.token_class.tolist()
-        onward = self.onward.tolist()
-        at: dict[int, int] = {}
+def regex(pattern: str, tokenizer: Any) -> Automaton:
+    """Texts that match a regular expression as a whole, in Rust's syntax, which is nearly Python's.
 
-        def ended(row: int, tokens: list[int]) -> bool:
-            before = 0 if len(tokens) == 1 else at[row]
-            at[row] = int(transition[before, token_class[tokens[-1]]])
-            return onward[at[row]] > left[row] - len(tokens)
-
-        return ended
-
-
-def regex(pattern: str, tokenizer: Tokens) -> Automaton:
-    """Texts that match a regular expression as a whole.
-
-    The syntax and the character classes are those of Rust's regex crate, which are Python's for the
-    most part. A text never has the character NUL.
-
-    Raises:
-        UserError: it is no regular expression, asks for what an automaton cannot do, or no text of
-            the tokenizer's tokens matches; or outlines-core is not installed.
+    Raises: UserError, it cannot be used, or no text of the tokenizer's tokens matches.
     """
-    what = f"the regular expression {_shortened(pattern)}"
-    return over_tokens(compiled(pattern), tokenizer, what)
+    return over_tokens(
+        compiled(pattern), tokenizer, f"the regular expression {_shortened(pattern)}"
+    )
 
 
-def choices(texts: Sequence[str], tokenizer: Tokens) -> Automaton:
+def choices(texts: Sequence[str], tokenizer: Any) -> Automaton:
     """One of several texts. Raises: UserError, none is given or can be written in the tokens."""
     if not texts:
         raise UserError("there are no choices to choose from")
-    rows: list[dict[int, int]] = [{}]  # a tree of bytes, one state a node
-    ends = set()
-    for text in texts:
-        at = 0
-        try:
-            utf8 = text.encode()
-        except UnicodeEncodeError as e:
-            raise UserError(f"{text!r} cannot be written as UTF-8 ({e.reason})") from None
-        for byte in utf8:
-            at = rows[at].setdefault(byte, len(rows))
-            if at == len(rows):
-                rows.append({})
-        ends.add(at)
-    return over_tokens(_bytes(rows, ends), tokenizer, f"the choices {_shortened(', '.join(texts))}")
+    pattern = "|".join(map(re.escape, texts))
+    return over_tokens(compiled(pattern), tokenizer, f"the choices {_shortened(', '.join(texts))}")
+
+
+def schema(text: str | dict[str, Any], tokenizer: Any) -> Automaton:
+    """JSON values that a JSON schema describes. Raises: UserError, as json_schema.to_regex()."""
+    return over_tokens(compiled(json_schema.to_regex(text)), tokenizer, "the JSON schema")
 
 
 # --- the automaton over bytes ---
@@ -192,19 +148,6 @@ def unanchored(pattern: str) -> str:
     return "".join(pieces)
 
 
-def library() -> Any:
-    """outlines_core. Raises: UserError, it is not installed."""
-    try:
-        import outlines_core
-        import outlines_core.json_schema
-    except ImportError as e:
-        raise UserError(
-            f"a regular expression or a JSON schema needs the package outlines-core ({e}); "
-            "pip install outlines-core"
-        ) from e
-    return outlines_core
-
-
 def compiled(pattern: str) -> Bytes:
     """The automaton of a regular expression, by outlines-core 0.2.14.
 
@@ -215,7 +158,14 @@ def compiled(pattern: str) -> Bytes:
     start already. But steps into the state right after that match are dropped: so there is a NUL
     before the pattern too, whose step is, and a token of the NUL and each byte, which steps over.
     """
-    outlines, pattern = library(), unanchored(pattern)
+    try:
+        import outlines_core as outlines
+    except ImportError as e:
+        raise UserError(
+            f"a regular expression or a JSON schema needs the package outlines-core ({e}); "
+            "pip install outlines-core"
+        ) from e
+    pattern = unanchored(pattern)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
     try:
         # By itself first: "a)(b" is an error, though "(?:a)(b)" is not. The byte ff is in no text.
@@ -240,20 +190,16 @@ def compiled(pattern: str) -> Bytes:
                 number[state] = len(rows)
                 rows.append({b: s for b, s in found.get(state, {}).items() if b < 256})
             row[byte] = number[state]
-    return _bytes(rows, ends)
-
-
-def _bytes(rows: Sequence[dict[int, int]], ends: set[int]) -> Bytes:
     table = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
-    for row, steps in zip(table, rows):
-        row[list(steps)] = list(steps.values())
+    for line, row in zip(table, rows):
+        line[list(row)] = list(row.values())
     return Bytes(table, np.isin(np.arange(len(table)), list(ends)))
 
 
 # --- the automaton over tokens ---
 
 
-def over_tokens(automaton: Bytes, tokenizer: Tokens, what: str) -> Automaton:
+def over_tokens(automaton: Bytes, tokenizer: Any, what: str) -> Automaton:
     """The same for the tokens of a tokenizer. Raises: UserError, no text matches `what`."""
     tokens, eot = tokenizer.token_bytes(), tokenizer.eot
     step, token_class = _classes(automaton.table, tokens, what)  # (n, classes), (V,)

@@ -8,11 +8,8 @@ with one it costs a reading of the weights and of the keys and values so far. Fo
 float32 that is 497 MB of weights and 74 kB for each token of context, so at batch 1 the weights are
 what there is to wait for.
 
-    kv_cache   what it is                                    when
-    none       the whole text through the model each time    to compare with
-    dynamic    buffers that double                           the default; every backend
-    static     fixed shapes, lengths on the device           with compile=True: a graph a step
-    paged      pages from a pool                             rows of different lengths: see serve.py
+The caches are those of cache.py; "none" is there to compare with, and a paged batch is served by
+serve.py.
 
 **The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. What
 happens to a text that gets there is the same for every cache: overflow="slide" goes on as nanoGPT
@@ -60,10 +57,7 @@ KV_CACHES = ("none", "dynamic", "static", "paged")
 def generate(
     model: GPT, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
 ) -> Tensor | list[Tensor]:
-    """Append up to `max_new_tokens` tokens to each prompt; see stream() for the options.
-
-    Args:
-        idx: (B, T) int64, prompts of one length; or a list of prompts of any lengths, each (T,).
+    """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
     Returns:
         The prompts and what was drawn. For a tensor (B, T + n) int64, n = max_new_tokens unless
@@ -71,10 +65,9 @@ def generate(
         list, a list of (T_i + n_i,) tensors.
     """
     device = model.transformer.wte.weight.device
-    prompts = list(_tensors(idx, device))
-    new = torch.tensor([[0] * len(prompts)])[:0]  # (0, B)
-    if drawn := list(stream(model, idx, max_new_tokens, **options)):
-        new = torch.stack(drawn)
+    prompts = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in idx]
+    drawn = list(stream(model, prompts, max_new_tokens, **options))
+    new = torch.stack(drawn) if drawn else torch.empty(0, len(prompts), dtype=torch.int64)
     counts = (new != ENDED).sum(0).tolist()
     rows = new.to(device).unbind(1)
     texts = [torch.cat([p, row[:n]]) for p, row, n in zip(prompts, rows, counts, strict=True)]
@@ -107,8 +100,7 @@ def stream(
         compile: torch.compile each decode step, sampling included, to one graph; on CUDA a CUDA
             graph. With kv_cache="static".
         page_size: tokens a page, of the paged cache.
-        options: temperature, top_k, top_p, vocab_size, overflow, logits_processor, constraint,
-            stop, stats: see sampling.Options.
+        options: those of sampling.Options.
 
     Yields:
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
@@ -123,7 +115,8 @@ def stream(
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    prompts = list(_tensors(idx, model.transformer.wte.weight.device))
+    device = model.transformer.wte.weight.device
+    prompts = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in idx]
     if not prompts or not all(map(len, prompts)):
         raise ValueError("each prompt must have at least one token, and there must be a prompt")
     if kv_cache == "paged":
@@ -134,12 +127,6 @@ def stream(
             model, prompts, max_new_tokens, generator, kv_cache, compile, Options(**options)
         )
         yield from batch.tokens()
-
-
-def _tensors(idx: Tensor | Sequence[Any], device: torch.device) -> Iterator[Tensor]:
-    """Each prompt as (T,) int64 on the device."""
-    for row in idx:
-        yield torch.as_tensor(row, dtype=torch.int64, device=device)
 
 
 class _Batch:
@@ -174,15 +161,15 @@ class _Batch:
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
         self.ends: list[int | None] = [None] * self.B  # the column behind the text, once it ended
-        if options.overflow == "stop" and self.block_size < self.T:
-            raise ValueError(
-                f"a prompt of {self.T} tokens does not fit into block_size {self.block_size}"
-            )
         greedy = options.temperature == 0
         self.uniform = None if greedy else Uniform(self.B, self.device, generator)
         self.params = SamplingParams.on(self.device, options)
         self.room = [max_new_tokens] * self.B  # tokens that each row can have
         if options.overflow == "stop":
+            if self.block_size < self.T:
+                raise ValueError(
+                    f"a prompt of {self.T} tokens does not fit into block_size {self.block_size}"
+                )
             self.room = [min(n, self.block_size - len(p)) for n, p in zip(self.room, prompts)]
         self.state: Tensor | None = None  # (B, 2) of the constraint
         if self.constraint is not None:
@@ -204,36 +191,34 @@ class _Batch:
     def tokens(self) -> Iterator[Tensor]:
         """The next token of each row on the CPU, ENDED for what follows a row's end."""
         stops = self.options.ends()
-        matched = self.constraint.stop(self.room) if self.constraint is not None else None
         new: list[list[int]] = [[] for _ in range(self.B)]
         pending: deque[Copy] = deque()  # launched, not read yet
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before a token is read
         column = self.T
         launched = self.launch()
         while True:
-            token = next(launched, None)
-            if token is not None:
-                pending.append(Copy(token))
+            if drawn := next(launched, None):
+                pending.append(Copy(*drawn))
+                if len(pending) <= ahead:
+                    continue
             if not pending:
                 return
-            if token is not None and len(pending) <= ahead:
-                continue
-            ids = pending.popleft().wait()
-            for row, id_ in enumerate(ids):
+            ids = [ENDED] * self.B
+            for row, (token, *over) in enumerate(pending.popleft().wait()):
                 end = self.ends[row]
-                if end is not None and column >= end:
-                    ids[row] = ENDED
-                    continue
-                new[row].append(id_)
-                if (matched is not None and matched(row, new[row])) or stops(row, new[row]):
-                    self._end(row, column + 1)
+                if end is None or column < end:
+                    ids[row] = token
+                    new[row].append(token)
+                    if any(over) or stops(row, new[row]):
+                        self._end(row, column + 1)
             if all(id_ == ENDED for id_ in ids):
                 return  # launched before the last row was known to have ended
             column += 1
             yield torch.tensor(ids)
 
-    def launch(self) -> Iterator[Tensor]:
-        """The next token of each row, (B,) int64 on the device: launched, not waited for."""
+    def launch(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The next token of each row, (B,) int64, and with a constraint whether the text is over
+        with it: on the device, not waited for."""
         for n in range(self.T, self.T + self.max_new_tokens):
             for row, room in enumerate(self.room):
                 if self.ends[row] is None and n - self.T >= room:
@@ -243,12 +228,12 @@ class _Batch:
                 return
             if n - min(going) > self.block_size:  # it slides: no position in the cache still holds
                 self.cache = None  # its memory can go
-            self.token, self.state = self._next(n)
+            self.token, self.state, over = self._next(n)
             if self.cache is not None:
                 stats = self.options.stats
                 stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes)
             self.ids[:, n] = self.token
-            yield self.token
+            yield self.token, over
 
     def _end(self, row: int, column: int) -> None:
         self.ends[row] = column
@@ -257,8 +242,8 @@ class _Batch:
 
     # --- one token ---
 
-    def _next(self, n: int) -> tuple[Tensor, Tensor | None]:
-        """Draw what follows the first n columns: (B,) int64, and the constraint's state."""
+    def _next(self, n: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draw what follows the first n columns: see sample_step()."""
         processor, vocab_size = self.options.logits_processor, self.options.vocab_size
         u = None if self.uniform is None else self.uniform.next()
         how = u, self.params, self.constraint, self.state
@@ -316,7 +301,9 @@ class _Batch:
 
     def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
-        _, spec = model.attention(False, (self.B, self.T), prefill_cache(self.kv_cache)[0])
+        # A static cache is empty when the prompts are read: any backend may.
+        kind = "dynamic" if self.kv_cache == "dynamic" else "none"
+        _, spec = model.attention(False, (self.B, self.T), kind)
         if self.kv_cache == "dynamic":
             return DynamicCache(
                 config.n_layer,
@@ -343,16 +330,6 @@ class _Batch:
         return static
 
 
-def prefill_cache(kv_cache: str, page_size: int = 16) -> tuple[str, int | None]:
-    """The cache and its page size that the prompts are read with, as Spec has them.
-
-    A static cache is empty then, and any backend may read the prompts.
-    """
-    if kv_cache == "paged":
-        return "paged", page_size
-    return ("dynamic" if kv_cache == "dynamic" else "none"), None
-
-
 def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:
     """One decode step: (B,) the last tokens -> (B, V) the logits of the next."""
     return model.head(model.hidden(token[:, None], None, step)[:, -1])[:, :vocab_size]
@@ -360,8 +337,8 @@ def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Ten
 
 def _decode_and_sample(
     model: GPT, step: Any, token: Tensor, vocab_size: int | None, *how: Any
-) -> tuple[Tensor, Tensor | None]:
-    """One decode step and the draw: (B,) the last tokens -> (B,) the next, (B, 2) the state."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """One decode step and the draw: (B,) the last tokens -> as sample_step()."""
     return sample_step(_decode(model, step, token, vocab_size), *how)
 
 

@@ -6,8 +6,7 @@ for a token, where the Gumbel trick and torch.multinomial draw one for every ent
 vocabulary; in float64 the shares of the rarest tokens are right too; and a CUDA graph can hold it,
 for nothing depends on a value on the host.
 
-What the two loops that generate text (engine.py, serve.py) have in common is here too: Options,
-and how a token is copied to the host without waiting for the step after it.
+What the two loops that generate text (engine.py, serve.py) have in common is here too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from inference.constrain import Automaton
 
 ENDED = -1  # in the place of a token: this row's text has ended before
-OVERFLOWS = ("slide", "stop")
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
@@ -53,11 +51,10 @@ class Options:
             vocabulary.
         overflow: "slide" or "stop", where a text reaches block_size tokens.
         logits_processor: (input_ids, logits) -> logits, called before each draw with the text so
-            far, (B, T) int64, prompts included, and (B, V). It is called for each row by itself
-            where prompts have different lengths, so that it never sees padding, and by serve.py.
+            far, (B, T) int64, prompts included, and (B, V); for each row by itself where prompts
+            have different lengths, so that it never sees padding, and by serve.py.
         constraint: what the new text must match (constrain.py), on the model's device. Its mask
-            comes last, after the logits_processor; a row ends where its match does. Where
-            overflow="stop" the room is what block_size leaves.
+            comes last, after the logits_processor; a row ends where its match does.
         stop: a row ends with this token, or with one of these; or a function of the row's number
             and its new tokens that says whether it ends here.
         stats: is filled in.
@@ -77,10 +74,8 @@ class Options:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        if self.overflow not in OVERFLOWS:
-            raise ValueError(
-                f"overflow must be one of {', '.join(OVERFLOWS)}, got {self.overflow!r}"
-            )
+        if self.overflow not in ("slide", "stop"):
+            raise ValueError(f"overflow must be one of slide, stop, got {self.overflow!r}")
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -122,16 +117,13 @@ class SamplingParams:
 def sample_token(
     logits: Tensor, u: Tensor | None, params: SamplingParams = SamplingParams()
 ) -> Tensor:
-    """The token that the number u stands for.
+    """The token that the number u stands for: (B,) int64.
 
     Args:
         logits: (B, V).
         u: (B,) in [0, 1), see Uniform; None takes the likeliest token.
         params: top_k keeps no more than k of equal tokens; top_p is nucleus sampling (Holtzman et
             al. 2020, arXiv 1904.09751).
-
-    Returns:
-        (B,) int64.
     """
     if u is None:
         return logits.argmax(dim=-1)
@@ -154,16 +146,11 @@ def sample_token(
 
 
 def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens in falling order, as many as sum to top_p and maybe more.
+    """The likeliest tokens in falling order, as many as sum to top_p and maybe more: (B, k) their
+    probabilities, (B, k) int64 which they are, of probs (B, V).
 
     On the CPU, where a look at a value costs nothing, a few are sorted before all of them are: of
     GPT-2's 50,257 tokens a top_p of 0.9 often needs no more than hundreds.
-
-    Args:
-        probs: (B, V).
-
-    Returns:
-        (B, k) their probabilities, (B, k) int64 which they are.
     """
     V = probs.shape[-1]
     if probs.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -185,20 +172,22 @@ def sample_step(
     params: SamplingParams,
     constraint: Automaton | None,
     state: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """sample_token() among the tokens that the constraint allows, and its state after the token."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Draw among the tokens that the constraint allows: the token, the state after it, (B,) bool
+    whether the text is over with it."""
     if constraint is None or state is None:
-        return sample_token(logits, u, params), None
+        return sample_token(logits, u, params), None, None
     token = sample_token(constraint(logits, state), u, params)
-    return token, constraint.advance(state, token)
+    state = constraint.advance(state, token)
+    return token, state, state[:, 0] == constraint.end
 
 
 class Uniform:
     """Random numbers in [0, 1), one for each row and step, drawn many steps at a time.
 
     Args:
-        generator: a list of one for each row; or one for all, or None, PyTorch's own: then the rows
-            take their blocks from it in turn.
+        generator: one for each row; or one for all, or None, PyTorch's own: then the rows take
+            their blocks from it in turn.
         block: steps at a time. A fixed number, so that a longer text begins like a shorter one.
     """
 
@@ -223,25 +212,26 @@ class Uniform:
         rows = []
         for g in self.generators:
             on = self.device if g is None else g.device
-            row = torch.rand(self.block, generator=g, dtype=dtype, device=on)
-            rows.append(row.to(self.device))
+            rows.append(torch.rand(self.block, generator=g, dtype=dtype, device=on).to(self.device))
         return list(torch.stack(rows, dim=1).unbind())[::-1]
 
 
 class Copy:
-    """A copy of the tokens to the host; on CUDA it runs beside the next step."""
+    """A copy of a step's tokens to the host; on CUDA it runs beside the next step."""
 
-    def __init__(self, token: Tensor) -> None:
+    def __init__(self, token: Tensor, over: Tensor | None) -> None:
         self.event = None
-        self.host = token
-        if token.is_cuda:
-            self.host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-            self.host.copy_(token, non_blocking=True)
+        drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
+        self.host = drawn
+        if drawn.is_cuda:
+            self.host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            self.host.copy_(drawn, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def wait(self) -> list[int]:
-        """The tokens, (B,): the one place where the host waits for the device."""
+    def wait(self) -> list[list[int]]:
+        """Of each row its token and, with a constraint, whether the text is over: the one place
+        where the host waits for the device."""
         if self.event is not None:
             self.event.synchronize()
         return self.host.tolist()

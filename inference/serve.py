@@ -9,19 +9,14 @@ the last one has. Here a new prompt takes the row's place at once:
              a batch, then the next                            capitals: a prompt is read
 
 ("Iteration-level scheduling": Yu et al. 2022, "Orca: A Distributed Serving System for
-Transformer-Based Generative Models", OSDI, section 3.) In a step there go through the model
-
-    the prompts that are admitted, in groups of about one length, padded on the right
-    the last token of every other row, as one batch
-
-and then a token is drawn for all of them at once. No row idles, though all wait for a prompt that
-is read, up to block_size tokens. Each text is the one that generate() makes of its prompt alone
-(greedily, or with a generator for each prompt).
+Transformer-Based Generative Models", OSDI, section 3.) In a step the prompts that are admitted go
+through the model, in groups of about one length, padded on the right, and the last token of every
+other row, as one batch; then a token is drawn for all of them at once. Each text is the one that
+generate() makes of its prompt alone (greedily, or with a generator for each prompt).
 
 **Pages** come from a pool of limited size (inference/pages.py). A prompt is admitted only when the
 pages that its text may need to its end are free, counting what the texts in progress may still
-take; else it waits, and those behind it do. So no text ever stops for lack of pages, and when the
-last text has ended, all pages are free: whatever fits into the pool gets its turn. A prompt that
+take; else it waits, and those behind it do. So no text ever stops for lack of pages. A prompt that
 would never fit is an error, after the texts before it are finished.
 
 **Sharing.** A prompt takes the full pages that it has in common with one that was read before, as
@@ -29,8 +24,8 @@ long as those are kept. If its beginning is just being read (by another sample o
 say), it waits a step for it. Texts that may slide (see inference/engine.py) share nothing: each
 will need a whole window for itself.
 
-**Memory** does not grow with the number of prompts. They are taken from their iterator when there
-is room for one, and a text is forgotten when it has been handed out.
+**Memory** does not grow with the number of prompts: they are taken when there is room for one, and
+forgotten when their text has been handed out.
 """
 
 from __future__ import annotations
@@ -56,22 +51,6 @@ PREFILL = 2048  # tokens, padding included, that are read at once, unless one pr
 
 
 @torch.no_grad()
-def serve(
-    model: GPT, prompts: Iterable[Any], max_new_tokens: int | Iterable[int], **options: Any
-) -> Iterator[tuple[int, Tensor]]:
-    """Continue many prompts, and hand out each text when it ends; see stream() for the options.
-
-    Yields:
-        which prompt it was, from 0 on, and (T + n,) int64 on the CPU: the prompt and what was
-        drawn, as generate() gives it for that prompt alone (greedily, or with a generator each).
-    """
-    with closing(_Server(model, prompts, max_new_tokens, **options).tokens()) as tokens:
-        for row, token in tokens:
-            if token == ENDED:
-                yield row.index, torch.tensor(row.prompt + row.new)
-
-
-@torch.no_grad()
 def stream(
     model: GPT, prompts: Iterable[Any], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
@@ -84,10 +63,7 @@ def stream(
         slots: texts in progress at once, at most.
         n_pages: pages in the pool, one of which is not used; None: enough for `slots` texts of
             block_size tokens. See enough_pages().
-        page_size: tokens a page.
-        options: temperature, top_k, top_p, vocab_size, overflow, logits_processor (called for each
-            row by itself), constraint, stop (given the number of the prompt), stats: see
-            sampling.Options.
+        options: those of sampling.Options; stop is given the number of the prompt.
 
     Yields:
         which prompt, from 0 on, and its next token; ENDED (-1) when its text has ended.
@@ -145,15 +121,9 @@ def paged_cache(model: GPT, n_pages: int, page_size: int) -> PagedCache:
 
 def last_logits(model: GPT, x: Tensor, last: Tensor | None, vocab_size: int | None) -> Tensor:
     """The logits of each row's last token: x (B, T, C), last (B, 1), None: T - 1 -> (B, V)."""
-    if last is None:
-        return model.head(x[:, -1])[:, :vocab_size]
-    x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))  # (B, 1, C)
-    return model.head(x[:, 0])[:, :vocab_size]
-
-
-def _each(given: Any, one: Any) -> Iterator[Any]:
-    """What was given for all prompts, again and again; or of each in turn."""
-    return repeat(given) if isinstance(given, one) else iter(given)
+    if last is not None:
+        x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
+    return model.head(x[:, -1])[:, :vocab_size]
 
 
 @dataclass(eq=False)
@@ -208,10 +178,11 @@ class _Server:
         self.params = SamplingParams.on(self.device, self.options)
         self.stops = self.options.ends()
         self.coming = enumerate(prompts)
-        self.each = {
-            "max_new_tokens": _each(max_new_tokens, int),
-            "generator": _each(generator, (torch.Generator, type(None))),
-        }
+        # Given for all prompts, or of each in turn.
+        rooms: Any = repeat(max_new_tokens) if isinstance(max_new_tokens, int) else max_new_tokens
+        one = generator is None or isinstance(generator, torch.Generator)
+        each: Any = repeat(generator) if one else generator
+        self.each = {"max_new_tokens": iter(rooms), "generator": iter(each)}
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         self.refused: ValueError | None = None  # what is wrong with the prompt that comes next
         self.waiting: list[_Row] = []  # until there are pages for them
@@ -219,16 +190,12 @@ class _Server:
         self.places = list(range(slots))  # in the tables on the device, those that are free
         self.texts = torch.zeros(slots, 0, dtype=torch.int64, device=self.device)
         self.states: Tensor | None = None
-        self.left = [0] * slots  # tokens that each row's constraint has room for
-        self.matched = None
         if self.options.constraint is not None:
             self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
-            self.matched = self.options.constraint.stop(self.left)
 
     # --- the loop ---
 
     def tokens(self) -> Generator[tuple[_Row, int], None, None]:
-        """Each row's tokens as they are read, and ENDED after its last."""
         pending: deque[tuple[list[_Row], Copy]] = deque()  # launched, not read yet
         try:
             while True:
@@ -237,36 +204,28 @@ class _Server:
                     yield row, ENDED
                 self.admit()
                 if self.rows:
-                    rows, token = self.step()
-                    pending.append((rows, Copy(token)))
+                    pending.append(self.step())
                     if len(pending) <= self.ahead:
                         continue
-                elif not pending and not empty:
-                    assert not self.waiting, "with all pages free the first prompt fits"
-                    break
-                elif not pending:
-                    continue
-                read, copy = pending.popleft()
-                for row, id_ in zip(read, copy.wait(), strict=True):
-                    if not row.ended:
+                if pending:
+                    read, copy = pending.popleft()
+                    for row, (id_, *over) in zip(read, copy.wait(), strict=True):
+                        if row.ended:  # launched before that was known
+                            continue
                         row.new.append(id_)
                         yield row, id_
-                        if self.ends(row):
+                        full = len(row.new) == row.room
+                        if full or any(over) or self.stops(row.index, row.new):
                             row.ended = True
                             self.leave([row])
                             yield row, ENDED
+                elif not empty:
+                    assert not self.waiting, "with all pages free the first prompt fits"
+                    break
         finally:
             self.leave(self.rows)
         if self.refused is not None:
             raise self.refused
-
-    def ends(self, row: _Row) -> bool:
-        """Whether a row's text ends with the token that was read last."""
-        if len(row.new) == row.room:
-            return True
-        if self.matched is not None and self.matched(row.place, row.new):
-            return True
-        return self.stops(row.index, row.new)
 
     def leave(self, rows: Sequence[_Row]) -> None:
         """Their pages and places can be taken again, on the device after what was launched."""
@@ -362,13 +321,12 @@ class _Server:
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
         if self.states is not None and row.state is not None:
             self.states[row.place] = row.state[0]
-            self.left[row.place] = row.room
         self.stats.shared_pages += len(self.pool.pages(row.seq))
 
     # --- a step ---
 
-    def step(self) -> tuple[list[_Row], Tensor]:
-        """Draw a token for each row: the rows, and (B,) int64 on the device, not waited for."""
+    def step(self) -> tuple[list[_Row], Copy]:
+        """Draw a token for each row: the rows, and the tokens, not waited for."""
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
@@ -380,9 +338,8 @@ class _Server:
         u = [row.uniform.next() for row in rows if row.uniform is not None]  # none, or one of each
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
         before = None if self.states is None else self.states[place]
-        constraint = self.options.constraint
-        token, after = sample_step(
-            logits, torch.cat(u) if u else None, self.params, constraint, before
+        token, after, over = sample_step(
+            logits, torch.cat(u) if u else None, self.params, self.options.constraint, before
         )
         self.texts[place, n] = token
         if self.states is not None and after is not None:
@@ -390,7 +347,7 @@ class _Server:
         for row in rows:
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
-        return rows, token
+        return rows, Copy(token, over)
 
     def groups(self) -> list[list[_Row]]:
         """Rows that go through the model together: none is padded to twice its length."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.runtime import synchronize
+from core.settings import UserError
 from inference import constrain, engine, serve
 from inference.sampling import ENDED, Stats
 
@@ -134,6 +135,23 @@ class Writer:
             f"{n_tokens / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
             f"{1e3 * self.first:.0f} ms; KV cache ({self.config.kv_cache}): {cache}"
         )
+
+
+def continuation(
+    model: GPT, tokenizer: Any, start: str, max_new_tokens: int, *, seed: int, **options: Any
+) -> str:
+    """`start` and what the model makes of it, in one call; the options are those of Options.
+
+    Where the vocabulary lacks a character of `start`, its first token stands there.
+    """
+    try:
+        ids = tokenizer.encode(start)
+    except UserError:
+        ids = [0]
+    generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
+    options |= {"generator": generator, "vocab_size": tokenizer.vocab_size}
+    (text,) = engine.generate(model, [ids], max_new_tokens, **options)
+    return tokenizer.decode(text.tolist())
 
 
 def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import math
@@ -85,7 +84,6 @@ def sample(
     """A text for each row from random logits, as generate() draws them."""
     generator = torch.Generator().manual_seed(seed)
     state = automaton.start(left)
-    stops = automaton.stop(left)
     new: list[list[int]] = [[] for _ in left]
     going = set(range(len(left)))
     for _ in range(max(left)):
@@ -95,9 +93,7 @@ def sample(
         state = automaton.advance(state, token)
         for row in sorted(going):
             new[row].append(int(token[row]))
-            stopped = stops(row, new[row])
-            assert stopped == (int(state[row, 0]) == automaton.end)
-            if stopped:
+            if int(state[row, 0]) == automaton.end:
                 going.remove(row)
         if not going:
             break
@@ -426,17 +422,7 @@ def valid(value: Any, schema: dict[str, Any]) -> bool:
         "anyOf" not in schema or any(valid(value, s) for s in schema["anyOf"]),
     ]
     if isinstance(value, str):
-        checks += [
-            schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf),
-            re.search(schema.get("pattern", ""), value) is not None,
-        ]
-    if isinstance(value, int) and not isinstance(value, bool):
-        checks += [
-            schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf),
-            schema.get("exclusiveMinimum", -math.inf)
-            < value
-            < schema.get("exclusiveMaximum", math.inf),
-        ]
+        checks += [schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf)]
     if isinstance(value, list):
         checks += [
             schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf),
@@ -457,7 +443,7 @@ PERSON = {
     "properties": {
         "nick": {"type": "string"},
         "name": {"type": "string", "minLength": 1, "maxLength": 4},
-        "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 130},
+        "age": {"type": "integer"},
         'a "b" \\ é.*': {"type": ["null", "boolean"], "description": "a name to escape"},
         "tags": {"type": "array", "items": {"enum": ["x", "y z", 'q"']}, "maxItems": 3},
     },
@@ -471,13 +457,11 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "string"},
     {"type": "string", "maxLength": 3},
     {"type": "string", "minLength": 2},
-    {"type": "string", "pattern": "^[a-fé]{2,5}$"},
+    {"type": "string", "minLength": 2, "maxLength": 2},
     {"type": "integer"},
-    {"type": "integer", "minimum": -30, "maximum": 1000},
-    {"type": "integer", "exclusiveMinimum": 10},
-    {"type": "integer", "maximum": -7.5},
     {"type": "number"},
-    {"type": ["integer", "null", "string"], "maxLength": 2, "minimum": 5},
+    {"type": ["integer", "null", "string"]},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
     {"enum": ["one", 2, None, [3, {"four": True}], 'fi"ve é']},
     {"type": "string", "enum": ["one", 2, "two"]},
     {"const": {"a": [1, 2.5]}},
@@ -490,7 +474,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
 def test_json_is_valid_whatever_is_drawn(schema):
-    automaton = json_schema.compile_schema(json.dumps(schema), BYTES)
+    automaton = constrain.schema(json.dumps(schema), BYTES)
     left = [automaton.shortest + n for n in (0, 1, 2, 3, 5, 8, 13, 21, 34, 70, 200)]
     seen = set()
     for seed, sharp in enumerate((0.5, 4.0)):
@@ -520,21 +504,6 @@ def test_references_and_every_combination_of_properties():
             assert automaton.accepts[at] == ("c" in keys), text
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(-1200, 1200), st.integers(0, 1500), st.booleans())
-def test_integer_ranges_are_exact(low, width, exclusive):
-    schema: dict[str, Any] = {"type": "integer", "minimum": low, "maximum": low + width}
-    if exclusive:
-        beyond = 0.5 if width % 2 else 1
-        schema = {"exclusiveMinimum": low - beyond, "exclusiveMaximum": low + width + beyond}
-        schema["type"] = "integer"
-    pattern = re.compile(json_schema.to_regex(schema))
-    high = low + width
-    for n in [*range(low - 3, low + 4), *range(high - 3, high + 4), *range(-9, 2000, 7)]:
-        assert bool(pattern.fullmatch(str(n))) == (low <= n <= high), n
-    assert not pattern.fullmatch("-0") and not pattern.fullmatch("00")
-
-
 @pytest.mark.parametrize("text", ["0", "-0", "12", "-3.50", "0.01", "1e5", "2E-07", "7.1e+3"])
 def test_numbers_are_those_of_json(text):
     pattern = re.compile(json_schema.to_regex({"type": "number"}))
@@ -543,31 +512,6 @@ def test_numbers_are_those_of_json(text):
         with pytest.raises(ValueError):
             json.loads(wrong)
         assert not pattern.fullmatch(wrong), wrong
-
-
-@pytest.mark.parametrize("year", [1900, 1999, 2000, 2004, 2023, 2100])
-def test_dates_are_in_the_calendar(year):
-    pattern = re.compile(json_schema.to_regex({"type": "string", "format": "date"}))
-    for month in range(14):
-        for day in range(33):
-            try:
-                datetime.date(year, month, day)
-                there = True
-            except ValueError:
-                there = False
-            assert bool(pattern.fullmatch(f'"{year}-{month:02}-{day:02}"')) == there
-
-
-def test_times_and_uuids_are_read_by_python():
-    import uuid
-
-    for format_, read in (("date-time", datetime.datetime.fromisoformat), ("uuid", uuid.UUID)):
-        automaton = json_schema.compile_schema({"type": "string", "format": format_}, BYTES)
-        for text in sample(automaton, BYTES, [automaton.shortest + n for n in range(12)], 5):
-            value = json.loads(text)
-            if format_ == "date-time":  # what Python 3.10 reads
-                value = re.sub(r"(\.\d+)", "", value).replace("Z", "+00:00")
-            read(value)
 
 
 # --- what is refused ---
@@ -592,7 +536,7 @@ def test_nothing_to_say():
         constrain.choices([], BYTES)
     with pytest.raises(UserError, match="only the empty text"):
         constrain.regex("", BYTES)
-    with pytest.raises(UserError, match="UTF-8"):
+    with pytest.raises(UserError, match="utf-8"):
         constrain.choices(["\udc80"], BYTES)
 
 
@@ -608,11 +552,10 @@ def test_states_are_as_many_as_the_pattern_is_long(pattern):
     assert len(constrain.compiled(pattern).table) < 1200
 
 
-def test_without_the_library_choices_remain(monkeypatch):
+def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "outlines_core", None)
     with pytest.raises(UserError, match="pip install outlines-core"):
         constrain.regex("a", BYTES)
-    assert constrain.choices(["yes", "no"], BYTES).shortest == 2
 
 
 def refusals() -> Iterator[tuple[Any, str]]:
@@ -631,17 +574,13 @@ def refusals() -> Iterator[tuple[Any, str]]:
     yield {"anyOf": []}, "anyOf must be a list"
     yield {"type": "integer", "multipleOf": 2}, "'multipleOf' is not supported for integer"
     yield {"type": "number", "minimum": 2}, "'minimum' is not supported for number"
-    yield {"type": "integer", "minimum": 2, "maximum": 1}, "no integer is in the range"
-    yield {"type": "integer", "minimum": "2"}, 'minimum must be a number, got "2"'
-    yield {"type": "string", "format": "email"}, "format must be one of date"
-    yield {"type": "string", "format": []}, "format must be one of date"
-    yield {"type": "string", "minLength": 3, "maxLength": 2}, "minLength is 3 and maxLength only 2"
-    yield {"type": "string", "minLength": -1}, "minLength must be an integer of at least 0, got -1"
-    yield {"type": "string", "pattern": "a.b"}, "which JSON would escape"
-    yield {"type": "string", "pattern": '"'}, "which JSON would escape"
-    yield {"type": "string", "pattern": "a", "maxLength": 1}, "cannot be combined"
-    yield {"type": "string", "pattern": "a", "format": "date"}, "cannot be combined"
-    yield {"type": "string", "pattern": 5}, "pattern must be a string"
+    yield {"type": "integer", "minimum": 2}, "'minimum' is not supported for integer"
+    yield {"type": "string", "format": "date"}, "'format' is not supported for string"
+    yield {"type": "string", "pattern": "a"}, "'pattern' is not supported for string"
+    yield {"type": ["string", "null"], "maxLength": 2}, "'maxLength' is not supported for null"
+    yield {"type": "string", "minLength": 3, "maxLength": 2}, "minLength is 3 and maxLength 2"
+    yield {"type": "string", "minLength": -1}, "minLength is -1"
+    yield {"type": "string", "minLength": 1.5}, "minLength must be an integer, got 1.5"
     yield {"type": "array"}, "needs items"
     yield {"type": "object"}, "needs properties"
     yield {"type": "object", "properties": {"a": thing}, "required": ["b"]}, '"b" is required'
@@ -659,4 +598,4 @@ def refusals() -> Iterator[tuple[Any, str]]:
 @pytest.mark.parametrize(("schema", "words"), list(refusals()), ids=lambda x: str(x)[:40])
 def test_a_schema_is_honoured_or_refused(schema, words):
     with pytest.raises(UserError, match=words):
-        json_schema.compile_schema(schema, BYTES)
+        constrain.schema(schema, BYTES)

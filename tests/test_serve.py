@@ -40,11 +40,23 @@ def alone(model: GPT, prompt: Any, n: int, index: int, **options: Any) -> list[i
     return text.tolist()
 
 
+def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[int, Tensor]]:
+    """Each text when it ends: the number of its prompt, its new tokens."""
+    new: dict[int, list[int]] = {}
+    with closing(serve.stream(model, prompts, n, **options)) as got:
+        for index, token in got:
+            row = new.setdefault(index, [])
+            if token == ENDED:
+                yield index, torch.tensor(row, dtype=torch.int64)
+            else:
+                row.append(token)
+
+
 def texts_of(model: GPT, prompts: Any, n: Any, **options: Any) -> list[list[int]]:
     """In the order of the prompts."""
-    found = dict(serve.serve(model, prompts, n, generator=seeds(), **options))
+    found = dict(whole(model, prompts, n, generator=seeds(), **options))
     assert sorted(found) == list(range(len(found)))
-    return [found[i].tolist() for i in range(len(found))]
+    return [[*map(int, prompt), *found[i].tolist()] for i, prompt in enumerate(prompts)]
 
 
 def server_of(*args: Any, **options: Any) -> Any:
@@ -108,7 +120,7 @@ def test_one_generator_for_all_and_none(pools) -> None:
     model = lively()
 
     def texts(**options: Any) -> list[Any]:
-        found = serve.serve(model, some_prompts(), 9, slots=3, **options)
+        found = whole(model, some_prompts(), 9, slots=3, **options)
         return sorted((i, text.tolist()) for i, text in found)
 
     once, again = (texts(generator=torch.Generator().manual_seed(1)) for _ in range(2))
@@ -125,7 +137,7 @@ def test_a_number_of_tokens_for_each_prompt() -> None:
         prompts = zip(some_prompts()[:n], rooms)
         assert got == [alone(model, p, room, i, **options) for i, (p, room) in enumerate(prompts)]
     assert texts_of(model, some_prompts(), 0, slots=2) == [p.tolist() for p in some_prompts()]
-    assert list(serve.serve(model, [], 5)) == []
+    assert list(whole(model, [], 5)) == []
 
 
 def test_texts_end_with_stop(pools) -> None:
@@ -166,7 +178,7 @@ def test_tokens_come_one_by_one() -> None:
 
 def test_a_text_is_handed_out_when_it_ends() -> None:
     """Those that are short before a long one that began earlier."""
-    found = list(serve.serve(lively(), some_prompts()[:5], iter([9, 2, 2, 2, 2]), slots=2))
+    found = list(whole(lively(), some_prompts()[:5], iter([9, 2, 2, 2, 2]), slots=2))
     assert [index for index, _ in found] == [1, 2, 3, 4, 0]
 
 
@@ -176,7 +188,7 @@ def test_a_text_is_handed_out_when_it_ends() -> None:
 def test_a_prompt_enters_when_a_text_ends(calls) -> None:
     """No row idles, none is padded: what the model is given, step by step."""
     model, five = build(block_size=64).eval(), [tokens(1, 5, seed=i)[0] for i in range(4)]
-    list(serve.serve(model, five, iter([4, 2, 3, 2]), slots=2))
+    list(whole(model, five, iter([4, 2, 3, 2]), slots=2))
     assert calls == [
         (2, 5),  # prompts 0 and 1
         (2, 1),  # a token of each: text 1 ends
@@ -190,11 +202,11 @@ def test_a_prompt_enters_when_a_text_ends(calls) -> None:
 def test_prompts_of_like_lengths_are_read_together(calls, monkeypatch) -> None:
     model = build(block_size=64).eval()
     prompts = [tokens(1, T, seed=T)[0] for T in (30, 4, 31, 16, 7, 1)]
-    list(serve.serve(model, prompts, 1, slots=6))
+    list(whole(model, prompts, 1, slots=6))
     assert calls == [(3, 31), (2, 7), (1, 1)]
     monkeypatch.setattr(serve, "PREFILL", 62)
     calls.clear()
-    list(serve.serve(model, prompts, 1, slots=6))
+    list(whole(model, prompts, 1, slots=6))
     assert calls == [(2, 31), (1, 16), (2, 7), (1, 1)]
 
 
@@ -254,8 +266,8 @@ def test_a_prompt_that_never_fits_is_told_after_those_before_it(pools) -> None:
     done = []
     words = "prompt 4 needs 7 pages of 4 tokens, for its 16 tokens and 10 new ones, and the pool "
     with pytest.raises(ValueError, match=words + "has 6; raise n_pages"):
-        for index, text in serve.serve(model, prompts, 10, slots=4, n_pages=7, page_size=4):
-            done.append((index, len(text)))
+        for index, text in whole(model, prompts, 10, slots=4, n_pages=7, page_size=4):
+            done.append((index, len(prompts[index]) + len(text)))
     assert sorted(done) == [(0, 15), (1, 11), (2, 19), (3, 15)]
     assert pools[0].n_used == 0
 
@@ -481,13 +493,13 @@ def known_text(prompt: tuple[int, ...], n: int) -> list[int]:
 
 def test_a_reader_that_leaves_leaves_no_page(pools) -> None:
     model = build().eval()
-    for ask in (serve.serve, serve.stream):
+    for ask in (whole, serve.stream):
         texts = ask(model, some_prompts(), iter(range(2, 20)), slots=3)
         next(texts)
         assert pools[-1].n_used > 0
         texts.close()
         assert pools[-1].n_used == 0
-    texts = serve.serve(model, some_prompts(), iter(range(2, 20)), slots=3)
+    texts = whole(model, some_prompts(), iter(range(2, 20)), slots=3)
     next(texts)
     assert pools[-1].n_used > 0
     del texts
@@ -510,9 +522,9 @@ def test_an_error_leaves_no_page(pools) -> None:
     for options in ({"stop": fail}, {"logits_processor": fail}):
         calls: list[int] = []
         with pytest.raises(Stopped):
-            list(serve.serve(model, some_prompts(), 9, slots=3, **options))
+            list(whole(model, some_prompts(), 9, slots=3, **options))
     with pytest.raises(Stopped):
-        list(serve.serve(model, fail_late(), 9, slots=3))
+        list(whole(model, fail_late(), 9, slots=3))
     assert len(pools) == 3 and all(pool.n_used == 0 for pool in pools)
 
 
@@ -535,7 +547,7 @@ def test_canary_what_a_neighbour_says_moves_nothing(monkeypatch) -> None:
         if changed is not None:
             prompts[changed] = (prompts[changed] + 1) % 37
         seen.clear()
-        list(serve.serve(model, prompts, 8, slots=3, page_size=4, temperature=0))
+        list(whole(model, prompts, 8, slots=3, page_size=4, temperature=0))
         return [step[first].clone() for step in seen]
 
     for window in (None, 4):
@@ -599,7 +611,7 @@ def test_constrained_texts_match(ahead) -> None:
         new = bytes(t for t in want[len(prompt) :] if t < 256).decode()
         assert re.fullmatch(PATTERN, new)
     with pytest.raises(ValueError, match="has 8 tokens, and there is room for 7"):
-        list(serve.serve(model, prompts, iter([20, 7]), **options))
+        list(whole(model, prompts, iter([20, 7]), **options))
 
 
 # --- nothing waits for the device ---
@@ -622,7 +634,7 @@ def test_the_loop_reads_nothing_back(monkeypatch) -> None:
     """But for the tokens, once a step, in one place."""
     model, prompts = build().eval(), [p.tolist() for p in some_prompts()]
     options = {"top_k": 4, "top_p": 0.9, "slots": 3, "page_size": 4}
-    list(serve.serve(model, prompts, 9, **options))  # the backends are probed
+    list(whole(model, prompts, 9, **options))  # the backends are probed
     asked: list[str] = []
     allowed: list[int] = []
 
@@ -649,7 +661,7 @@ def test_the_loop_reads_nothing_back(monkeypatch) -> None:
             allowed.pop()
 
     monkeypatch.setattr(Copy, "wait", read_back)
-    assert len(list(serve.serve(model, prompts, 9, **options))) == 10
+    assert len(list(whole(model, prompts, 9, **options))) == 10
     assert asked == []
     assert bool(torch.ones(())) and asked == ["__bool__"]  # the watch works
 
@@ -670,16 +682,16 @@ def test_options_that_mean_nothing() -> None:
         ({"overflow": "stop"}, r"a prompt of 20 tokens does not fit into block_size 16 \(prompt 9"),
     ):
         with pytest.raises(ValueError, match=words):
-            list(serve.serve(model, prompts, 5, **options))
+            list(whole(model, prompts, 5, **options))
     for n, words in (
         (-1, "max_new_tokens must be at least 0, got -1"),
         ([4, 4], "max_new_tokens has 2 entries, and there are more prompts"),
     ):
         with pytest.raises(ValueError, match=words):
-            list(serve.serve(model, prompts, n))
+            list(whole(model, prompts, n))
     done = []
     with pytest.raises(ValueError, match="at least one token; prompt 2 has none"):
-        for index, _ in serve.serve(model, [[1, 2], [3], [], [4]], 5, slots=8):
+        for index, _ in whole(model, [[1, 2], [3], [], [4]], 5, slots=8):
             done.append(index)
     assert done == [0, 1]
 
