@@ -32,15 +32,11 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, spec.dtype)}
     qkv = torch.randn(B, Tq, (H + 2 * Hkv) * D, **kind).requires_grad_(spec.grad)
-    past: Any = None
-    view: Any = None
+    past = view = segments = None
     if Tq != Tk or spec.cache in ("static", "paged"):
-        past = torch.randn(B, Tk, Hkv, D, **kind), torch.randn(B, Tk, Hkv, D, **kind)
-    if spec.cache in ("static", "paged"):
-        k, v, view_of = filled_cache(past[0], past[1], spec)
-        past = k, v
-        view = view_of([Tk - Tq] * B, [Tq] * B)
-    segments = None
+        k, v = torch.randn(2, B, Tk, Hkv, D, **kind)
+        k, v, view_of = filled_cache(k, v, spec)
+        past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
     if spec.segments:  # two documents
         segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
     return Inputs(qkv, past, segments, view, torch.randn(B, Tq, H * D, **kind))
@@ -52,8 +48,7 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     attend = backend.attend
 
     def forward(qkv: Tensor, past: Any, segments: Tensor | None, view: Any) -> Tensor:
-        q, k, v = qkv.split([H * D, Hkv * D, Hkv * D], dim=2)
-        q, k, v = (t.unflatten(2, (-1, D)) for t in (q, k, v))
+        q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
         if past is not None:
             k, v = past
         return attend(q, k, v, spec, segments=segments, cache=view).flatten(2)
@@ -74,17 +69,16 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
 
 def seconds(call: Callable[[], None], device: torch.device, n: int = 1) -> float:
     """How long a call takes, the mean of n in a row; on CUDA by the clock of the device."""
+    synchronize(device)
     if device.type == "cuda":
         with torch.cuda.device(device):  # events are of the current device
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            synchronize(device)
             start.record()
             for _ in range(n):
                 call()
             end.record()
             synchronize(device)
         return start.elapsed_time(end) / 1e3 / n
-    synchronize(device)
     began = perf_counter()
     for _ in range(n):
         call()
