@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec
+from attention.system import not_compiled
 from attention.views import PagedView, StaticView, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
@@ -110,7 +111,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     return _tensor(flash.flash_attn_func(q, k, v, **asked))
 
 
-@torch.compiler.disable
+@not_compiled
 def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
             asked: dict[str, Any]) -> Tensor:  # fmt: skip
     """Each run of one segment as a sequence of its own."""
@@ -283,7 +284,7 @@ V3 = Backend(
 V4 = Backend(
     name="flash_attn_4",
     title="FlashAttention-4, package flash-attn-4",
-    attend=torch.compiler.disable(partial(attend, package=FA4)),
+    attend=not_compiled(partial(attend, package=FA4)),
     caps=FA4_CAPS,
     fallback="flash_attn_3",
     aliases=("flash_attention_4",),

@@ -111,12 +111,16 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
-@torch.compiler.assume_constant_result  # without arguments: 2.13 cannot pass it a Spec's integers
 def _triton_capability() -> tuple[int, int]:
     """Compute capability of the current CUDA device; (0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
+
+
+# torch.compiler.assume_constant_result, which is this line and an import of torch._dynamo. Without
+# arguments: 2.13 cannot pass it a Spec's integers.
+_triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 BACKEND = Backend(

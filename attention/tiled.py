@@ -42,12 +42,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.spec import Backend, Caps, Spec, visible
+from attention.system import not_compiled
 
 BLOCK_M = 64  # B_r: rows of a tile, queries
 BLOCK_N = 64  # B_c: columns of a tile, keys
 
 
-@torch.compiler.disable
+@not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
