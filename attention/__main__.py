@@ -29,7 +29,7 @@ from rich.text import Text
 
 from attention import autotune
 from attention.machines import describe
-from attention.select import BACKENDS, RULES, Probe, get, packages, probe, resolve, select
+from attention.select import BACKENDS, RULES, Probe, packages, probe, resolve, select
 from attention.spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
 from attention.system import first_line
 from attention.timing import Shape, draw, seconds, work
@@ -42,6 +42,8 @@ ALIASES = {
     "attention_window": "window",
     "attention_hub_kernels": "hub_kernels",
 }
+# Options that are fields of Spec, name and meaning.
+SAME_IN_SPEC = ("window", "dropout", "segments", "compiled", "hub_kernels")
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ class Options:
     allow_mps_sdpa: bool = False  # let PyTorch's SDPA run on Apple's Metal
 
     # --- another machine: nothing is run, it is only described ---
-    machine: str | None = None  # its name: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
-    capability: str | None = None  # its CUDA compute capability, 8.9, if the name is not known
+    machine: str | None = None  # its name, --as: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
 
     # --- shape; the defaults are GPT-2 124M's ---
     batch_size: int | None = None  # sequences (None: 16 on cuda, else 1)
@@ -85,35 +86,20 @@ class Options:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.page_size is not None and self.kv_cache != "paged":
             raise ValueError("page_size belongs to the paged cache (--kv_cache=paged)")
-        if self.described and self.device != "auto":
-            raise ValueError("--device is of this machine; leave it out with --as or --capability")
-        if self.described and self.backend == "fastest":
+        if self.machine is not None and self.device != "auto":
+            raise ValueError("--device is of this machine; leave it out with --as")
+        if self.machine is not None and self.backend == "fastest":
             raise ValueError("what is fastest has to be measured there; ask for auto, or a name")
-        if self.backend is not None and self.backend not in RULES:
-            get(self.backend)
         self.spec("float32")  # checks the rest
-
-    @property
-    def described(self) -> bool:
-        """Whether the machine is another one than this."""
-        return self.machine is not None or self.capability is not None
 
     def spec(self, dtype: str) -> Spec:
         """The Spec that these options ask for."""
-        return Spec(
-            self.n_head,
-            self.n_head if self.n_kv_head is None else self.n_kv_head,
-            self.head_dim,
-            dtype,
-            window=self.window,
-            dropout=self.dropout,
-            segments=self.segments,
-            grad=not self.inference and self.kv_cache == "none",
-            cache=self.kv_cache,
-            page_size=(self.page_size or 256) if self.kv_cache == "paged" else None,
-            compiled=self.compiled,
-            hub_kernels=self.hub_kernels,
-        )
+        n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        heads = self.n_head, n_kv_head, self.head_dim
+        grad = not self.inference and self.kv_cache == "none"
+        page_size = (self.page_size or 256) if self.kv_cache == "paged" else None
+        asked = {name: getattr(self, name) for name in SAME_IN_SPEC}
+        return Spec(*heads, dtype, grad=grad, cache=self.kv_cache, page_size=page_size, **asked)
 
     @property
     def policy(self) -> Policy:
@@ -222,16 +208,13 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
         runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
         for note in row.notes:
             notes.setdefault(note, []).append(row.name)
-    show_table(runs)
-    for note, names in notes.items():
-        Console(highlight=False).print(Text(f"- {', '.join(names)}: {note}"))
-    show_refused(rows)
+    show_tables(runs, rows, [f"- {', '.join(names)}: {note}" for note, names in notes.items()])
 
 
 def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
     """Print what a run that asks for `name` would say, and do, here or on that machine."""
     try:
-        if options.described:
+        if options.machine is not None:
             chosen = resolve(name, spec, machine, options.policy)
             say_where(machine, spec, options)
             print()
@@ -241,7 +224,7 @@ def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
             chosen = autotune.fastest(spec, device, options.shape, options.policy)
         else:
             chosen = select(name, spec, pick_device(options.device), options.policy)
-    except BackendUnavailable as e:
+    except ValueError as e:  # an unknown name, or nothing that may run
         raise UserError(str(e)) from None
     print(chosen)
 
@@ -266,8 +249,7 @@ def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
     for row in rows:
         if not row.why:
             runs.add_row(row.name, row.title)
-    show_table(runs)
-    show_refused(rows)
+    show_tables(runs, rows)
     print(f"\n{takes}")
 
 
@@ -298,7 +280,7 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
         "compiled": spec.compiled,
     }
     console.print(Text(", ".join(text for text, holds in said.items() if holds)))
-    if options.described:
+    if options.machine is not None:
         rows = (c for b in BACKENDS.values() for c in b.caps)
         asked = [c for c in rows if machine.device in c.devices and not c.interpreted]
         wanted = {p.partition(">=")[0] for c in asked for p in c.packages}
@@ -314,22 +296,20 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     return made
 
 
-def show_refused(rows: Sequence[Row]) -> None:
-    """Print the table of what does not run, with every reason."""
-    refused = table("does not", rows)
-    refused.add_column("why", overflow="fold")  # a path that is cut short helps nobody
+def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """Print what runs, with notes below it, and what does not, with every reason."""
+    does_not = table("does not", rows)
+    does_not.add_column("why", overflow="fold")  # a path that is cut short helps nobody
     for row in rows:
         if row.why:
-            refused.add_row(row.name, Text("\n".join(row.why)))
-    show_table(refused)
-
-
-def show_table(made: Table) -> None:
-    """Print an empty line and the table, if it has rows."""
-    if made.row_count:
-        console = Console(highlight=False)
-        console.print()
-        console.print(made)
+            does_not.add_row(row.name, Text("\n".join(row.why)))
+    console = Console(highlight=False)
+    if runs.row_count:
+        console.print("", runs, sep="\n")
+    for note in notes:
+        console.print(Text(note))
+    if does_not.row_count:
+        console.print("", does_not, sep="\n")
 
 
 # --- the entry ---
@@ -342,21 +322,20 @@ def main(argv: Sequence[str]) -> None:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
         torch.use_deterministic_algorithms(True)
-    if options.described:
-        version = torch.__version__.partition("+")[0]
+    if options.machine is None:
+        machine = Machine.here(str(pick_device(options.device)), packages())
+    else:
         try:
-            machine = describe(options.machine, options.capability, version, packages())
+            there = describe(options.machine, torch.__version__.partition("+")[0], packages())
         except ValueError as e:
             raise UserError(str(e)) from None
-        machine = replace(machine, deterministic=options.deterministic)
-    else:
-        machine = Machine.here(str(pick_device(options.device)), packages())
+        machine = replace(there, deterministic=options.deterministic)
     spec = options.spec(options.dtype or best_dtype(machine))
     batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
     options = replace(options, batch_size=batch_size)
     if options.backend is not None:
         explain(options.backend, spec, machine, options)
-    elif options.described:
+    elif options.machine is not None:
         survey_there(spec, machine, options)
     else:
         survey(spec, machine, options)

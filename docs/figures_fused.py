@@ -171,7 +171,7 @@ def choices() -> str:
 
     rows = []
     for text in MACHINES:
-        everything = describe(text, None, "2.13.0", packages())
+        everything = describe(text, "2.13.0", packages())
         nothing = replace(everything, packages={})
         spec = Options().spec(best_dtype(everything))
         auto = [f"`{resolve('auto', spec, m).backend.name}`" for m in (everything, nothing)]

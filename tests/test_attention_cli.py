@@ -110,8 +110,6 @@ def test_one_decision_explained(capsys) -> None:
     (["--as=gtx"], "'gtx' could be NVIDIA GeForce GTX 1080 Ti (6.1), "),
     (["--as=Voodoo 2"], "unknown machine 'Voodoo 2'; known: P100, "),
     (["--as="], "unknown machine ''; known: "),
-    (["--as=Voodoo 2", "--capability=new"], "--capability must be like 8.9, got 'new'"),
-    (["--as=apple m3", "--capability=8.9"], "Apple M3 has no compute capability, got 8.9"),
     (["--as=cpu", "sdpa_flsh"], "unknown attention backend 'sdpa_flsh'; did you mean"),
     (["--as=cpu", "fastest"], "what is fastest has to be measured there"),
     (["paged", "--as=cpu", "--kv_cache=paged", "--segments"],
@@ -285,7 +283,7 @@ def test_every_known_name_is_found_by_itself() -> None:
     ("titan", ["NVIDIA TITAN Xp (6.1)", "NVIDIA TITAN V (7.0)", "NVIDIA TITAN RTX (7.5)"]),
 ])  # fmt: skip
 def test_what_could_be_several_is_asked_back(text, words) -> None:
-    with pytest.raises(ValueError, match=r"say more of the name, or its --capability=8\.9") as e:
+    with pytest.raises(ValueError, match="say more of the name") as e:
         machines.find(text)
     assert all(word in str(e.value) for word in words)
     assert str(e.value).count("(") == len(words)
@@ -357,16 +355,6 @@ def test_what_is_asked_of_another_machine(capsys) -> None:
     )
 
 
-def test_a_gpu_that_is_not_listed_is_described_by_its_capability(capsys) -> None:
-    out = described("auto", "--as=Rubin X", "--capability=13.0", capsys=capsys)
-    assert out.startswith("Rubin X (cuda), compute capability 13.0, torch ")
-    out = described("flash_attn_3", "--capability=8.6", capsys=capsys)
-    assert out.startswith("a GPU (cuda), compute capability 8.6, torch ")
-    assert "it needs compute capability 9.0, a GPU has 8.6" in out
-    out = described("auto", "--as=h100", "--capability=8.0", capsys=capsys)
-    assert out.startswith("NVIDIA H100 (cuda), compute capability 8.0, torch ")
-
-
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0)])
 def test_the_dtype_is_the_one_that_a_run_there_picks(capability, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -400,7 +388,7 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
     assert len(cells) == 4  # not the one of the hub
     assert {c["name"] for c in cells} == {"`made_up`"}
     assert [c["device"] for c in cells] == [
-        "cuda 8.0 to 8.9", "cuda 9.0", "cuda >= 10.0", "cpu (Triton's interpreter)"]  # fmt: skip
+        "cuda 8.0 to 8.9", "cuda 9.0", "cuda >= 10.0", "cpu (interpreter)"]  # fmt: skip
     assert cells[0] | {"name": ""} == {
         "name": "", "device": "cuda 8.0 to 8.9", "packages": "a >= 2.1, b", "dtypes": "float16",
         "head_dim": "up to 256", "window": "yes", "segments": "yes", "dropout": "yes",
