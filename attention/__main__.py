@@ -234,15 +234,9 @@ def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
 
 def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
     """Print, for a machine that is only described, what would run there and what not."""
-    rows = [
-        Row(b.name, b.title, autotune.refusals(b, spec, machine, options.policy))
-        for b in BACKENDS.values()
-    ]
-    try:
-        chosen = resolve("auto", spec, machine, options.policy).backend.name
-        takes = f"auto takes {chosen} there."
-    except BackendUnavailable as e:
-        takes = f"auto: {e}"
+    policy = options.policy
+    refusals = ((b, autotune.refusals(b, spec, machine, policy)) for b in BACKENDS.values())
+    rows = [Row(backend.name, backend.title, why) for backend, why in refusals]
     say_where(machine, spec, options)
     runs = table("runs there", rows)
     runs.add_column("what it is", overflow="fold")
@@ -250,7 +244,10 @@ def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
         if not row.why:
             runs.add_row(row.name, row.title)
     show_tables(runs, rows)
-    print(f"\n{takes}")
+    try:
+        print(f"\nauto takes {resolve('auto', spec, machine, policy).backend.name} there.")
+    except BackendUnavailable as e:
+        print(f"\nauto: {e}")
 
 
 # --- what is printed ---

@@ -81,15 +81,7 @@ FA4 = Package("flash_attn.cute", unbounded=None)
 @zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, package: Package) -> Tensor:  # fmt: skip
-    """Attention by one of the flash-attn packages.
-
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all float16 or all bfloat16.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: how to read k and v, where these are a static cache's buffers or a paged one's pages.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
+    """Attention by one of the flash-attn packages; shapes as in spec.Backend.
 
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).

@@ -40,14 +40,9 @@ from attention.views import PagedView
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | None = None) -> Tensor:  # fmt: skip
-    """Attend to the tokens in the pages that cache.page_table names.
+    """Attend to the tokens in the pages k and v that cache.page_table names.
 
-    Args:
-        q: (B, Tq, H, D), padded on the right where a row has fewer tokens than Tq (cache.count).
-        k, v: pages (n_pages, page_size, Hkv, D); all of one dtype.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype; what stands beyond cache.count is finite and means nothing.
+    Queries beyond cache.count are padding: what they give is finite and means nothing.
     """
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"

@@ -126,13 +126,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
-        """Read this machine.
-
-        Args:
-            device: a torch device, "cuda", "cuda:1", "cpu" or "mps".
-            packages: import names to look for. Each that is installed is imported, since a
-                package that is there may still not load.
-        """
+        """Read this machine, and import the packages: one that is there may still not load."""
         import torch
 
         from attention.system import cpu_name, import_version

@@ -42,16 +42,7 @@ from attention.spec import Backend, Caps, Spec
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention by our own kernels.
-
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions. A segment is one run of
-            neighbouring positions.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
-    """
+    """Attention by our own kernels; shapes as in spec.Backend."""
     assert cache is None, "triton has no cache"
     from attention.triton_kernels import flash_forward  # imports triton, which is optional
 
