@@ -27,7 +27,6 @@ from attention import (
     autotune,
     manual,
     packages,
-    timing,
 )
 from attention import resolve as _resolve
 from attention.autotune import Timing, decide, fastest
@@ -67,7 +66,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(sys.modules["attention.select"], "profiled", lambda events: nullcontext())
     clock = Clock()
     monkeypatch.setattr(autotune, "perf_counter", clock)
-    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
@@ -276,8 +274,8 @@ def test_the_inputs_have_the_strides_that_the_model_gives(monkeypatch) -> None:
     model(torch.zeros(3, 48, dtype=torch.int64))
     from_model = seen[-1]
     spec = config.spec("float32")
-    inputs = timing.draw(spec, torch.device("cpu"), (3, 48, 48))
-    timing.work(autotune.BACKENDS["noting"], spec, inputs)()
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 48, 48))
+    autotune.work(autotune.BACKENDS["noting"], spec, inputs)()
     assert seen[-1] == from_model
 
 
@@ -306,12 +304,12 @@ def test_training_is_timed_with_the_backward_to_the_projection_inference_without
         assert torch.is_grad_enabled() == grad
         return manual.attend(q, k, Noted.apply(v), spec, **kw)
 
-    inputs = timing.draw(spec, torch.device("cpu"), SHAPE)
+    inputs = autotune.draw(spec, torch.device("cpu"), SHAPE)
     assert inputs.qkv.requires_grad == grad and inputs.qkv.shape == (3, 96, 4 * 16)
     Noted.backwards = 0
     backend = Backend("b", "", attend, (Caps(),), None)
     with torch.no_grad():  # where the model is asked for evaluation
-        timing.work(backend, spec, inputs)()
+        autotune.work(backend, spec, inputs)()
     assert Noted.backwards == grad
     assert all((name is not None) == grad for name in leaves[0])  # the views' own nodes
     assert inputs.qkv.grad is None  # asked for by autograd.grad, added up nowhere
@@ -333,7 +331,7 @@ def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None
 
 def test_segments_are_two_documents() -> None:
     spec = dataclasses.replace(SPEC, segments=True)
-    segments = timing.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
+    segments = autotune.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
     assert segments is not None and segments.dtype == torch.int32
     assert segments.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
 
@@ -392,8 +390,8 @@ def test_a_cache_is_measured_while_it_holds_all_that_came_before(cache, monkeypa
         return out
 
     real = resolve_module.BACKENDS[name]
-    inputs = timing.draw(spec, torch.device("cpu"), (3, 1, 37))
-    call = timing.work(dataclasses.replace(real, attend=noted), spec, inputs)
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 1, 37))
+    call = autotune.work(dataclasses.replace(real, attend=noted), spec, inputs)
     call()
     call()  # again, in the same place
     for shape, out, want in got:
