@@ -198,7 +198,10 @@ def measure(
                 try:
                     call = work(backend, spec, inputs)
                     once[name] = warmed_up(call, device)
-                    why = too_slow(once[name], min(once.values()))
+                    # Of calls that take as long as a whole budget, only those near the best go on.
+                    limit = TOO_SLOW if once[name] < BUDGET_S else 1.25
+                    if (ratio := once[name] / min(once.values())) > limit:
+                        why = (f"{once[name] * 1e3:.3g} ms, {ratio:.1f} times the best so far",)
                 except Exception as e:  # any failure, as of memory, is a refusal in its own words
                     why = (f"at this shape: {first_line(e)}",)
             if not why:
@@ -210,14 +213,6 @@ def measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return list(tried.values())
-
-
-def too_slow(call_s: float, best_s: float) -> tuple[str, ...]:
-    """Why a backend is not worth its samples, if so. A call that is a sample and more, and would
-    take many seconds, has to come near the best."""
-    if call_s <= (TOO_SLOW if call_s < BUDGET_S else 1.25) * best_s:
-        return ()
-    return (f"{call_s * 1e3:.3g} ms, {call_s / best_s:.1f} times the best so far",)
 
 
 def race(
