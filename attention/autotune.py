@@ -218,11 +218,7 @@ def measure(
 def race(
     calls: dict[str, Callable[[], None]], once: dict[str, float], device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of each call, in rounds; each takes part until its budget is spent.
-
-    Args:
-        once: about how long one call takes, seconds.
-    """
+    """Median seconds of each call, in rounds; each takes part until its budget is spent."""
     many = {n: min(20, max(1, round(SAMPLE_S / max(once[n], 1e-9)))) for n in calls}
     taken: dict[str, list[float]] = {name: [] for name in calls}
 

@@ -18,9 +18,7 @@ Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A w
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
-        shapes are data: there each call is a graph break. Segments would take one graph only with
-        room for B * T runs, and each costs blocks of threads that find nothing to do and, in the
-        backward, a tile of float32 memory.
+        shapes are data: there each call is a graph break.
 Hub     To build 2 or 3 takes long. With attention_hub_kernels a prebuilt one is downloaded by the
         package `kernels` instead, and run: a fixed commit, only where that is asked for. 4 is a
         pure Python wheel, so there is nothing to save.

@@ -54,11 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
     """Where each position's segment begins and ends, so that a row sees one interval of keys.
 
-    Args:
-        segments: (B, T) integers. Example: [[5, 5, 5, 2, 2]].
-
-    Returns:
-        first, last: (B, T) int32. Example: [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]].
+    [[5, 5, 5, 2, 2]], (B, T), gives [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]], int32.
     """
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]  # between a position and the next

@@ -20,11 +20,7 @@ from attention.spec import Spec, visible
 
 def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
          device: torch.device) -> Tensor:  # fmt: skip
-    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments.
-
-    Args:
-        segments: (B, Tk) integers; the queries are the last Tq positions.
-    """
+    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     if segments is None:
@@ -90,9 +86,8 @@ class PagedView:
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
     """k and v, (B, T, Hkv, D), as such a cache holds them, and how to make a view of it.
 
-    Returns:
-        k and v themselves, or pages (n_pages, page_size, Hkv, D) in no order, page 0 the null page;
-        and view(start, count) of the tokens of each row before a call and in it.
+    Pages (n_pages, page_size, Hkv, D) come in no order, page 0 the null page. The arguments of
+    view(start, count) are the tokens of each row before a call and in it.
     """
     B, T = k.shape[:2]
 
