@@ -103,7 +103,6 @@ class Options:
 
     @property
     def policy(self) -> Policy:
-        """What may be done to find a backend."""
         return Policy(hub_kernels=self.hub_kernels, mps_sdpa=self.allow_mps_sdpa)
 
     @property

@@ -247,11 +247,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
 
 def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
            dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
-    """Which tensors are wrong; empty: none.
-
-    The largest error counts, and the root mean square too: the largest values, of the rows that see
-    few keys, would hide what goes wrong by a few percent in all the other rows.
-    """
+    """Which tensors are wrong; empty: none. By the largest error, and by the root mean square: large
+    values, of rows that see few keys, would hide what is wrong by a few percent in the others."""
 
     def most(x: Tensor) -> float:
         return float(x.abs().max())
