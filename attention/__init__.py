@@ -1,3 +1,4 @@
+# ruff: noqa: F401  (what other rooms use)
 """Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
 
 from attention.autotune import fastest
@@ -14,25 +15,3 @@ from attention.spec import (
     Spec,
     visible,
 )
-
-__all__ = [
-    "BACKENDS",
-    "RULES",
-    "Backend",
-    "BackendUnavailable",
-    "Caps",
-    "Machine",
-    "Policy",
-    "Refusal",
-    "Resolution",
-    "Spec",
-    "announce",
-    "fastest",
-    "get",
-    "packages",
-    "probe",
-    "resolve",
-    "select",
-    "use_flash_impl",
-    "visible",
-]

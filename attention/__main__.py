@@ -13,15 +13,14 @@ machine that is only described nothing is run: what the backends declare decides
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -29,11 +28,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attention import autotune
+from attention.autotune import Shape, draw, seconds, work
 from attention.machines import describe
-from attention.select import BACKENDS, RULES, Probe, get, packages, probe, resolve, select
-from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec, dotted
+from attention.select import BACKENDS, RULES, Probe, packages, probe, resolve, select
+from attention.spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
 from attention.system import first_line
-from attention.timing import Shape, draw, seconds, work
 from core.runtime import pick_device, show_log
 from core.settings import UserError, exit_on_user_error, read
 
@@ -43,6 +42,8 @@ ALIASES = {
     "attention_window": "window",
     "attention_hub_kernels": "hub_kernels",
 }
+# Options that are fields of Spec, name and meaning.
+SAME_IN_SPEC = ("window", "dropout", "segments", "compiled", "hub_kernels")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Options:
     allow_mps_sdpa: bool = False  # let PyTorch's SDPA run on Apple's Metal
 
     # --- another machine: nothing is run, it is only described ---
-    machine: str | None = None  # its name: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
-    capability: str | None = None  # its CUDA compute capability, 8.9, if the name is not known
+    machine: str | None = None  # its name, --as: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
 
     # --- shape; the defaults are GPT-2 124M's ---
     batch_size: int | None = None  # sequences (None: 16 on cuda, else 1)
@@ -78,7 +78,6 @@ class Options:
     deterministic: bool = False  # under torch.use_deterministic_algorithms(True)
     compiled: bool = False  # inside torch.compile
     hub_kernels: bool = False  # a prebuilt kernel may be downloaded, and run
-    json: bool = False  # print one JSON object and nothing else
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len"):
@@ -87,28 +86,23 @@ class Options:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.page_size is not None and self.kv_cache != "paged":
             raise ValueError("page_size belongs to the paged cache (--kv_cache=paged)")
-        if self.described and self.device != "auto":
-            raise ValueError("--device is of this machine; leave it out with --as or --capability")
+        if self.machine is not None and self.device != "auto":
+            raise ValueError("--device is of this machine; leave it out with --as")
+        if self.machine is not None and self.backend == "fastest":
+            raise ValueError("what is fastest has to be measured there; ask for auto, or a name")
         self.spec("float32")  # checks the rest
-
-    @property
-    def described(self) -> bool:
-        """Whether the machine is another one than this."""
-        return self.machine is not None or self.capability is not None
 
     def spec(self, dtype: str) -> Spec:
         """The Spec that these options ask for."""
         n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        heads = self.n_head, n_kv_head, self.head_dim
+        grad = not self.inference and self.kv_cache == "none"
         page_size = (self.page_size or 256) if self.kv_cache == "paged" else None
-        return Spec(self.n_head, n_kv_head, self.head_dim, dtype, window=self.window,
-                    dropout=self.dropout, segments=self.segments,
-                    grad=not self.inference and self.kv_cache == "none", cache=self.kv_cache,
-                    page_size=page_size, compiled=self.compiled,
-                    hub_kernels=self.hub_kernels)  # fmt: skip
+        asked = {name: getattr(self, name) for name in SAME_IN_SPEC}
+        return Spec(*heads, dtype, grad=grad, cache=self.kv_cache, page_size=page_size, **asked)
 
     @property
     def policy(self) -> Policy:
-        """What may be done to find a backend."""
         return Policy(hub_kernels=self.hub_kernels, mps_sdpa=self.allow_mps_sdpa)
 
     @property
@@ -129,8 +123,7 @@ class Row:
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
     error: float | None = None
-    no_backward: tuple[str, ...] = ()  # why it was not timed with its backward
-    untimed: str = ""  # why it was not timed at all
+    notes: tuple[str, ...] = ()  # why it was not timed, or not with its backward
 
 
 def best_dtype(machine: Machine) -> str:
@@ -140,7 +133,7 @@ def best_dtype(machine: Machine) -> str:
     return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
 
 
-# ----------------------------------------------------------------------------- this machine
+# --- this machine ---
 
 
 def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options: Options) -> Row:
@@ -150,7 +143,7 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
     if why and spec.grad:
         forward_only = replace(spec, grad=False)
         if not autotune.refusals(backend, forward_only, machine, options.policy):
-            row, spec, why = replace(row, no_backward=why), forward_only, ()
+            row, spec, why = replace(row, notes=why), forward_only, ()
     if why:
         return replace(row, why=why)
     slow = autotune.only_interpreted(backend, spec, machine)
@@ -160,9 +153,12 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
         return replace(row, why=tried.why)
     row = replace(row, kernels=kernel_names(tried), error=tried.error)
     if slow:
-        return replace(row, untimed="Triton's interpreter, for tests: not timed")
+        note = "Triton's interpreter, for tests: not timed"
+        return replace(row, notes=(*row.notes, note))
     try:
-        forward, both = times(backend, spec, device, options)
+        inputs = draw(spec, torch.device(device), options.shape)
+        forward = median_ms(work(backend, replace(spec, grad=False), inputs), device)
+        both = median_ms(work(backend, spec, inputs), device) if spec.grad else None
     except RuntimeError as e:  # out of memory, as a rule; PyTorch's own words say it
         return Row(backend.name, backend.title, (f"at this shape: {first_line(e)}",))
     return replace(row, forward_ms=forward, forward_backward_ms=both)
@@ -176,17 +172,6 @@ def kernel_names(tried: Probe) -> tuple[str, ...]:
     return tried.kernels or tuple(name.partition("::")[2] or name for name in names)
 
 
-def times(
-    backend: Backend, spec: Spec, device: str, options: Options
-) -> tuple[float, float | None]:
-    """Median milliseconds of a forward pass without gradients, and of forward and backward."""
-    inputs = draw(spec, torch.device(device), options.shape)
-    forward = median_ms(work(backend, replace(spec, grad=False), inputs), device)
-    if not spec.grad:
-        return forward, None
-    return forward, median_ms(work(backend, spec, inputs), device)
-
-
 def median_ms(call: Callable[[], None], device: str) -> float:
     """The median of 3 to 100 calls, about half a second of them, after two that are not counted."""
     taken: list[float] = []
@@ -195,41 +180,76 @@ def median_ms(call: Callable[[], None], device: str) -> float:
     return statistics.median(taken[2:]) * 1e3
 
 
-def explain(name: str, spec: Spec, machine: Machine, device: str | None, options: Options) -> None:
-    """Print what a run that asks for `name` would say, and do; device None: on that machine."""
+def survey(spec: Spec, machine: Machine, options: Options) -> None:
+    """Measure every backend on this machine, and print what was found."""
+    rows = []
+    device = str(pick_device(options.device))
+    console = Console(stderr=True)
+    for backend in BACKENDS.values():
+        status = console.status(f"measuring {backend.name}")
+        with status if console.is_terminal else nullcontext():
+            rows.append(measure(backend, spec, machine, device, options))
+    show(rows, spec, machine, options)
+
+
+def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) -> None:
+    """Print the table of what runs, and below it what does not, with every reason."""
+    say_where(machine, spec, options)
+    runs = table("runs here", rows)
+    runs.add_column("kernel", no_wrap=True, overflow="ellipsis", max_width=26)
+    for title in ("forward ms", "fwd+bwd ms", "error"):
+        runs.add_column(title, justify="right", no_wrap=True)
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            continue
+        ms = ("-" if t is None else f"{t:.2f}" for t in (row.forward_ms, row.forward_backward_ms))
+        runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
+        for note in row.notes:
+            notes.setdefault(note, []).append(row.name)
+    show_tables(runs, rows, [f"- {', '.join(names)}: {note}" for note, names in notes.items()])
+
+
+def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
+    """Print what a run that asks for `name` would say, and do, here or on that machine."""
     try:
-        if device is None:
+        if options.machine is not None:
             chosen = resolve(name, spec, machine, options.policy)
+            say_where(machine, spec, options)
+            print()
         elif name == "fastest":
-            if not options.json:
-                show_log()
+            show_log()
+            device = pick_device(options.device)
             chosen = autotune.fastest(spec, device, options.shape, options.policy)
         else:
-            chosen = select(name, spec, device, options.policy)
+            chosen = select(name, spec, pick_device(options.device), options.policy)
     except ValueError as e:  # an unknown name, or nothing that may run
         raise UserError(str(e)) from None
-    if options.json:
-        print(json.dumps({**decision(chosen), **assumed(machine, spec, device)}))
-        return
-    if device is None:
-        say_where(machine, spec, options)
-        print()
     print(chosen)
 
 
-def decision(chosen: Resolution) -> dict[str, Any]:
-    """A Resolution as JSON."""
-    rejected = {n: list(why) for n, why in chosen.rejected.items()}
-    return {"requested": chosen.requested, "backend": chosen.backend.name, "rejected": rejected,
-            "kernels": list(chosen.kernels)}  # fmt: skip
+# --- another machine ---
 
 
-# ----------------------------------------------------------------------------- another machine
+def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
+    """Print, for a machine that is only described, what would run there and what not."""
+    policy = options.policy
+    refusals = ((b, autotune.refusals(b, spec, machine, policy)) for b in BACKENDS.values())
+    rows = [Row(backend.name, backend.title, why) for backend, why in refusals]
+    say_where(machine, spec, options)
+    runs = table("runs there", rows)
+    runs.add_column("what it is", overflow="fold")
+    for row in rows:
+        if not row.why:
+            runs.add_row(row.name, row.title)
+    show_tables(runs, rows)
+    try:
+        print(f"\nauto takes {resolve('auto', spec, machine, policy).backend.name} there.")
+    except BackendUnavailable as e:
+        print(f"\nauto: {e}")
 
 
-def assumed(machine: Machine, spec: Spec, device: str | None) -> dict[str, Any]:
-    """What a decision was made from, as JSON; nothing for this machine."""
-    return {} if device else {"machine": asdict(machine), "spec": asdict(spec), "run": False}
+# --- what is printed ---
 
 
 def say_where(machine: Machine, spec: Spec, options: Options) -> None:
@@ -239,22 +259,24 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
     if machine.capability:
         software = f"compute capability {dotted(machine.capability)}, " + software
     console.print(Text(f"{machine.name} ({machine.device}), {software}", style="bold"))
-    _, queries, _ = options.shape
-    shape = f"batch {options.batch_size}, {options.seq_len} tokens, {spec.n_head} heads"
-    if spec.n_kv_head != spec.n_head:
-        shape += f" over {spec.n_kv_head} key/value heads"
-    shape += f" of {spec.head_dim}, {spec.dtype}, causal"
-    shape += f", window {spec.window}" if spec.window else ""
-    shape += f", dropout {spec.dropout:g}" if spec.dropout else ""
-    shape += ", 2 segments" if spec.segments else ""
-    shape += "" if spec.grad else ", inference"
-    if spec.cache != "none":
-        shape += f", {spec.cache} cache" + (f" of {spec.page_size}" if spec.page_size else "")
-    shape += ", one query" if queries < options.seq_len else ""
-    shape += ", deterministic" if machine.deterministic else ""
-    shape += ", compiled" if spec.compiled else ""
-    console.print(Text(shape))
-    if options.described:
+    groups = f" over {spec.n_kv_head} key/value heads" if spec.n_kv_head != spec.n_head else ""
+    pages = f" of {spec.page_size}" if spec.page_size else ""
+    said = {
+        f"batch {options.batch_size}": True,
+        f"{options.seq_len} tokens": True,
+        f"{spec.n_head} heads{groups} of {spec.head_dim}": True,
+        f"{spec.dtype}, causal": True,
+        f"window {spec.window}": spec.window,
+        f"dropout {spec.dropout:g}": spec.dropout,
+        "2 segments": spec.segments,
+        "inference": not spec.grad,
+        f"{spec.cache} cache{pages}": spec.cache != "none",
+        "one query": options.shape[1] < options.seq_len,
+        "deterministic": machine.deterministic,
+        "compiled": spec.compiled,
+    }
+    console.print(Text(", ".join(text for text, holds in said.items() if holds)))
+    if options.machine is not None:
         rows = (c for b in BACKENDS.values() for c in b.caps)
         asked = [c for c in rows if machine.device in c.devices and not c.interpreted]
         wanted = {p.partition(">=")[0] for c in asked for p in c.packages}
@@ -263,140 +285,56 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
         console.print(Text(f"Nothing was run: this is what the backends declare{there}."))
 
 
-def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
-    """Print, for a machine that is only described, what would run there and what not."""
-    rows = [
-        Row(b.name, b.title, autotune.refusals(b, spec, machine, options.policy))
-        for b in BACKENDS.values()
-    ]
-    auto: Resolution | None = None
-    try:
-        auto = resolve("auto", spec, machine, options.policy)
-        takes = f"auto takes {auto.backend.name} there."
-    except BackendUnavailable as e:
-        takes = f"auto: {e}"
-    if options.json:
-        backends = [{"name": r.name, "title": r.title, "why": r.why} for r in rows]
-        found = {"backends": backends, "auto": auto and decision(auto)}
-        print(json.dumps({**assumed(machine, spec, None), **found}))
-        return
-    say_where(machine, spec, options)
-    runs = table("runs there", "what it is", rows=rows)
-    does_not = table("does not", "why", rows=rows)
-    for row in rows:
-        if row.why:
-            does_not.add_row(row.name, Text("\n".join(row.why)))
-        else:
-            runs.add_row(row.name, row.title)
-    show_tables(runs, does_not)
-    print(f"\n{takes}")
-
-
-# ----------------------------------------------------------------------------- what is shown
-
-
-def table(*titles: str, rows: Sequence[Row]) -> Table:
-    """An empty table whose first column is as wide as the longest name, whose last one folds."""
-    wide = max(len(row.name) for row in rows)
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """An empty table whose first column is as wide as the longest name."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column(titles[0], no_wrap=True, min_width=wide)
-    for title in titles[1:]:
-        made.add_column(title, overflow="fold")  # a path that is cut short helps nobody
+    made.add_column(title, no_wrap=True, min_width=max(len(row.name) for row in rows))
     return made
 
 
-def show_tables(*tables: Table) -> None:
-    """Print those that have rows, an empty line before each."""
-    console = Console(highlight=False)
-    for made in tables:
-        if made.row_count:
-            console.print()
-            console.print(made)
-
-
-def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) -> None:
-    """Print the table of what runs, and below it what does not, with every reason."""
-    say_where(machine, spec, options)
-    runs, does_not = table("runs here", rows=rows), table("does not", "why", rows=rows)
-    runs.add_column("kernel", no_wrap=True, overflow="ellipsis", max_width=26)
-    for title in ("forward ms", "fwd+bwd ms", "error"):
-        runs.add_column(title, justify="right", no_wrap=True)
-    notes: dict[str, list[str]] = {}
+def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """Print what runs, with notes below it, and what does not, with every reason."""
+    does_not = table("does not", rows)
+    does_not.add_column("why", overflow="fold")  # a path that is cut short helps nobody
     for row in rows:
         if row.why:
             does_not.add_row(row.name, Text("\n".join(row.why)))
-            continue
-        ms = ("-" if t is None else f"{t:.2f}" for t in (row.forward_ms, row.forward_backward_ms))
-        runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
-        for note in (*row.no_backward, *([row.untimed] if row.untimed else [])):
-            notes.setdefault(note, []).append(row.name)
-    show_tables(runs)
-    for note, names in notes.items():
-        Console(highlight=False).print(Text(f"- {', '.join(names)}: {note}"))
-    show_tables(does_not)
+    console = Console(highlight=False)
+    if runs.row_count:
+        console.print("", runs, sep="\n")
+    for note in notes:
+        console.print(Text(note))
+    if does_not.row_count:
+        console.print("", does_not, sep="\n")
 
 
-# ----------------------------------------------------------------------------- the entry
+# --- the entry ---
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the options, and explain one backend or go through all."""
     names = f"backends: {', '.join([*RULES, *BACKENDS])}"
     options = read(Options, argv, aliases=ALIASES, positional="backend", epilog=names).settings
-    name = options.backend
-    try:
-        if name is not None and name not in RULES:
-            get(name)
-        if options.described and name == "fastest":
-            raise ValueError("what is fastest has to be measured there; ask for auto, or a name")
-        if options.described:
-            version = torch.__version__.partition("+")[0]
-            there = describe(options.machine, options.capability, version, packages())
-            machine, device = replace(there, deterministic=options.deterministic), None
-    except ValueError as e:
-        raise UserError(str(e)) from None
-    with deterministic(options.deterministic):
-        if not options.described:
-            device = str(pick_device(options.device))
-            machine = Machine.here(device, packages())
-        spec = options.spec(options.dtype or best_dtype(machine))
-        batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
-        options = replace(options, batch_size=batch_size)
-        if name is not None:
-            explain(name, spec, machine, device, options)
-        elif device is None:
-            survey_there(spec, machine, options)
-        else:
-            survey(spec, machine, device, options)
-
-
-@contextmanager
-def deterministic(on: bool) -> Iterator[None]:
-    """PyTorch's switch for deterministic algorithms, as it should be inside."""
-    before = torch.are_deterministic_algorithms_enabled()
-    if on:
+    if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
-    torch.use_deterministic_algorithms(on or before)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def survey(spec: Spec, machine: Machine, device: str, options: Options) -> None:
-    """Measure every backend on this machine, and print what was found."""
-    rows = []
-    console = Console(stderr=True)
-    for backend in BACKENDS.values():
-        quiet = options.json or not console.is_terminal
-        with nullcontext() if quiet else console.status(f"measuring {backend.name}"):
-            rows.append(measure(backend, spec, machine, device, options))
-    if options.json:
-        shape = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-        found: dict[str, Any] = {"machine": asdict(machine), "spec": asdict(spec), **shape}
-        print(json.dumps({**found, "backends": [asdict(row) for row in rows]}))
+        torch.use_deterministic_algorithms(True)
+    if options.machine is None:
+        machine = Machine.here(str(pick_device(options.device)), packages())
     else:
-        show(rows, spec, machine, options)
+        try:
+            there = describe(options.machine, torch.__version__.partition("+")[0], packages())
+        except ValueError as e:
+            raise UserError(str(e)) from None
+        machine = replace(there, deterministic=options.deterministic)
+    spec = options.spec(options.dtype or best_dtype(machine))
+    batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
+    options = replace(options, batch_size=batch_size)
+    if options.backend is not None:
+        explain(options.backend, spec, machine, options)
+    elif options.machine is not None:
+        survey_there(spec, machine, options)
+    else:
+        survey(spec, machine, options)
 
 
 if __name__ == "__main__":

@@ -3,43 +3,41 @@
     python train.py config/train_gpt2.py --attention_backend=fastest
 
 Who      every backend that may run here and whose numbers are right (select.py).
-What     one attention call as the model makes it: q, k and v are views of one projection's output;
-         in training with the backward down to that projection. Eager or compiled, as the run.
+What     one attention call as the model makes it, in training with the backward: draw(), work().
 How      after a warm-up, in rounds, each backend once a round and in a new order: a clock that
          drifts or a neighbour that wakes up meets all of them. The median of a backend's samples
          counts. About a second each; one that is 5 times slower than the best is let go at once.
 Wins     the fastest; but what "auto" would take keeps its place unless it is beaten by 2 %.
-Memory   that runs out is a refusal, in PyTorch's own words.
 Ranks    with torch.distributed rank 0 measures, and all take what it found.
-Memo     the answer is kept in ~/.cache/nanoattn/fastest ($XDG_CACHE_HOME, $NANOATTN_CACHE), under
-         everything that could change it: see conditions(). It has to pass the probe again.
+Memo     the winner's name is kept in ~/.cache/nanoattn/fastest ($XDG_CACHE_HOME, $NANOATTN_CACHE),
+         under everything that could change it: see answer_file(). It has to pass the probe again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
-import json
 import logging
 import os
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from attention.select import BACKENDS, packages, probe, resolve, select
 from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
-from attention.system import cache_folder, empty_cache, first_line, free_memory, memory_limit
-from attention.timing import Shape, draw, seconds, work
+from attention.system import first_line, own_code, synchronize
+from attention.views import PagedView, StaticView, filled_cache
 
 log = logging.getLogger("nanoattn")
+
+Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
 MARGIN = 0.02  # how much faster than auto's choice another one must be
 BUDGET_S = 1.0  # of samples, for each backend
@@ -61,9 +59,8 @@ class Timing:
 
 
 def fastest(
-    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(), *,
-    again: bool = False,
-) -> Resolution:  # fmt: skip
+    spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy()
+) -> Resolution:
     """The backend that is fastest here; remembered, or measured, which takes seconds.
 
     Call it as the run will call attention, inside its autocast if it has one.
@@ -71,7 +68,6 @@ def fastest(
     Args:
         shape: sequences, queries and keys of a sequence: (B, T, T) in training, (B, 1, T) for
             decoding with a cache. Training has as many queries as keys.
-        again: measure even if the answer is remembered.
 
     Raises:
         BackendUnavailable: not even what "auto" begins with can run.
@@ -86,24 +82,29 @@ def fastest(
 
     def find() -> Resolution:
         machine = Machine.here(str(device), packages())
-        key = conditions(spec, device, shape, machine, policy)
-        if not again and (found := recall(key)):
+        answer = answer_file(spec, device, shape, machine, policy)
+        if answer.is_file():
             try:
-                chosen = take(found["backend"])
-            except ValueError as e:  # refused now, or no longer there
-                log.info(f"fastest: {found['backend']} is remembered, but {e}; measuring anew")
+                chosen = take(answer.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as e:  # unreadable, refused now, or no longer there
+                log.warning(f"fastest: {answer} is of no use now ({e}); measuring anew")
             else:
-                log.info(f"fastest: {chosen.backend.name}, remembered from {found['date']}; "
-                         f"delete {answer_file(key)} to measure again")  # fmt: skip
+                name = chosen.backend.name
+                log.info(f"fastest: {name}, remembered; delete {answer} to measure again")
                 return chosen
         rule = take("auto").backend.name
         began = perf_counter()
-        timings = measure(rule, spec, device, shape, machine, policy)
+        timings = measure(rule, spec, torch.device(device), shape, machine, policy)
+        where = f"on {device} ({perf_counter() - began:.1f} s)"
         name = decide(timings, rule)
-        log.info(table(timings, rule, name, spec, device, shape, perf_counter() - began))
+        log.info(table(timings, rule, name, spec, shape, where))
         chosen = take(name)
         if any(t.ms for t in timings):
-            remember(key, name, timings)
+            try:
+                answer.parent.mkdir(parents=True, exist_ok=True)
+                answer.write_text(name, encoding="utf-8")
+            except OSError as e:
+                log.warning(f"fastest: {answer} cannot be written, so nothing is remembered ({e})")
         return chosen
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -121,6 +122,32 @@ def fastest(
     finally:
         store.set(question, name)
     return chosen
+
+
+def answer_file(
+    spec: Spec, device: str | torch.device, shape: Shape, machine: Machine, policy: Policy
+) -> Path:
+    """Where the answer is remembered: a file of its own for all that could change it."""
+    kind = torch.device(device).type
+    # "FA2", "FA3" or "FA4": which kernel PyTorch's own flash attention is; newer than torch 2.5.
+    flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    conditions = (
+        machine,
+        spec,
+        shape,
+        policy.mps_sdpa,
+        torch.get_num_threads() if kind == "cpu" else None,
+        torch.is_autocast_enabled(kind),
+        torch.backends.cuda.matmul.allow_tf32 if kind == "cuda" else None,
+        torch.are_deterministic_algorithms_enabled(),
+        flash(),
+    )
+    digest = hashlib.sha256(repr(conditions).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured anew
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("NANOATTN_CACHE") or caches / "nanoattn")
+    return folder / "fastest" / digest.hexdigest()[:32]
 
 
 def decide(timings: list[Timing], rule: str) -> str:
@@ -151,17 +178,13 @@ def only_interpreted(backend: Backend, spec: Spec, machine: Machine) -> bool:
 
 
 def measure(
-    rule: str, spec: Spec, device: str | torch.device, shape: Shape, machine: Machine,
-    policy: Policy = Policy(),
-) -> list[Timing]:  # fmt: skip
+    rule: str, spec: Spec, device: torch.device, shape: Shape, machine: Machine, policy: Policy
+) -> list[Timing]:
     """Try every backend, `rule` first, and time those that pass. The random state is left alone."""
-    device = torch.device(device)
     tried: dict[str, Timing] = {}
     calls: dict[str, Callable[[], None]] = {}
     once: dict[str, float] = {}  # seconds of one call
-    cuda = [device] if device.type == "cuda" else []
-    limit = memory_limit(free_memory() if device.type == "cpu" else None)
-    with torch.random.fork_rng(cuda), limit:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         inputs = draw(spec, device, shape)
         for name in [rule, *(n for n in BACKENDS if n != rule)]:
             backend, error = BACKENDS[name], None
@@ -173,38 +196,29 @@ def measure(
                 why, error = found.why, found.error
             if not why:
                 try:
-                    calls[name] = work(backend, spec, inputs)
-                    once[name] = warmed_up(calls[name], device)
-                    why = too_slow(once[name], min(once.values()))
-                except Exception as e:  # any failure of a kernel is its refusal, in its own words
+                    call = work(backend, spec, inputs)
+                    once[name] = warmed_up(call, device)
+                    # Of calls that take as long as a whole budget, only those near the best go on.
+                    limit = TOO_SLOW if once[name] < BUDGET_S else 1.25
+                    if (ratio := once[name] / min(once.values())) > limit:
+                        why = (f"{once[name] * 1e3:.3g} ms, {ratio:.1f} times the best so far",)
+                except Exception as e:  # any failure, as of memory, is a refusal in its own words
                     why = (f"at this shape: {first_line(e)}",)
-                    empty_cache(device)
-            if why:
-                calls.pop(name, None)
+            if not why:
+                calls[name] = call
             tried[name] = Timing(name, None, error, "; ".join(why))
-        medians = race(calls, once, device)
-    empty_cache(device)
+        for name, s in race(calls, once, device).items():
+            tried[name] = replace(tried[name], ms=1e3 * s)
     if device.type == "cuda":  # a run reports its own peak
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    found_ms = {name: replace(tried[name], ms=1e3 * s) for name, s in medians.items()}
-    return list({**tried, **found_ms}.values())
+    return list(tried.values())
 
 
-def too_slow(call_s: float, best_s: float) -> tuple[str, ...]:
-    """Why a backend is not worth its samples, if so. A call that is a sample and more, and would
-    take many seconds, has to come near the best."""
-    if call_s <= (TOO_SLOW if call_s < BUDGET_S else 1.25) * best_s:
-        return ()
-    return (f"{call_s * 1e3:.3g} ms, {call_s / best_s:.1f} times the best so far",)
-
-
-def race(calls: dict[str, Callable[[], None]], once: dict[str, float],
-         device: torch.device) -> dict[str, float]:  # fmt: skip
-    """Median seconds of each call, in rounds; each takes part until its budget is spent.
-
-    Args:
-        once: about how long one call takes, seconds.
-    """
+def race(
+    calls: dict[str, Callable[[], None]], once: dict[str, float], device: torch.device
+) -> dict[str, float]:
+    """Median seconds of each call, in rounds; each takes part until its budget is spent."""
     many = {n: min(20, max(1, round(SAMPLE_S / max(once[n], 1e-9)))) for n in calls}
     taken: dict[str, list[float]] = {name: [] for name in calls}
 
@@ -229,18 +243,13 @@ def warmed_up(call: Callable[[], None], device: torch.device) -> float:
     return min(samples)
 
 
-# --- what is said ---
-
-
-def table(timings: list[Timing], rule: str, name: str, spec: Spec, device: str | torch.device,
-          shape: Shape, took: float) -> str:  # fmt: skip
+def table(timings: list[Timing], rule: str, name: str, spec: Spec, shape: Shape, where: str) -> str:
     """The lines of the log: what was measured, every backend, and why it is `name`."""
     B, Tq, Tk = shape
     tokens = f"{Tq:,} tokens" if Tq == Tk else f"{Tq:,} queries and {Tk:,} keys"
     passes = "forward and backward" if spec.grad else "forward"
-    compiled = ", compiled" if spec.compiled else ""
-    lines = [f"fastest: {passes} of one attention call, batch {B}, {tokens}, {spec.dtype}"
-             f"{compiled}, on {device} ({took:.1f} s)"]  # fmt: skip
+    dtype = f"{spec.dtype}{', compiled' if spec.compiled else ''}"
+    lines = [f"fastest: {passes} of one attention call, batch {B}, {tokens}, {dtype}, {where}"]
     known = {t.name: t.ms for t in timings if t.ms is not None}
     wide, ratio_wide = max(len(t.name) for t in timings), max(9, len(rule) + 5)
     lines.append(f"{'':{wide}}{'ms':>10}{f'to {rule}':>{ratio_wide}}{'error':>10}")
@@ -261,70 +270,74 @@ def table(timings: list[Timing], rule: str, name: str, spec: Spec, device: str |
     return "\n      ".join([*lines, f"chosen: {name} ({why})"])
 
 
-# --- what is remembered: a file for each answer ---
+# --- one attention call, as a model makes it ---
 
 
-def conditions(spec: Spec, device: str | torch.device, shape: Shape, machine: Machine,
-               policy: Policy = Policy()) -> dict[str, Any]:  # fmt: skip
-    """Everything that could change the answer, as JSON knows it."""
-    kind = torch.device(device).type
-    # "FA2", "FA3" or "FA4": which kernel PyTorch's own flash attention is; newer than torch 2.5.
-    flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    found = {
-        "machine": asdict(machine),
-        "spec": asdict(spec),
-        "shape": shape,
-        "threads": torch.get_num_threads() if kind == "cpu" else None,
-        "autocast": torch.is_autocast_enabled(kind),
-        "tf32": torch.backends.cuda.matmul.allow_tf32 if kind == "cuda" else None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "flash": str(flash()),
-        "mps_sdpa": policy.mps_sdpa,
-        "code": code_version(),
-    }
-    return json.loads(json.dumps(found))
+class Inputs(NamedTuple):
+    """What a model hands to attention."""
+
+    qkv: Tensor  # (B, Tq, (H + 2 Hkv) D), the projection's output
+    past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: they are those in qkv
+    segments: Tensor | None  # (B, Tk) int32
+    view: PagedView | StaticView | None  # of a static or paged cache
+    dout: Tensor  # (B, Tq, H D)
 
 
-def code_version() -> str:
-    """A hash of the files of attention/, so that an edited kernel is measured anew."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
+    """Random inputs with the strides that a model gives them."""
+    B, Tq, Tk = shape
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, spec.dtype)}
+    qkv = torch.randn(B, Tq, (H + 2 * Hkv) * D, **kind).requires_grad_(spec.grad)
+    past = view = segments = None
+    if Tq != Tk or spec.cache in ("static", "paged"):
+        k, v = torch.randn(2, B, Tk, Hkv, D, **kind)
+        k, v, view_of = filled_cache(k, v, spec)
+        past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
+    if spec.segments:  # two documents
+        segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
+    return Inputs(qkv, past, segments, view, torch.randn(B, Tq, H * D, **kind))
 
 
-def answer_file(key: dict[str, Any]) -> Path:
-    """Where the answer under these conditions is kept."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "fastest" / f"{digest[:16]}.json"
+def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
+    """One attention call as the model makes it, with the backward where spec.grad asks for it."""
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    attend = backend.attend
+
+    def forward(qkv: Tensor, past: Any, segments: Tensor | None, view: Any) -> Tensor:
+        q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
+        if past is not None:
+            k, v = past
+        return attend(q, k, v, spec, segments=segments, cache=view).flatten(2)
+
+    run: Any = forward
+    if spec.compiled:
+        run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
+    *given, dout = inputs
+
+    def call() -> None:
+        with torch.set_grad_enabled(spec.grad):
+            out = run(*given)
+            if spec.grad:
+                torch.autograd.grad(out, inputs.qkv, dout)
+
+    return call
 
 
-def recall(key: dict[str, Any]) -> dict[str, str] | None:
-    """The answer under `key`: its backend and date. None where there is none."""
-    path = answer_file(key)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["key"] == key:
-            return {name: str(found[name]) for name in ("backend", "date")}
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        log.warning(f"fastest: {path} cannot be read ({e}); measuring anew")
-    return None
-
-
-def remember(key: dict[str, Any], name: str, timings: list[Timing]) -> None:
-    """Keep an answer, in one step; a file that cannot be written is a warning."""
-    path = answer_file(key)
-    now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-    ms = {t.name: round(t.ms, 4) for t in timings if t.ms is not None}
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"backend": name, "date": now, "ms": ms, "key": key}
-        temporary.write_text(json.dumps(entry, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as e:
-        log.warning(f"fastest: the answer is not remembered: {path} cannot be written ({e})")
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+def seconds(call: Callable[[], None], device: torch.device, n: int = 1) -> float:
+    """How long a call takes, the mean of n in a row; on CUDA by the clock of the device."""
+    synchronize(device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # events are of the current device
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(n):
+                call()
+            end.record()
+            synchronize(device)
+        return start.elapsed_time(end) / 1e3 / n
+    began = perf_counter()
+    for _ in range(n):
+        call()
+    synchronize(device)
+    return (perf_counter() - began) / n

@@ -18,9 +18,7 @@ Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A w
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
-        shapes are data: there each call is a graph break. Segments would take one graph only with
-        room for B * T runs, and each costs blocks of threads that find nothing to do and, in the
-        backward, a tile of float32 memory.
+        shapes are data: there each call is a graph break.
 Hub     To build 2 or 3 takes long. With attention_hub_kernels a prebuilt one is downloaded by the
         package `kernels` instead, and run: a fixed commit, only where that is asked for. 4 is a
         pure Python wheel, so there is nothing to save.
@@ -42,6 +40,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec
+from attention.system import not_compiled
 from attention.views import PagedView, StaticView, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
@@ -80,15 +79,7 @@ FA4 = Package("flash_attn.cute", unbounded=None)
 @zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, package: Package) -> Tensor:  # fmt: skip
-    """Attention by one of the flash-attn packages.
-
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all float16 or all bfloat16.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: how to read k and v, where these are a static cache's buffers or a paged one's pages.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
+    """Attention by one of the flash-attn packages; shapes as in spec.Backend.
 
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
@@ -110,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     return _tensor(flash.flash_attn_func(q, k, v, **asked))
 
 
-@torch.compiler.disable
+@not_compiled
 def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
             asked: dict[str, Any]) -> Tensor:  # fmt: skip
     """Each run of one segment as a sequence of its own."""
@@ -283,7 +274,7 @@ V3 = Backend(
 V4 = Backend(
     name="flash_attn_4",
     title="FlashAttention-4, package flash-attn-4",
-    attend=torch.compiler.disable(partial(attend, package=FA4)),
+    attend=not_compiled(partial(attend, package=FA4)),
     caps=FA4_CAPS,
     fallback="flash_attn_3",
     aliases=("flash_attention_4",),

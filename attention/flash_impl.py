@@ -23,18 +23,13 @@ def flash_impl() -> str:
 def use_flash_impl(impl: str) -> None:
     """Make PyTorch's flash kernel on CUDA, for the whole process, the one of that generation.
 
-    Args:
-        impl: "FA2" is PyTorch's own; "FA3" and "FA4" are those of packages that must be installed.
-
     Raises:
-        BackendUnavailable: no such name, torch before 2.12, no CUDA device or one that the kernel
-            is not made for: nothing has changed. Or the package does not load: PyTorch's own is
-            back.
+        BackendUnavailable: it cannot be that one here. PyTorch's own runs where its package does
+            not load; else nothing has changed.
     """
     if impl not in FLASH_IMPLS:
-        raise BackendUnavailable(
-            f"the flash kernel must be one of {', '.join(FLASH_IMPLS)}, got {impl!r}"
-        )
+        known = ", ".join(FLASH_IMPLS)
+        raise BackendUnavailable(f"the flash kernel must be one of {known}, got {impl!r}")
     if impl == flash_impl():
         return
     if impl == "FA2":
@@ -47,11 +42,9 @@ def use_flash_impl(impl: str) -> None:
         raise BackendUnavailable(f"{why}there is no CUDA device")
     major, minor = torch.cuda.get_device_capability()
     if major not in FLASH_IMPLS[impl]:
-        made_for = " and ".join(f"{m}.x" for m in FLASH_IMPLS[impl])
-        raise BackendUnavailable(
-            f"{why}it is made for compute capability {made_for}, "
-            f"{torch.cuda.get_device_name()} has {major}.{minor}"
-        )
+        need = "compute capability " + " and ".join(f"{m}.x" for m in FLASH_IMPLS[impl])
+        has = f"{torch.cuda.get_device_name()} has {major}.{minor}"
+        raise BackendUnavailable(f"{why}it is made for {need}, {has}")
     try:
         torch.nn.attention.activate_flash_attention_impl(impl)
     except Exception as e:  # whatever the import of its package raises

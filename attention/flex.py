@@ -49,15 +49,7 @@ THREE = ("float16", "bfloat16", "float32")
 @zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention by torch.nn.attention.flex_attention, compiled.
-
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
-    """
+    """Attention by torch.nn.attention.flex_attention, compiled; shapes as in spec.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
     if torch.compiler.is_compiling():

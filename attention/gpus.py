@@ -128,12 +128,7 @@ def find_rated(name: str) -> GPU | None:
 
 
 def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """The peak rate in TFLOP/s of the device of that name, and where it stands; None: unknown.
-
-    Args:
-        dtype: "float32", "bfloat16" or "float16".
-        tf32: whether float32 products run in TF32.
-    """
+    """The peak rate in TFLOP/s of the device of that name, and where it stands; None: unknown."""
     gpu = find_rated(name)
     if gpu is None or gpu.tflops is None:
         return None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from attention.gpus import GPUS
-from attention.spec import UNKNOWN_VERSION, Machine, dotted, version
+from attention.spec import UNKNOWN_VERSION, Machine, dotted
 
 APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # words that tell little
@@ -41,47 +41,19 @@ def find(text: str) -> Known:
         fit = [k for k in KNOWN if asked and asked <= _words(k[1])]
     if not fit:
         known = ", ".join(re.sub("NVIDIA |GeForce |Tesla |Apple mps", "", k[1]) for k in KNOWN)
-        known = known.replace(", ,", ",")
-        raise ValueError(
-            f"unknown machine {text!r}; known: {known}; --capability=8.9 describes another GPU"
-        )
+        raise ValueError(f"unknown machine {text!r}; known: {known.replace(', ,', ',')}")
     if len({(device, capability) for device, _, capability in fit}) > 1:
         names = ", ".join(f"{name} ({dotted(at) if at else kind})" for kind, name, at in fit)
-        raise ValueError(
-            f"{text!r} could be {names}; say more of the name, or its --capability=8.9"
-        )
+        raise ValueError(f"{text!r} could be {names}; say more of the name")
     kind, name, capability = min(fit, key=lambda k: len(k[1]))
     return kind, text if asked > _words(name) else name, capability
 
 
-def describe(text: str | None, capability: str | None, torch: str,
-             packages: Iterable[str]) -> Machine:  # fmt: skip
-    """A Machine that need not be there, with these packages installed.
-
-    Args:
-        text: its name, or a part of it; any name with a capability.
-        capability: "8.9"; None: the name's.
-        torch: PyTorch's version there.
-
-    Raises:
-        ValueError: a name or a capability that is not known.
-    """
-    if capability is None:
-        kind, name, at = find(text or "")
-    else:
-        if not re.fullmatch(r"\d+\.\d+", capability):
-            raise ValueError(f"--capability must be like 8.9, got {capability!r}")
-        major, minor = version(capability)
-        kind, name, at = "cuda", text or "a GPU", (major, minor)
-        try:
-            found = find(name)
-        except ValueError:
-            pass  # that is what --capability is for
-        else:
-            if found[0] != "cuda":
-                raise ValueError(f"{found[1]} has no compute capability, got {capability}")
-            name = found[1]
-    return Machine(kind, name, at, torch, packages=dict.fromkeys(packages, UNKNOWN_VERSION))
+def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
+    """A Machine that need not be there, by a part of its name, with that PyTorch and packages."""
+    kind, name, capability = find(text)
+    installed = dict.fromkeys(packages, UNKNOWN_VERSION)
+    return Machine(kind, name, capability, torch, packages=installed)
 
 
 def _words(text: str) -> set[str]:

@@ -40,14 +40,9 @@ from attention.views import PagedView
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | None = None) -> Tensor:  # fmt: skip
-    """Attend to the tokens in the pages that cache.page_table names.
+    """Attend to the tokens in the pages k and v that cache.page_table names.
 
-    Args:
-        q: (B, Tq, H, D), padded on the right where a row has fewer tokens than Tq (cache.count).
-        k, v: pages (n_pages, page_size, Hkv, D); all of one dtype.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype; what stands beyond cache.count is finite and means nothing.
+    Queries beyond cache.count are padding: what they give is finite and means nothing.
     """
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"
@@ -111,12 +106,16 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
-@torch.compiler.assume_constant_result  # without arguments: 2.13 cannot pass it a Spec's integers
 def _triton_capability() -> tuple[int, int]:
     """Compute capability of the current CUDA device; (0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
+
+
+# torch.compiler.assume_constant_result, which is this line and an import of torch._dynamo. Without
+# arguments: 2.13 cannot pass it a Spec's integers.
+_triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 BACKEND = Backend(

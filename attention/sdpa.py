@@ -44,16 +44,10 @@ HALF = ("float16", "bfloat16")
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
-    """Attention by F.scaled_dot_product_attention.
+    """Attention by F.scaled_dot_product_attention; shapes as in spec.Backend.
 
     Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: says which keys are seen, where k and v are the buffers of a static cache.
         kernel: the one kernel that may run; None leaves the choice to PyTorch.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
 
     Raises:
         RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words).

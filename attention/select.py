@@ -75,7 +75,8 @@ def packages() -> tuple[str, ...]:
 
 
 def _first_of_auto(spec: Spec, machine: Machine) -> str:
-    """The name that "auto" begins with."""
+    """The name that "auto" begins with: the latest FlashAttention that is installed and can do
+    this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged."""
     if machine.device == "cuda":
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
             if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
@@ -90,12 +91,8 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name or alias, or "auto": on CUDA the latest FlashAttention that is
-            installed and can do this, else PyTorch's SDPA, or paged for a paged cache; on Apple's
-            Metal manual. What "auto" passes over because it is not installed, or not made for
-            this, is not reported.
-        policy: with fallback=False a refusal is an error. "auto" names no kernel, so it may always
-            go on to the next.
+        name: a backend's name or alias, or "auto", which names no kernel: it may go on to the next
+            even with policy.fallback=False, and what it passes over at first is not reported.
         failed: backends that are known not to run here whatever they declare, with the reasons.
 
     Raises:
@@ -133,11 +130,7 @@ def select(
     """Resolve `name` on this machine, and go on until a backend proves itself in the probe.
 
     Args:
-        shape: batch size and tokens of a sequence, where they are known: PyTorch's math kernel is
-            warned about where it would hold more than 1 GB of scores.
-
-    Raises:
-        ValueError, BackendUnavailable: as resolve() does.
+        shape: batch size and tokens of a sequence, where they are known, for math_note().
     """
     machine = Machine.here(str(device), packages())
     failed: dict[str, tuple[str, ...]] = {}
@@ -254,16 +247,20 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
 
 def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
            dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
-    """Which tensors are wrong; empty: none.
+    """Which tensors are wrong; empty: none. By the largest error, and by the root mean square: large
+    values, of rows that see few keys, would hide what is wrong by a few percent in the others."""
 
-    The largest error counts, and the root mean square too: the largest values, of the rows that see
-    few keys, would hide what goes wrong by a few percent in all the other rows.
-    """
-    largest = max(map(_largest, truth))
+    def most(x: Tensor) -> float:
+        return float(x.abs().max())
+
+    def root_mean_square(x: Tensor) -> float:
+        return float(x.square().mean().sqrt())
+
+    largest = max(map(most, truth))
     why = []
     for name, o, p, t in zip(names, out, plain, truth, strict=True):
         m = 3 if name.startswith("d") else 2
-        for size, where in ((_largest, ""), (_root_mean_square, " in the mean")):
+        for size, where in ((most, ""), (root_mean_square, " in the mean")):
             off, allowed = size(o - t), allowed_error(size(p - t), size(t), largest, dtype, m)
             if not off <= allowed:  # written so that NaN fails
                 text = f"{name} is off by {off:.2g}{where}, {allowed:.2g} is allowed"
@@ -283,14 +280,6 @@ def allowed_error(
     """
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max())
-
-
-def _root_mean_square(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
 
 
 def _inputs(spec: Spec, device: Any, Tq: int, T: int,

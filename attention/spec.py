@@ -126,13 +126,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
-        """Read this machine.
-
-        Args:
-            device: a torch device, "cuda", "cuda:1", "cpu" or "mps".
-            packages: import names to look for. Each that is installed is imported, since a
-                package that is there may still not load.
-        """
+        """Read this machine, and import the packages: one that is there may still not load."""
         import torch
 
         from attention.system import cpu_name, import_version
@@ -175,10 +169,7 @@ class Refusal(str):
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend can do on some devices, as data.
-
-    The defaults promise all but a static or paged cache.
-    """
+    """What a backend can do on some devices; the defaults promise all but two kinds of cache."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -315,10 +306,7 @@ class Resolution:
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:
-        """One text for each refused name: every reason, what would mend it, what is tried next.
-
-        Then the note, if there is one.
-        """
+        """One text for each refused name, its reasons and what is tried next; then the note."""
         names = [*self.rejected, self.backend.name]
         lines = []
         for name, after in pairwise(names):

@@ -1,4 +1,4 @@
-"""The system that a process runs on: its processor, packages, memory. Nothing here is attention's.
+"""The system that a process runs on: processor, packages, profiler. Nothing is attention's.
 
 torch is imported inside the functions, so that attention/spec.py needs none.
 """
@@ -6,6 +6,7 @@ torch is imported inside the functions, so that attention/spec.py needs none.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -13,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -62,13 +62,6 @@ def first_line(e: BaseException) -> str:
     return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
-def cache_folder() -> Path:
-    """Where answers are remembered: $NANOATTN_CACHE, else nanoattn in the user's cache folder."""
-    if own := os.environ.get("NANOATTN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoattn"
-
-
 def own_code(f: Callable[..., Any], name: str) -> Any:
     """A copy of f with a code object of its own, under that name.
 
@@ -80,6 +73,24 @@ def own_code(f: Callable[..., Any], name: str) -> Any:
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
 
 
+def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.disable(f): in a compiled model each call is a graph break.
+
+    It is made at the first call, since it imports torch._dynamo, which takes a second or more.
+    """
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            import torch
+
+            made.append(torch.compiler.disable(f))
+        return made[0](*args, **kwargs)
+
+    return call
+
+
 def synchronize(device: Any) -> None:
     """Wait until the torch.device has done all that it was given."""
     import torch
@@ -88,57 +99,6 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def empty_cache(device: Any) -> None:
-    """Return to the torch.device the memory that PyTorch keeps for later."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
-
-
-def free_memory() -> int | None:
-    """Bytes of main memory that may still be taken; None where that is not known.
-
-    The machine's, or what is left of a container's limit (cgroup version 2).
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # not in a container, or "max": no limit
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        free = min(free, int((group / "memory.max").read_text(encoding="ascii")) - used)
-    return max(free, 0)
-
-
-@contextlib.contextmanager
-def memory_limit(free: int | None) -> Iterator[None]:
-    """Raise an error, inside, for more than `free` bytes beyond what is taken; None: no limit.
-
-    Linux promises more memory than it has, and ends the process that takes it at its word. With a
-    limit on the address space the allocation itself fails, and PyTorch raises.
-    """
-    if free is None:
-        yield
-        return
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + free
-    if before != resource.RLIM_INFINITY:
-        limit = min(limit, before)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 @contextlib.contextmanager

@@ -42,18 +42,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.spec import Backend, Caps, Spec, visible
+from attention.system import not_compiled
 
 BLOCK_M = 64  # B_r: rows of a tile, queries
 BLOCK_N = 64  # B_c: columns of a tile, keys
 
 
-@torch.compiler.disable
+@not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
-
-    segments is (B, Tk) int32; the queries are the last Tq positions.
-    """
+    """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     assert cache is None, "tiled has no cache"
     # From the CPU's generator wherever q is, so that reading it does not wait for the device.
     seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0
@@ -89,7 +87,6 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
 
     Args:
         seed: of the dropout masks; a tile's own is this plus its number.
-        B_r, B_c: rows and columns of a tile.
         on_tile: is given i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is not skipped,
             to show them (viewer/tiles.py).
 
@@ -175,14 +172,10 @@ def blocks(T: int, size: int) -> list[slice]:
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
-def differences(I: slice, J: slice) -> tuple[int, int]:
-    """The least and the largest j - i in a tile. Without segments visible() knows only j - i."""
-    return J.start - (I.stop - 1), (J.stop - 1) - I.start
-
-
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
     """Whether no query of block I sees a key of block J, causality and window alone."""
-    least, largest = differences(I, J)
+    # The least and the largest j - i in the tile: without segments visible() knows nothing else.
+    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first seen
     return not visible(0, nearest, offset, window)
 
@@ -190,11 +183,12 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
 def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
            segments: Tensor | None) -> Tensor:  # fmt: skip
     """S_ij with -inf where the query does not see the key."""
-    if segments is None and all(visible(0, d, Tk - Tq, window) for d in differences(I, J)):
-        return S_ij
     i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
     j = torch.arange(J.start, J.stop, device=S_ij.device)
     if segments is None:
+        corners = (I.start, J.stop - 1), (I.stop - 1, J.start)
+        if all(visible(*corner, Tk - Tq, window) for corner in corners):
+            return S_ij  # on the right of the diagonal as on the left
         seen = visible(i, j, Tk - Tq, window)
     else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
         seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]

@@ -42,16 +42,7 @@ from attention.spec import Backend, Caps, Spec
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
-    """Attention by our own kernels.
-
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions. A segment is one run of
-            neighbouring positions.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
-    """
+    """Attention by our own kernels; shapes as in spec.Backend."""
     assert cache is None, "triton has no cache"
     from attention.triton_kernels import flash_forward  # imports triton, which is optional
 
@@ -63,11 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
     """Where each position's segment begins and ends, so that a row sees one interval of keys.
 
-    Args:
-        segments: (B, T) integers. Example: [[5, 5, 5, 2, 2]].
-
-    Returns:
-        first, last: (B, T) int32. Example: [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]].
+    [[5, 5, 5, 2, 2]], (B, T), gives [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]], int32.
     """
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]  # between a position and the next

@@ -38,17 +38,13 @@ float32         is multiplied in float32 (input_precision="ieee"), which no tens
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from attention.gpus import SHARED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -422,11 +418,6 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
 # In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
 INTERPRETED: dict[str, Tile] = {
     "forward": (64, 32, 1, 1), "dq": (64, 32, 1, 1), "dkdv": (32, 64, 1, 1)}  # fmt: skip
-# With NANOATTN_TRITON_AUTOTUNE=1 each kernel is timed with each of these at its first call for a
-# new length, instead (TRITON_PRINT_AUTOTUNING=1 prints what won). Minutes, so it must be asked for.
-SEARCHED: tuple[Tile, ...] = tuple(
-    (M, N, warps, stages) for M in (32, 64, 128) for N in (32, 64, 128)
-    for warps in (4, 8) for stages in (1, 2, 3, 4) if 512 * warps <= M * N)  # fmt: skip
 
 
 def default_tile(kernel: str, capability: tuple[int, int] | None, head_dim: int,
@@ -439,34 +430,8 @@ def default_tile(kernel: str, capability: tuple[int, int] | None, head_dim: int,
     return table[row][list(KERNELS).index(kernel)]
 
 
-def shared_bytes(kernel: str, tile: Tile, capability: tuple[int, int], head_dim: int,
-                 itemsize: int) -> int:  # fmt: skip
-    """What the tiles take in shared memory, estimated: those that stay, and each stage's own."""
-    M, N, _, stages = tile
-    tensor_cores = itemsize == HALF and capability >= (8, 0)
-    itemsize = HALF if tensor_cores else SINGLE
-    stay, streamed = {"forward": (M, 2 * N), "dq": (2 * M, 2 * N), "dkdv": (2 * N, 2 * M)}[kernel]
-    vectors = 2 * M * 4 if kernel == "dkdv" else 0  # L_i and D_i
-    through = 0 if tensor_cores else M * N * SINGLE  # P_ij or dS_ij on its way to the next product
-    return (stay + stages * streamed) * _padded(head_dim) * itemsize + stages * vectors + through
-
-
 def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
-
-
-@cache
-def _autotuned(kernel: str, capability: tuple[int, int], head_dim: int, itemsize: int) -> Any:
-    limit = SHARED[max(c for c in SHARED if c <= capability)]
-    tiles = [default_tile(kernel, capability, head_dim, itemsize)]
-    tiles += [
-        t for t in SEARCHED if shared_bytes(kernel, t, capability, head_dim, itemsize) <= limit
-    ]
-    configs = [
-        triton.Config({"BLOCK_M": M, "BLOCK_N": N}, num_warps=warps, num_stages=stages)
-        for M, N, warps, stages in dict.fromkeys(tiles)
-    ]
-    return triton.autotune(configs, key=["Tq", "Tk", "H", "GROUP", "window"])(KERNELS[kernel])
 
 
 # --- Launch ---
@@ -476,16 +441,12 @@ def _launch(name: str, blocks: Callable[[dict[str, int]], int], q: Tensor, *args
     """Run a kernel with the tile for q's device; `blocks` gives the number of programs."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
+    M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
+    options: dict[str, Any] = {"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": stages}
     # S_ij * tau - m_i is meant to be one instruction. Triton before 3.10 fuses by itself.
-    options: dict[str, Any] = {"enable_fp_fusion": True}
-    if capability is not None and os.environ.get("NANOATTN_TRITON_AUTOTUNE") == "1":
-        kernel = _autotuned(name, capability, head_dim, itemsize)
-    else:
-        kernel = KERNELS[name]
-        M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
-        options |= {"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": stages}
+    options["enable_fp_fusion"] = True
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
-        kernel[lambda meta: (blocks(meta),)](
+        KERNELS[name][lambda meta: (blocks(meta),)](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), **options
         )
 

@@ -20,11 +20,7 @@ from attention.spec import Spec, visible
 
 def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
          device: torch.device) -> Tensor:  # fmt: skip
-    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments.
-
-    Args:
-        segments: (B, Tk) integers; the queries are the last Tq positions.
-    """
+    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     if segments is None:
@@ -88,32 +84,27 @@ class PagedView:
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
-    """k and v, (B, T, Hkv, D), as a static or a paged cache holds them; how to make a view of it.
+    """k and v, (B, T, Hkv, D), as such a cache holds them, and how to make a view of it.
 
-    Returns:
-        buffers (B, T, Hkv, D), or pages (n_pages, page_size, Hkv, D) in no order, page 0 the null
-        page; and view(start, count), whose arguments are the tokens of each row before a call and
-        in it.
+    Pages (n_pages, page_size, Hkv, D) come in no order, page 0 the null page. The arguments of
+    view(start, count) are the tokens of each row before a call and in it.
     """
     B, T = k.shape[:2]
 
-    def on_device(numbers: Any) -> Tensor:
-        return torch.as_tensor(numbers, dtype=torch.int32, device=k.device)
+    def view(start: Any, count: Any) -> StaticView | PagedView | None:
+        start, count = (
+            torch.as_tensor(n, dtype=torch.int32, device=k.device) for n in (start, count)
+        )
+        if spec.cache == "static":
+            return StaticView(start, count, T)
+        return PagedView(table.int(), start, count) if spec.cache == "paged" else None
 
-    if spec.cache == "static":
-        return k, v, lambda start, count: StaticView(on_device(start), on_device(count), T)
-    assert spec.cache == "paged" and spec.page_size is not None, spec
-    size = spec.page_size
-    n = -(-T // size)  # pages of a row
+    if spec.page_size is None:
+        return k, v, view
+    size, n = spec.page_size, -(-T // spec.page_size)  # n pages of a row
     order = torch.randperm(B * n, generator=torch.Generator().manual_seed(0)) + 1
     table = order.view(B, n).to(k.device)
-
-    def in_pages(x: Tensor) -> Tensor:
-        pages = x.new_zeros(1 + B * n, size, *x.shape[2:])
-        pages[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
-        return pages
-
-    def view(start: Any, count: Any) -> PagedView:
-        return PagedView(table.int(), on_device(start), on_device(count))
-
-    return in_pages(k), in_pages(v), view
+    pages = [x.new_zeros(1 + B * n, size, *x.shape[2:]) for x in (k, v)]
+    for held, x in zip(pages, (k, v), strict=True):
+        held[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
+    return pages[0], pages[1], view

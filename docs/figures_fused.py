@@ -162,7 +162,7 @@ def choices() -> str:
     """What `auto` takes on some machines for training GPT-2, with every package and with none."""
     rows = []
     for text in MACHINES:
-        everything = describe(text, None, "2.13.0", packages())
+        everything = describe(text, "2.13.0", packages())
         nothing = replace(everything, packages={})
         spec = Options().spec(best_dtype(everything))
         auto = [f"`{resolve('auto', spec, m).backend.name}`" for m in (everything, nothing)]

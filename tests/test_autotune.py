@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from attention import (
     autotune,
     manual,
     packages,
-    timing,
 )
 from attention import resolve as _resolve
 from attention.autotune import Timing, decide, fastest
@@ -40,9 +38,6 @@ assert callable(_resolve)
 SPEC = Spec(2, 1, 16, "float32")
 SHAPE = (3, 96, 96)  # longer than what the probe runs
 HERE = Machine.here("cpu", packages())
-needs_proc = pytest.mark.skipif(
-    autotune.free_memory() is None, reason="no /proc/meminfo on this system"
-)
 
 
 class Clock:
@@ -71,7 +66,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(sys.modules["attention.select"], "profiled", lambda events: nullcontext())
     clock = Clock()
     monkeypatch.setattr(autotune, "perf_counter", clock)
-    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
@@ -261,27 +255,6 @@ def test_a_call_longer_than_the_budget_is_not_repeated_for_nothing(clock, monkey
     assert len(calls) == 2 and clock.now - began < 60
 
 
-@needs_proc
-def test_memory_that_is_not_there_is_a_reason_on_the_cpu(monkeypatch, log) -> None:
-    """Without the limit Linux would hand it out, and end the process that writes to it."""
-    T, free = 2048, 2**28
-
-    def hungry(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        if q.shape[1] == T:
-            torch.empty(4 * free, dtype=torch.uint8)
-        return manual.attend(q, k, v, spec, **kw)
-
-    def frugal(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        return q.clone() if q.shape[1] == T else manual.attend(q, k, v, spec, **kw)
-
-    monkeypatch.setattr(autotune, "free_memory", lambda: free)
-    only(monkeypatch, sdpa=frugal, hungry=hungry)
-    spec = Spec(1, 1, 8, "float32", grad=False)
-    assert fastest(spec, "cpu", (1, T, T)).backend.name == "sdpa"
-    assert "at this shape: " in line(log, "hungry") and "llocate" in line(log, "hungry")
-    torch.empty(4 * free, dtype=torch.uint8)  # the limit is lifted again
-
-
 # --- what is measured ---
 
 
@@ -301,8 +274,8 @@ def test_the_inputs_have_the_strides_that_the_model_gives(monkeypatch) -> None:
     model(torch.zeros(3, 48, dtype=torch.int64))
     from_model = seen[-1]
     spec = config.spec("float32")
-    inputs = timing.draw(spec, torch.device("cpu"), (3, 48, 48))
-    timing.work(autotune.BACKENDS["noting"], spec, inputs)()
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 48, 48))
+    autotune.work(autotune.BACKENDS["noting"], spec, inputs)()
     assert seen[-1] == from_model
 
 
@@ -331,12 +304,12 @@ def test_training_is_timed_with_the_backward_to_the_projection_inference_without
         assert torch.is_grad_enabled() == grad
         return manual.attend(q, k, Noted.apply(v), spec, **kw)
 
-    inputs = timing.draw(spec, torch.device("cpu"), SHAPE)
+    inputs = autotune.draw(spec, torch.device("cpu"), SHAPE)
     assert inputs.qkv.requires_grad == grad and inputs.qkv.shape == (3, 96, 4 * 16)
     Noted.backwards = 0
     backend = Backend("b", "", attend, (Caps(),), None)
     with torch.no_grad():  # where the model is asked for evaluation
-        timing.work(backend, spec, inputs)()
+        autotune.work(backend, spec, inputs)()
     assert Noted.backwards == grad
     assert all((name is not None) == grad for name in leaves[0])  # the views' own nodes
     assert inputs.qkv.grad is None  # asked for by autograd.grad, added up nowhere
@@ -358,7 +331,7 @@ def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None
 
 def test_segments_are_two_documents() -> None:
     spec = dataclasses.replace(SPEC, segments=True)
-    segments = timing.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
+    segments = autotune.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
     assert segments is not None and segments.dtype == torch.int32
     assert segments.tolist() == [[0, 0, 0, 1, 1, 1]] * 2
 
@@ -417,8 +390,8 @@ def test_a_cache_is_measured_while_it_holds_all_that_came_before(cache, monkeypa
         return out
 
     real = resolve_module.BACKENDS[name]
-    inputs = timing.draw(spec, torch.device("cpu"), (3, 1, 37))
-    call = timing.work(dataclasses.replace(real, attend=noted), spec, inputs)
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, 1, 37))
+    call = autotune.work(dataclasses.replace(real, attend=noted), spec, inputs)
     call()
     call()  # again, in the same place
     for shape, out, want in got:
@@ -438,8 +411,7 @@ def test_an_answer_is_remembered_and_probed_again(clock, monkeypatch, log, cache
     only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
     first = fastest(SPEC, "cpu", SHAPE)
     (answer,) = (cache_folder / "fastest").iterdir()
-    entry = json.loads(answer.read_text())
-    assert entry["backend"] == "rival" and entry["ms"] == {"sdpa": 10.0, "rival": 5.0}
+    assert answer.read_text() == "rival"
     log.clear()
 
     measure = autotune.measure
@@ -448,11 +420,7 @@ def test_an_answer_is_remembered_and_probed_again(clock, monkeypatch, log, cache
     only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0, calls))
     assert fastest(SPEC, "cpu", SHAPE).backend.name == first.backend.name == "rival"
     assert calls == []
-    assert said(log) == (
-        f"fastest: rival, remembered from {entry['date']}; delete {answer} to measure again"
-    )
-    with pytest.raises(AssertionError, match="it was measured"):
-        fastest(SPEC, "cpu", SHAPE, again=True)
+    assert said(log) == f"fastest: rival, remembered; delete {answer} to measure again"
     with pytest.raises(AssertionError, match="it was measured"):
         fastest(SPEC, "cpu", (3, 97, 97))
 
@@ -463,7 +431,7 @@ def test_an_answer_is_remembered_and_probed_again(clock, monkeypatch, log, cache
     only(monkeypatch, sdpa=takes(clock, 10.0), rival=broken_now)
     log.clear()
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
-    assert "rival is remembered, but attention backend 'rival' cannot run here" in said(log)
+    assert f"{answer} is of no use now (attention backend 'rival' cannot run here" in said(log)
     only(monkeypatch, sdpa=takes(clock, 10.0))
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"  # remembered in its place
     assert list((cache_folder / "fastest").iterdir()) == [answer]
@@ -474,7 +442,7 @@ def test_a_name_that_is_gone_is_measured_anew(clock, monkeypatch, log) -> None:
     fastest(SPEC, "cpu", SHAPE)
     only(monkeypatch, sdpa=takes(clock, 10.0))
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
-    assert "rival is remembered, but unknown attention backend 'rival'" in said(log)
+    assert "is of no use now (unknown attention backend 'rival'" in said(log)
 
 
 OTHER_SPECS = {
@@ -487,11 +455,17 @@ OTHER_MACHINES = {
     "deterministic": True}  # fmt: skip
 
 
+def key(spec: Spec = SPEC, device: str = "cpu", shape: Any = SHAPE, machine: Machine = HERE,
+        policy: Policy = Policy()) -> Path:  # fmt: skip
+    """The file of the answer under these conditions."""
+    return autotune.answer_file(spec, device, shape, machine, policy)
+
+
 def test_every_field_of_spec_and_machine_is_part_of_the_key() -> None:
     assert set(OTHER_SPECS) == {f.name for f in dataclasses.fields(Spec)}
     assert set(OTHER_MACHINES) == {f.name for f in dataclasses.fields(Machine)}
-    plain = autotune.conditions(SPEC, "cpu", SHAPE, HERE)
-    assert plain == autotune.conditions(SPEC, "cpu", SHAPE, HERE)
+    plain = key()
+    assert plain == key()
     keys = [plain]
     for name, value in OTHER_SPECS.items():
         changes: dict[str, Any] = {name: value}
@@ -499,30 +473,23 @@ def test_every_field_of_spec_and_machine_is_part_of_the_key() -> None:
             changes["n_head"] = 4
         if name == "page_size":
             changes["cache"] = "paged"
-        keys.append(autotune.conditions(dataclasses.replace(SPEC, **changes), "cpu", SHAPE, HERE))
+        keys.append(key(dataclasses.replace(SPEC, **changes)))
     for name, value in OTHER_MACHINES.items():
         there = dataclasses.replace(HERE, **{name: value})
-        keys.append(autotune.conditions(SPEC, "cpu", SHAPE, there))
+        keys.append(key(machine=there))
     for n in range(3):
         shape = tuple(s + (i == n) for i, s in enumerate(SHAPE))
-        keys.append(autotune.conditions(SPEC, "cpu", shape, HERE))
-    assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
-    assert json.loads(json.dumps(plain)) == plain  # the file gives back the same
+        keys.append(key(shape=shape))
+    assert len(set(keys)) == len(keys)
 
 
-def test_the_rest_of_the_key(monkeypatch, tmp_path) -> None:
-    def key(device: str = "cpu", **kw: Any) -> dict[str, Any]:
-        return autotune.conditions(SPEC, device, SHAPE, HERE, **kw)
-
+def test_the_rest_of_the_key(monkeypatch) -> None:
     plain = key()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert key() != plain
     assert key(policy=Policy(mps_sdpa=True)) != plain
-    monkeypatch.setattr(autotune, "code_version", lambda: "edited")
-    assert key() != plain
-    monkeypatch.undo()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert key() != plain and key()["threads"] == 77
+    assert key() != plain
     monkeypatch.undo()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert key() != plain
@@ -531,23 +498,23 @@ def test_the_rest_of_the_key(monkeypatch, tmp_path) -> None:
                         raising=False)  # fmt: skip
     assert key() != plain
     monkeypatch.undo()
-    before = key("cuda")
-    torch.backends.cuda.matmul.allow_tf32 = not before["tf32"]
+    before, tf32 = key(device="cuda"), torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not tf32
     try:
-        assert key("cuda") != before
+        assert key(device="cuda") != before
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before["tf32"]
+        torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def test_an_edited_kernel_is_measured_anew(monkeypatch, tmp_path) -> None:
     (tmp_path / "autotune.py").write_text("")
     (tmp_path / "kernel.py").write_text("a")
     monkeypatch.setattr(autotune, "__file__", str(tmp_path / "autotune.py"))
-    seen = {autotune.code_version()}
+    seen = {key()}
     (tmp_path / "kernel.py").write_text("b")
-    seen.add(autotune.code_version())
+    seen.add(key())
     (tmp_path / "more.py").write_text("")
-    seen.add(autotune.code_version())
+    seen.add(key())
     assert len(seen) == 3
 
 
@@ -561,8 +528,8 @@ def test_a_broken_file_is_a_warning_and_is_mended(
     path.write_text(text)
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
     warned = [r.getMessage() for r in log.records if r.levelname == "WARNING"]
-    assert warned and warned[0].startswith(f"fastest: {path} cannot be read (")
-    assert json.loads(path.read_text())["backend"] == "rival"
+    assert warned and warned[0].startswith(f"fastest: {path} is of no use now (")
+    assert path.read_text() == "rival"
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(clock, monkeypatch, log, cache_folder) -> None:
@@ -570,45 +537,19 @@ def test_a_file_that_cannot_be_written_is_a_warning(clock, monkeypatch, log, cac
     monkeypatch.setenv("NANOATTN_CACHE", str(cache_folder / "file"))  # a file, not a folder
     only(monkeypatch, sdpa=takes(clock, 10.0), rival=takes(clock, 5.0))
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "rival"
-    assert "the answer is not remembered: " in said(log)
-
-
-def test_writing_is_one_step(clock, monkeypatch, log, cache_folder) -> None:
-    only(monkeypatch, sdpa=takes(clock, 10.0))
-    fastest(SPEC, "cpu", SHAPE)
-    (answer,) = (cache_folder / "fastest").iterdir()
-    before = answer.read_bytes()
-    write_text = Path.write_text
-
-    def torn(self: Path, text: str, **kw: Any) -> int:
-        write_text(self, text[:10], **kw)
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", torn)
-    fastest(SPEC, "cpu", SHAPE, again=True)
-    assert "cannot be written (No space left on device)" in said(log)
-    assert list((cache_folder / "fastest").iterdir()) == [answer]
-    assert answer.read_bytes() == before
-
-
-def test_an_answer_for_other_conditions_is_not_taken(cache_folder) -> None:
-    """Even where two conditions had one file name."""
-    autotune.remember({"n": 1}, "b", [Timing("x", why="no"), Timing("y", 1.0)])
-    assert (autotune.recall({"n": 1}) or {})["backend"] == "b"
-    autotune.answer_file({"n": 1}).rename(autotune.answer_file({"n": 2}))
-    assert autotune.recall({"n": 2}) is None and autotune.recall({"n": 1}) is None
+    assert "cannot be written, so nothing is remembered" in said(log)
 
 
 def test_where_the_answers_lie(monkeypatch) -> None:
     for name in ("NANOATTN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
-    where = autotune.answer_file({}).parent
+    where = key().parent
     assert where == Path("/home/ann/.cache/nanoattn/fastest")
     monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
-    assert autotune.answer_file({}).parent == Path("/fast/nanoattn/fastest")
+    assert key().parent == Path("/fast/nanoattn/fastest")
     monkeypatch.setenv("NANOATTN_CACHE", "/own")
-    assert autotune.answer_file({}).parent == Path("/own/fastest")
+    assert key().parent == Path("/own/fastest")
 
 
 # --- many processes ---
@@ -635,7 +576,7 @@ def test_all_processes_take_what_rank_0_measured(clock, monkeypatch, log) -> Non
     assert said(log).count("fastest:") == 1
     log.clear()
     monkeypatch.setattr(autotune, "measure", never)
-    monkeypatch.setattr(autotune, "recall", never)
+    monkeypatch.setattr(autotune, "answer_file", never)
     only(monkeypatch, sdpa=takes(clock, 1.0), rival=takes(clock, 5.0))  # faster, for rank 1
     pretend_rank(monkeypatch, 1, store)
     other = fastest(SPEC, "cpu", SHAPE)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from attention import (
 )
 from attention.select import MPS_GUARD
 
+ROOT = Path(__file__).parent.parent
 STRICT = Policy(fallback=False)
 
 TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
@@ -534,3 +536,9 @@ def test_the_contract_imports_no_torch() -> None:
         found.loader.exec_module(module)
         assert "torch" not in sys.modules and module.visible(1, 0)"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_attention_leaves_the_compiler_alone() -> None:
+    """torch._dynamo takes a second or more to import, for a run that may compile nothing."""
+    script = "import sys, attention; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
