@@ -1,4 +1,3 @@
-# ruff: noqa: F401  (what other rooms use)
 """Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
 
 from attention.autotune import fastest
