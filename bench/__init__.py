@@ -16,6 +16,5 @@ roofline.py     where it would go at best, by the sizes alone
 rows.py         answers of the workers -> rows; stats.py: medians, quartiles, what is noisy
 tables.py       the rows as tables, and what they say; pictures.py: as PNG
 records.py      a record: written, read, compared
-serving.py      many prompts: batches against continuous batching; python -m bench.serving
 against_nanogpt.py  whole runs of train.py beside nanoGPT's own
 """

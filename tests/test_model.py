@@ -243,7 +243,7 @@ def test_what_is_no_gpt2_is_refused(change, words, tmp_path) -> None:
         GPT.from_pretrained(str(tmp_path))
     assert str(tmp_path) in str(e.value)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="does not describe a model"):
+    with pytest.raises(UserError, match="is a None model, only 'gpt2' can be loaded"):
         GPT.from_pretrained(str(tmp_path))
 
 

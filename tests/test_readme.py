@@ -21,7 +21,6 @@ from attention import support
 from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options
 from bench.config import load_config
-from bench.serving import ServingConfig
 from core.settings import read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
@@ -81,8 +80,6 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         words = rest[1:]
         if words[:1] != ["compare"]:
             load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
-    elif rest[:2] == ["-m", "bench.serving"]:
-        read(ServingConfig, rest[2:])
     elif rest[:2] == ["-m", "docs.exercises"]:
         assert rest[2] in map(str, range(1, 10))
     else:
