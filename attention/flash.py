@@ -40,8 +40,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.spec import Backend, Caps, Spec
-from attention.system import not_compiled
-from attention.views import PagedView, StaticView, zeros_before_the_first_key
+from attention.views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 

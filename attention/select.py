@@ -247,7 +247,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
 
 def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
            dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
-    """Which tensors are wrong; empty: none. By the largest error, and by the root mean square: large
+    """Which tensors are wrong; empty: none. By largest error, and by root mean square: large
     values, of rows that see few keys, would hide what is wrong by a few percent in the others."""
 
     def most(x: Tensor) -> float:

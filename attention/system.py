@@ -6,7 +6,6 @@ torch is imported inside the functions, so that attention/spec.py needs none.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import os
@@ -71,24 +70,6 @@ def own_code(f: Callable[..., Any], name: str) -> Any:
     assert isinstance(f, FunctionType)
     code = f.__code__.replace(co_name=name)
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
-
-
-def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.disable(f): in a compiled model each call is a graph break.
-
-    It is made at the first call, since it imports torch._dynamo, which takes a second or more.
-    """
-    made: list[Callable[..., Any]] = []
-
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not made:
-            import torch
-
-            made.append(torch.compiler.disable(f))
-        return made[0](*args, **kwargs)
-
-    return call
 
 
 def synchronize(device: Any) -> None:

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.spec import Backend, Caps, Spec, visible
-from attention.system import not_compiled
+from attention.views import not_compiled
 
 BLOCK_M = 64  # B_r: rows of a tile, queries
 BLOCK_N = 64  # B_c: columns of a tile, keys

@@ -48,6 +48,22 @@ def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., T
     return wrapped
 
 
+def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.disable(f): in a compiled model each call is a graph break.
+
+    It is made at the first call, since it imports torch._dynamo, which takes a second or more.
+    """
+    made: list[Callable[..., Any]] = []
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(torch.compiler.disable(f))
+        return made[0](*args, **kwargs)
+
+    return call
+
+
 @dataclass(frozen=True)
 class StaticView:
     """How a kernel reads a static cache, whose k and v are buffers (B, length, Hkv, D).
