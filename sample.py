@@ -111,8 +111,12 @@ from inference.texts import Prompt, Text, Writer, before
 from model import GPT
 
 
-def load(config: SampleConfig) -> tuple[GPT, Any]:
-    """The model in evaluation mode on its device, and its tokenizer."""
+def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
+    """The model in evaluation mode on its device, and its tokenizer.
+
+    Args:
+        changes: further fields of GPTConfig that differ.
+    """
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile cannot work here: {possible.reason}")
@@ -126,8 +130,8 @@ def load(config: SampleConfig) -> tuple[GPT, Any]:
     policy = attention.Policy(
         config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     )
-    model = checkpoint.init_model(source, policy, attention_backend=config.attention_backend)
-    model = setup.place(model, cast=True).eval()
+    changes["attention_backend"] = config.attention_backend
+    model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
     # Says what runs, before the text. A static cache is empty when the prompts are read: none.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
     with torch.no_grad():

@@ -102,7 +102,9 @@ def fastest(
         if any(t.ms for t in timings):
             try:
                 answer.parent.mkdir(parents=True, exist_ok=True)
-                answer.write_text(name, encoding="utf-8")
+                partial = answer.with_name(f"{answer.name}.{os.getpid()}")
+                partial.write_text(name, encoding="utf-8")
+                partial.replace(answer)  # at once: a kill leaves no half of a name
             except OSError as e:
                 log.warning(f"fastest: {answer} cannot be written, so nothing is remembered ({e})")
         return chosen

@@ -358,7 +358,7 @@ def test_the_noise_of_a_comparison_is_both_spreads():
 
 
 def committed() -> list[Path]:
-    """The records of bench_mfu.py; those of serving and of against_nanogpt.py have a form of their own."""
+    """The records of bench_mfu.py; some others have a form of their own."""
     files = sorted((records.ROOT / "bench" / "records").glob("*/record.json"))
     return [f.parent for f in files if '"format": 1' in f.read_text(encoding="utf-8")[:200]]
 
