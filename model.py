@@ -91,7 +91,7 @@ class LayerNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # on CUDA it lifts x to float32
+        with torch.autocast(x.device.type, enabled=False):  # it would lift x to float32 on CUDA
             return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 
@@ -112,10 +112,10 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
-        reads = None  # where the stored keys lie, if a kernel has to know
+        view = None  # how to read a static or a paged cache: attention/views.py
         if cache is not None:
-            k, v, reads = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
-        y = attend(q, k, v, spec, segments=segments, cache=reads)  # (B, T, H, D)
+            k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
+        y = attend(q, k, v, spec, segments=segments, cache=view)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
 
@@ -227,7 +227,7 @@ class GPT(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
-            if self.gradient_checkpointing and self.training:
+            if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
             else:
                 x = block(x, attend, spec, segments, cache.view(i) if cache is not None else None)
@@ -261,14 +261,14 @@ class GPT(nn.Module):
         grad = torch.is_grad_enabled()
         # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
         # anew when another one is added to it.
-        phase = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
-        if phase not in self._kernels:
-            self._choose(phase, shape or (1, self.config.block_size))
-        return self._kernels[phase]
+        key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
+        if key not in self._kernels:
+            self._choose(key, shape or (1, self.config.block_size))
+        return self._kernels[key]
 
     @torch.compiler.disable
-    def _choose(self, phase: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled, cache, page_size = phase
+    def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
+        device, dtype, training, grad, segments, compiled, cache, page_size = key
         spec = self.config.spec(
             str(dtype).removeprefix("torch."), training=training, segments=segments, grad=grad,
             compiled=compiled, cache=cache, page_size=page_size,
@@ -281,9 +281,9 @@ class GPT(nn.Module):
             chosen = attention.fastest(spec, device, full, self.policy)
         else:
             chosen = attention.select(name, spec, device, self.policy, shape=shape)
-        where = f" with the {cache} cache" if cache != "none" else " for evaluation"
+        where = f" with the {cache} cache" if cache != "none" else " without gradients"
         attention.announce(chosen, "" if grad else where)
-        self._kernels[phase] = chosen, spec
+        self._kernels[key] = chosen, spec
 
     @torch.no_grad()
     def generate(

@@ -92,7 +92,9 @@ class TrainConfig:
     dtype: Dtype = "auto"  # of matrix products; auto: the GPU's best half, else float32
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
-    compile_mode: CompileMode = "default"  # CUDA graphs, kernels tuned without them, or both
+    compile_mode: CompileMode = (
+        "default"  # torch.compile's own: CUDA graphs, tuned kernels, or both
+    )
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
     seed: Seed = 1337  # of the weights, the batches and dropout
@@ -147,7 +149,7 @@ from model import GPT, GPTConfig
 
 
 def load_config(argv: list[str]) -> Loaded[TrainConfig]:
-    """The settings of this run: those of its checkpoint where it is resumed, and what is given."""
+    """The settings of this run: a resumed run's checkpoint, with what the command sets on top."""
     loaded = read(TrainConfig, argv, aliases=ALIASES)
     return checkpoint.resumed(loaded) if loaded.settings.init_from == "resume" else loaded
 
@@ -284,21 +286,21 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
     stop = runtime.StopSignal()
     found_inf = torch.zeros((), device=device)  # becomes 1 at a loss or gradient that is not finite
-    warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
+    warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
-    T, ranks = config.block_size, (distributed.rank, distributed.world_size)
+    T, n_ranks = config.block_size, distributed.world_size
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
-    for x, y in batches.prefetch(run.step, config.max_iters, *ranks):
+    for x, y in batches.prefetch(run.step, config.max_iters, distributed.rank, n_ranks):
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                           run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
         run.step += 1
-        if run.step == warm:
+        if run.step == warm_step:
             runtime.synchronize(device)
             began, began_step = time.perf_counter(), run.step
 
@@ -314,7 +316,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             continue
 
         # From here on the device is synchronized.
-        mean_loss, any_inf = distributed.sum([float(loss) / ranks[1], float(found_inf)])
+        mean_loss, any_inf = distributed.sum([float(loss) / n_ranks, float(found_inf)])
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
@@ -324,7 +326,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if logging_now:
             memory = runtime.peak_memory(device)
             row = {"iter": run.step, "loss": mean_loss, "lr": lr, "mem_bytes": memory}
-            speed = run.speed(run.global_batch * T / per_step) if run.step > warm else None
+            speed = run.speed(run.global_batch * T / per_step) if run.step > warm_step else None
             if speed:
                 rates.append(speed.tokens_per_s)
                 row |= {"ms": per_step * 1e3, **speed.row()}
@@ -341,9 +343,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if run.metrics:
         run.metrics.close()
     if run.step < config.max_iters:
-        many = f"torchrun --standalone --nproc_per_node={distributed.world_size}"
+        many = f"torchrun --standalone --nproc_per_node={n_ranks}"
         say(
-            f"stopped after step {run.step}; to go on: {'python' if ranks[1] == 1 else many} "
+            f"stopped after step {run.step}; to go on: {'python' if n_ranks == 1 else many} "
             f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
         )
         return 128 + (stop.signal or signal.SIGTERM)
@@ -358,7 +360,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
 
 def evaluate(run: Run) -> float:
-    """Measure the loss of both splits on windows that are always the same; val's."""
+    """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, losses = run.config, run.distributed, {}
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
@@ -395,7 +397,7 @@ def sample(run: Run) -> str:
 
 
 def train_step(
-    run: Any,
+    module: Any,
     optimizer: torch.optim.AdamW,
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
@@ -409,7 +411,7 @@ def train_step(
     """One step of training: forward and backward of each micro-batch, clip, update.
 
     Args:
-        run: the model, plain, compiled or shared between processes.
+        module: the model, plain, compiled or shared between processes.
         x, y: (micro_steps * B, T) int64, token ids and the token after each.
         clip, found_inf: see update().
         mark: told what begins, "forward", "backward" and "update", and of the "end": for whoever
@@ -422,11 +424,11 @@ def train_step(
     loss = torch.zeros((), device=x.device)
     for i, (mx, my) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps), strict=True)):
         # Gradients are averaged over processes once, in the last micro-step's backward.
-        inner = isinstance(run, DistributedDataParallel) and i < micro_steps - 1
-        with run.no_sync() if inner else contextlib.nullcontext():
+        not_last = isinstance(module, DistributedDataParallel) and i < micro_steps - 1
+        with module.no_sync() if not_last else contextlib.nullcontext():
             mark("forward")
             with autocast:
-                part = run(mx, my)[1] / micro_steps
+                part = module(mx, my)[1] / micro_steps
                 # A loss that is not finite gets a gradient that is not: all will see it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

@@ -10,7 +10,7 @@ Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and
         backward pass. At T = 1024, 12 heads, batch 8 in float32, P alone is 403 MB a layer.
 FLOPs   4 * Tq * Tk * D a head forward (two products of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
-Layout  (B, H, T, D) inside, so that the products are batched over B and H.
+Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
 Refuses nothing but a paged cache: any device, dtype, head_dim, window, segments, dropout.
 """
 
@@ -49,8 +49,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         seen = mask(Tq, Tk, spec.window, segments, q.device)[:, None]  # (1 or B, 1, 1, Tq, Tk)
     else:
         seen = cache.seen(Tq, spec.window)[:, None]
-    # The least finite number rather than -inf: a row that sees nothing stays free of NaN, forward
-    # and backward, and is then zeroed. Rows that see something get exact zeros either way.
+    # The least finite number rather than -inf: a row that sees nothing (only where Tq > Tk) stays
+    # free of NaN, forward and backward, and is zeroed below. Others get exact zeros either way.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     probs = F.softmax(scores, dim=-1)
     if Tq > Tk:  # bottom-right alignment: the first Tq - Tk queries come before every key

@@ -20,8 +20,8 @@ Bits    On CUDA the backward of flash and efficient adds up in no fixed order, u
         switch, torch.use_deterministic_algorithms(True), is on when it runs; cuDNN's never does
         (attention_backward.cu beside the files below).
 Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
-        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). What they do not know, an older
-        release's limits say, the probe finds out.
+        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). Limits that they do not know,
+        those of an older release for example, the probe finds.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from core import cpu_matmul
 from core import loss as loss_module
 from core.loss import IGNORE, linear_cross_entropy
 from core.settings import UserError
+from inference.cache import DynamicCache
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -932,3 +933,18 @@ def test_a_window_as_wide_as_the_context_is_no_window() -> None:
     assert GPTConfig(**sizes, attention_window=16).spec("float32").window is None
     assert GPTConfig(**sizes, attention_window=99).spec("float32").window is None
     assert GPTConfig(**sizes, attention_window=15).spec("float32").window == 15
+
+
+def test_checkpointing_drops_no_cache() -> None:
+    """In training mode too a cached step stores its keys and sees what is stored."""
+    model, idx = build(), tokens(T=9)
+    want = model(idx)[0]
+    model.gradient_checkpointing = True
+    cache = DynamicCache(TINY.n_layer, max_len=16)
+    with torch.no_grad():
+        got = []
+        for part in (idx[:, :5], idx[:, 5:]):
+            step = cache.reserve(part.shape[1])
+            got.append(model(part, cache=step)[0])
+            step.advance()
+    torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=1e-4, atol=1e-5)
