@@ -27,7 +27,7 @@ from core.runtime import describe, show_log
 from core.settings import UserError, exit_on_user_error, read
 from model import GPT
 from viewer.caches import caches, refused
-from viewer.cost import costs, traffic
+from viewer.cost import costs
 from viewer.document import About, Document, Token, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
@@ -146,7 +146,6 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
             "about": about(model, tokenizer, config, prompt, shown, source),
             "maps": maps(calls),
             "tiles": tiles(calls, config.block_m, config.block_n, config.layer, config.head),
-            "traffic": traffic(spec, len(shown), config.fast_memory),
             "caches": caches(model, prompt.ids, pieces, notes),
             "costs": costs(spec, config.gpu, config.fast_memory),
         }

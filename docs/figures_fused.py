@@ -16,7 +16,6 @@ from attention import BACKENDS, Spec, packages, resolve
 from attention.__main__ import Options, best_dtype
 from attention.machines import describe
 from attention.spec import dotted
-from attention.support import place
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from bench import records
 from core import flops
@@ -129,30 +128,6 @@ def statements(file: str, function: str) -> list[str]:
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt)]
     simple = sorted((n for n in nodes if not hasattr(n, "body")), key=lambda n: n.lineno)
     return [" ".join((ast.get_source_segment(text, n) or "").split()) for n in simple]
-
-
-def generations() -> str:
-    """What each fused kernel declares (Caps) about where it runs and what it takes."""
-    rows = []
-    for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "flash_attn_2",
-                 "flash_attn_3", "flash_attn_4"):  # fmt: skip
-        caps = [c for c in BACKENDS[name].caps if not c.hub_kernels and "cuda" in c.devices]
-        dtypes = dict.fromkeys(d for c in caps for d in c.dtypes)
-        largest = [c.head_dim_max for c in caps if c.head_dim_max]
-        dropout = [c.dropout for c in caps] + [False for c in caps if c.dropout_step]
-        rows.append((
-            f"`{name}`", place("cuda", caps).removeprefix("cuda "), ", ".join(dtypes),
-            max(largest) if largest else "any", share([c.window for c in caps]), share(dropout),
-            ", ".join(dict.fromkeys(p for c in caps for p in c.packages)) or "PyTorch",
-        ))  # fmt: skip
-    titles = ("backend", "compute capability", "dtypes", "head_dim up to", "window", "dropout",
-              "package")  # fmt: skip
-    return table(titles, rows)
-
-
-def share(has: list[bool]) -> str:
-    """Whether all rows of Caps can, or some, or none."""
-    return "yes" if all(has) else "partly" if any(has) else "no"
 
 
 MACHINES = ("V100", "TITAN RTX", "A100", "RTX 4090", "H100", "B200", "RTX 5090", "Apple M3", "cpu")
@@ -312,7 +287,6 @@ FIGURES = (
     backward_flops,
     forward_line_by_line,
     backward_line_by_line,
-    generations,
     choices,
     lazy_rescaling,
     cache_bytes,

@@ -20,25 +20,23 @@ from core.settings import UserError
 
 SPACE, COMMA = " ?", " ?, ?"
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\])'  # of a string
-INTEGER = "(?:0|-?[1-9][0-9]{0,14})"  # 15 digits: as many as a double holds exactly
-NUMBER = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?(?:[eE][+-]?[0-9]{1,2})?"
+PLAIN = {  # types that are the same whatever stands beside them
+    "integer": "(?:0|-?[1-9][0-9]{0,14})",  # 15 digits: as many as a double holds exactly
+    "number": r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?(?:[eE][+-]?[0-9]{1,2})?",
+    "boolean": "(?:true|false)",
+    "null": "null",
+}
 
 TYPES: dict[str, tuple[type, ...]] = {  # of JSON, and what Python reads them as
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
     "null": (type(None),), "array": (list,), "object": (dict,),
 }  # fmt: skip
-KEYWORDS: dict[str, dict[str, type]] = {  # what is honoured beside a type, or a keyword like one
-    **{name: {"type": object} for name in TYPES},
-    "string": {"type": object, "minLength": int, "maxLength": int},
-    "array": {"type": object, "items": dict, "minItems": int, "maxItems": int},
-    "object": {
-        "type": object,
-        "properties": dict,
-        "required": list,
-        "additionalProperties": object,
-    },
-    "enum": {"type": object, "enum": list},
-    "const": {"type": object, "const": object},
+KEYWORDS: dict[str, dict[str, type]] = {  # what is honoured for a type, or a keyword like one
+    "string": {"minLength": int, "maxLength": int},
+    "array": {"items": dict, "minItems": int, "maxItems": int},
+    "object": {"properties": dict, "required": list, "additionalProperties": object},
+    "enum": {"enum": list},
+    "const": {"const": object},
     "anyOf": {"anyOf": list},
     "$ref": {"$ref": str},
 }
@@ -104,12 +102,6 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
         case "string":
             low, high = _counts(schema, "Length", where)
             return f'"{CHARACTER}{{{low},{"" if high is None else high}}}"'
-        case "integer":
-            return INTEGER
-        case "number":
-            return NUMBER
-        case "boolean":
-            return "(?:true|false)"
         case "array":
             if "items" not in schema:
                 raise _wrong(where, "an array needs items")
@@ -131,7 +123,7 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
                 key, value = re.escape(json.dumps(name, ensure_ascii=False)), f"properties/{name}"
                 pairs.append((f"{key}{SPACE}:{SPACE}{part(value, inner)}", name in required))
             return _object(pairs)
-    return "null"
+    return PLAIN[kind]
 
 
 def _object(pairs: Sequence[tuple[str, bool]]) -> str:
@@ -171,7 +163,9 @@ def _wrong(where: str, what: str, *got: Any) -> UserError:
 
 def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
     """Every keyword is honoured beside a type, or a keyword like one, and its value has a type."""
-    known = KEYWORDS[kind]
+    known = KEYWORDS.get(kind, {})
+    if kind not in ("anyOf", "$ref"):
+        known = {"type": object} | known
     for key, value in sorted(schema.items()):
         if key not in known:
             what = f"the keyword {key!r} is not supported for {kind}; supported: "

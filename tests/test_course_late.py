@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from test_course import ANSWERS, COURSE, TEXT, cells, written
 
-from attention import BACKENDS, Machine, Spec, packages, resolve, visible
+from attention import BACKENDS, Machine, Spec, resolve, visible
 from attention.__main__ import main as attention_main
-from attention.spec import UNKNOWN_VERSION, version
 from attention.views import PagedView
 from core import flops
 from core.settings import UserError
@@ -225,35 +224,6 @@ def test_exercise_7_asks_for_the_interpreter_before_triton_is_there(monkeypatch)
 
 
 # --- page 8 ---
-
-
-def test_the_generations_are_what_why_not_says() -> None:
-    """The columns, against what a machine and a Spec with and without it get to hear."""
-    for name, capability, dtypes, head_dim, window, dropout, _ in cells(
-        figures.draw(["generations"])
-    ):
-        first, _, last = capability.removeprefix(">= ").partition(" to ")
-        own = {first, last or ("12.0" if ">=" in capability else first)}
-        for at in ("5.0", "7.5", "8.0", "9.0", "10.3", "12.0"):
-            why = refusals(name, at, Spec(1, 1, 64, dtypes.split(", ")[0]))
-            inside = float(min(own, key=float)) <= float(at) <= float(max(own, key=float))
-            assert bool(why) != inside, (name, at, why)
-        largest = 256 if head_dim == "any" else int(head_dim)
-        some = [refusals(name, at, Spec(1, 1, largest, "float16", grad=False)) for at in own]
-        assert not all(some), name
-        assert head_dim == "any" or all(
-            refusals(name, at, Spec(1, 1, largest + 8, "float16", grad=False)) for at in own
-        )
-        for column, asked in ((window, {"window": 8}), (dropout, {"dropout": 0.1})):
-            if column != "partly":
-                why = refusals(name, min(own, key=float), Spec(1, 1, 64, "float16", **asked))
-                assert bool(why) == (column == "no"), (name, asked)
-
-
-def refusals(name: str, capability: str, spec: Spec) -> list[str]:
-    there = dict.fromkeys(packages(), UNKNOWN_VERSION)
-    machine = Machine("cuda", "a GPU", version(capability), "2.13.0", packages=there)
-    return BACKENDS[name].why_not(spec, machine)
 
 
 def test_the_choices_are_those_of_resolve() -> None:

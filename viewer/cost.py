@@ -32,9 +32,8 @@ import torch
 
 from attention import Spec
 from attention.gpus import RATED, datasheet_bandwidth, datasheet_tflops
-from viewer.document import Cost, Costs, ManualStep, Traffic, TrafficRow, TrafficShape
+from viewer.document import Cost, Costs, ManualStep
 
-LONG = 4096  # tokens of the long sequence that traffic is shown for
 LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
 # Whose roofline can be asked for: names as PyTorch has them, without the maker.
@@ -69,7 +68,7 @@ def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
     return s * (G * B_r * D + 2 * B_c * D) + acc * G * (B_r * D + B_r * B_c + 2 * B_r)
 
 
-def visited(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[int, int]:
+def visited(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
     """Keys read by all blocks of queries together, and pairs of query and key computed, a head.
 
     Causal, and B_r = B_c = b divides T: T (T / b + 1) / 2 keys and b times as many pairs.
@@ -77,19 +76,19 @@ def visited(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[
     keys = pairs = 0
     for first in range(0, T, B_r):
         stop = min(first + B_r, T)
-        last = min(-(-stop // B_c) * B_c, T) if skip else T
+        last = min(-(-stop // B_c) * B_c, T)
         begin = 0
-        if skip and spec.window is not None:  # the first query's oldest key begins in this block
+        if spec.window is not None:  # the first query's oldest key begins in this block
             begin = max(0, first - spec.window + 1) // B_c * B_c
         keys += last - begin
         pairs += (stop - first) * (last - begin)
     return keys, pairs
 
 
-def tiled_bytes(spec: Spec, T: int, B_r: int, B_c: int, skip: bool = True) -> tuple[int, int]:
+def tiled_bytes(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
     """Bytes that tiled reads and writes."""
     s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
-    keys, _ = visited(spec, T, B_r, B_c, skip)
+    keys, _ = visited(spec, T, B_r, B_c)
     return s * D * (H * T + 2 * Hkv * keys), s * H * T * D + size_inside(spec) * H * T
 
 
@@ -112,28 +111,9 @@ def manual_steps(spec: Spec, T: int) -> list[ManualStep]:
 
 
 def tile_sizes(spec: Spec, T: int) -> list[tuple[int, int]]:
-    """(B_r, B_c) for the slider: B_r doubles up to T, B_c follows it up to D."""
+    """(B_r, B_c) to choose from: B_r doubles up to T, B_c follows it up to D."""
     rows = [2**n for n in range(T.bit_length()) if 2**n < T] + [T]
     return [(B_r, min(B_r, spec.head_dim)) for B_r in rows]
-
-
-def traffic(spec: Spec, T: int, on_chip: int) -> Traffic:
-    """Bytes moved for each tile size, for the prompt's T tokens and for LONG."""
-    shapes: list[TrafficShape] = []
-    for tokens in (T, LONG):
-        rows: list[TrafficRow] = []
-        for B_r, B_c in tile_sizes(spec, tokens):
-            read, written = tiled_bytes(spec, tokens, B_r, B_c)
-            needs = fast_memory(spec, B_r, B_c)
-            rows.append({
-                "block_m": B_r, "block_n": B_c, "fast_memory": needs, "read": read,
-                "written": written, "fits": needs <= on_chip,
-                "read_unskipped": tiled_bytes(spec, tokens, B_r, B_c, skip=False)[0],
-            })  # fmt: skip
-        last = manual_steps(spec, tokens)[-1]
-        shapes.append({"T": tokens, "manual_read": last["read_so_far"],
-                       "manual_written": last["written_so_far"], "rows": rows})  # fmt: skip
-    return {"fast_memory": on_chip, "shapes": shapes}
 
 
 def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:

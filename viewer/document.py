@@ -76,7 +76,6 @@ class Agreement(TypedDict):
     allowed: float  # the largest error that agrees, as the probe has it
     agrees: bool
     manual_error: float  # largest |manual - truth|, manual in the model's dtype
-    from_manual: float  # largest |backend - manual|, both in the model's dtype
     largest: float  # largest |truth|
     heads: list[float]  # H: `error` of each head
 
@@ -134,8 +133,6 @@ class TracedHead(TypedDict):
     m: Packed  # (V, block_m) float32: running maximum after the tile; -Infinity: nothing seen yet
     l: Packed  # (V, block_m) float32: running sum of exp(s - m) after the tile
     rescale: Packed  # (V, block_m) float32: what the old l and O were multiplied by, exp(m - m_new)
-    o: Packed | None  # (V, block_m, D) float32: O_i after the tile, not normalised yet; None: left
-    # out for its size, which `notes` of Tiles says
     o_norm: Packed  # (V, block_m) float32: Euclidean norm of each row of O_i after the tile
     out: Packed  # (T, D) float32: the output of tiled, O_i / l_i
     manual: Packed  # (T, D) float32: manual's, from the same q, k and v
@@ -152,37 +149,12 @@ class Tiles(TypedDict):
     n_rows: int  # blocks of queries
     n_cols: int  # blocks of keys
     size: int  # bytes of a number of q, k, v, out
-    fast_memory: int  # bytes that one tile needs on chip; see Traffic
+    fast_memory: int  # bytes on chip that one tile needs: Q_i, K_j, V_j in the dtype; O_i, S_ij,
+    # m_i, l_i in float32
     steps: list[TileStep]  # n_rows * n_cols, in the order of the algorithm
     manual: list[ManualStep]  # 3
     heads: list[TracedHead]  # the heads that are there: all, or those that a note names
     notes: list[str]  # what was left out, and why; empty: nothing was
-
-
-class TrafficRow(TypedDict):
-    """One tile size."""
-
-    block_m: int
-    block_n: int  # block_m, but D at most
-    fast_memory: int  # bytes on chip: Q_i, K_j, V_j in the dtype; O_i, S_ij, m_i, l_i in float32
-    read: int  # bytes by one layer's forward pass, all heads
-    written: int
-    read_unskipped: int  # the same if no tile were skipped
-    fits: bool  # into the fast memory assumed
-
-
-class TrafficShape(TypedDict):
-    T: int  # tokens
-    manual_read: int
-    manual_written: int
-    rows: list[TrafficRow]  # ascending
-
-
-class Traffic(TypedDict):
-    """Bytes to and from main memory against the fast memory that there is: closed formulas."""
-
-    fast_memory: int  # bytes on chip that are assumed (--fast_memory)
-    shapes: list[TrafficShape]  # the prompt, and a long sequence
 
 
 class CacheStep(TypedDict):
@@ -260,7 +232,6 @@ class Document(TypedDict):
     about: About
     maps: Maps
     tiles: Tiles
-    traffic: Traffic
     caches: Caches
     costs: Costs
 

@@ -130,7 +130,6 @@ def agreement(call: Call) -> Agreement:
         "allowed": allowed,
         "agrees": error <= allowed,
         "manual_error": manual_error,
-        "from_manual": float(off(call.out, plain).max()),
         "largest": largest,
         "heads": by_head.tolist(),
     }

@@ -58,7 +58,6 @@ $("to-player").addEventListener("click", () => {
   $("player").focus({ preventScroll: true });
 });
 buildPlayer();
-buildSizes();
 buildCaches();
 buildCosts();
 
@@ -68,7 +67,6 @@ function draw() {
   drawMaps();
   if (player.head === null) choosePlayed(about.layer, about.head);
   else drawPlayer();
-  drawSizes();
   drawCosts();
 }
 draw();

@@ -1,10 +1,10 @@
 "use strict";
-// What all parts share: the document, elements, numbers, colours, rows of tokens, charts.
+// What all parts share: the document, elements, numbers, colours, rows of tokens.
 // All numbers come from the document, which explain.py computed; here they are only laid out. Texts
 // are set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
-const { about, maps, tiles, traffic, caches, costs } = doc;
+const { about, maps, tiles, caches, costs } = doc;
 const T = about.tokens.length;
 const L = about.n_layer;
 const H = about.n_head;
@@ -239,48 +239,3 @@ function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
   });
   return { chips, go, show };
 }
-
-// ------------------------------------------------------------------------------------------ charts
-
-/** Axes with logarithmic scales in a box; gives what draws on them. */
-function logChart(box, { x, y, xName, yName, xTick, yTick, height, label }) {
-  const width = Math.max(box.clientWidth, 240);
-  const [left, right, top, bottom] = [58, width - 14, 22, height - 42];
-  const scale = ([low, high], from, to) => (v) => from + (Math.log(v / low) / Math.log(high / low))
-    * (to - from);
-  const X = scale(x, left, right);
-  const Y = scale(y, bottom, top);
-  const root = h("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
-    "aria-label": label });
-  const line = (kind, x1, y1, x2, y2) => root.append(h("line", { class: kind, x1, y1, x2, y2 }));
-  const text = (at, down, said, kind = "tick", anchor = "middle") => root.append(
-    h("text", { x: at, y: down, class: kind, "text-anchor": anchor }, said));
-  const ticks = ([low, high], most) => {
-    const first = Math.ceil(Math.log10(low) - 1e-9);
-    const n = Math.floor(Math.log10(high) + 1e-9) - first + 1;
-    const every = Math.ceil(n / most);
-    return Array.from({ length: Math.ceil(n / every) }, (_, k) => 10 ** (first + k * every));
-  };
-  for (const v of ticks(x, width / 75)) {
-    line("grid", X(v), top, X(v), bottom);
-    text(X(v), bottom + 16, xTick(v));
-  }
-  for (const v of ticks(y, height / 36)) {
-    line("grid", left, Y(v), right, Y(v));
-    text(left - 6, Y(v) + 4, yTick(v), "tick", "end");
-  }
-  text((left + right) / 2, height - 6, xName, "");
-  text(2, 10, yName, "tick", "start");
-  const path = (points, kind) => {
-    const d = points.map(([a, b]) => `${X(a).toFixed(1)} ${Y(b).toFixed(1)}`).join("L");
-    root.append(h("path", { class: kind, d: `M${d}` }));
-  };
-  /** A round mark is manual's, a square one tiled's. */
-  const dot = (a, b, kind, r = 3) => root.append(kind.startsWith("manual")
-    ? h("circle", { class: `${kind} dot`, cx: X(a), cy: Y(b), r })
-    : h("rect", { class: `${kind} dot`, x: X(a) - r, y: Y(b) - r, width: 2 * r, height: 2 * r }));
-  box.replaceChildren(root);
-  return { X, Y, left, right, top, bottom, width, line, text, path, dot };
-}
-
-const around = (values, by = 1.6) => [Math.min(...values) / by, Math.max(...values) * by];

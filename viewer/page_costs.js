@@ -1,4 +1,4 @@
-// 4 cost: the roofline, the least time, and the table of both.
+// 4 cost: the roofline, and the table behind it.
 
 const BOTH = ["manual", "tiled"];
 const cost = { row: 0 };
@@ -30,14 +30,14 @@ function drawCosts() {
   $("cost-said").replaceChildren(h("b", {}, `T = ${int(row.T)}. `), ...said,
     `At best tiled is ${(row.manual.seconds / row.tiled.seconds).toFixed(1)} times as fast.`);
   drawRoofline(row);
-  drawTimes(row);
   drawCostRows();
 }
 
 function drawRoofline(row) {
   const points = costs.rows.flatMap((r) => [r.manual, r.tiled]);
   const rate = (c) => c.flops / c.seconds;
-  const x = around([...points.map((c) => c.intensity), costs.ridge], 3);
+  const at = [...points.map((c) => c.intensity), costs.ridge];
+  const x = [Math.min(...at) / 3, Math.max(...at) * 3];
   const y = [Math.min(...points.map(rate)) / 3, costs.peak * 2];
   const { X, Y, text, path, dot } = logChart($("roofline"), {
     x, y, xName: "FLOP a byte", yName: "FLOP/s", height: 300,
@@ -58,23 +58,45 @@ function drawRoofline(row) {
   }
 }
 
-function drawTimes(row) {
-  const least = costs.rows.flatMap((r) => [r.manual.seconds, r.tiled.seconds]);
-  const { X, Y, left, right, text, path, dot } = logChart($("times"), {
-    x: around(costs.rows.map((r) => r.T), 1.3), y: around(least, 2),
-    xName: "T, tokens", yName: "seconds", height: 300, xTick: int, yTick: seconds,
-    label: `Least time: at ${row.T} tokens ${seconds(row.manual.seconds)} for manual, `
-      + `${seconds(row.tiled.seconds)} for tiled`,
-  });
-  for (const name of BOTH) {
-    path(costs.rows.map((r) => [r.T, r[name].seconds]), name);
-    dot(row.T, row[name].seconds, name, 6);
-    const [at, down] = [X(row.T), Y(row[name].seconds)];
-    const said = [`${name} ${seconds(row[name].seconds)}`, `${name} halo`];
-    // Both lines rise: above them there is room on the left, below them on the right.
-    if (name === "manual" && at > left + 105) text(at - 11, down - 8, ...said, "end");
-    if (name === "tiled" && at < right - 105) text(at + 11, down + 18, ...said, "start");
+/** Axes with logarithmic scales in a box; gives what draws on them. */
+function logChart(box, { x, y, xName, yName, xTick, yTick, height, label }) {
+  const width = Math.max(box.clientWidth, 240);
+  const [left, right, top, bottom] = [58, width - 14, 22, height - 42];
+  const scale = ([low, high], from, to) => (v) => from + (Math.log(v / low) / Math.log(high / low))
+    * (to - from);
+  const X = scale(x, left, right);
+  const Y = scale(y, bottom, top);
+  const root = h("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+    "aria-label": label });
+  const line = (kind, x1, y1, x2, y2) => root.append(h("line", { class: kind, x1, y1, x2, y2 }));
+  const text = (at, down, said, kind = "tick", anchor = "middle") => root.append(
+    h("text", { x: at, y: down, class: kind, "text-anchor": anchor }, said));
+  const ticks = ([low, high], most) => {
+    const first = Math.ceil(Math.log10(low) - 1e-9);
+    const n = Math.floor(Math.log10(high) + 1e-9) - first + 1;
+    const every = Math.ceil(n / most);
+    return Array.from({ length: Math.ceil(n / every) }, (_, k) => 10 ** (first + k * every));
+  };
+  for (const v of ticks(x, width / 75)) {
+    line("grid", X(v), top, X(v), bottom);
+    text(X(v), bottom + 16, xTick(v));
   }
+  for (const v of ticks(y, height / 36)) {
+    line("grid", left, Y(v), right, Y(v));
+    text(left - 6, Y(v) + 4, yTick(v), "tick", "end");
+  }
+  text((left + right) / 2, height - 6, xName, "");
+  text(2, 10, yName, "tick", "start");
+  const path = (points, kind) => {
+    const d = points.map(([a, b]) => `${X(a).toFixed(1)} ${Y(b).toFixed(1)}`).join("L");
+    root.append(h("path", { class: kind, d: `M${d}` }));
+  };
+  /** A round mark is manual's, a square one tiled's. */
+  const dot = (a, b, kind, r) => root.append(kind.startsWith("manual")
+    ? h("circle", { class: `${kind} dot`, cx: X(a), cy: Y(b), r })
+    : h("rect", { class: `${kind} dot`, x: X(a) - r, y: Y(b) - r, width: 2 * r, height: 2 * r }));
+  box.replaceChildren(root);
+  return { X, Y, text, path, dot };
 }
 
 function drawCostRows() {

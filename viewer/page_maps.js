@@ -268,12 +268,4 @@ function drawAgreement() {
     + "output differs from the formula in float64 by at most ", small(a.error), "; allowed are ",
     small(a.allowed), `, and manual in ${about.dtype} differs by ${sci(a.manual_error)}. In head `
     + `${map.head} it is ${sci(a.heads[map.head])}. The largest output is ${sci(a.largest)}.`);
-  const names = ["", `error of ${about.backend}`, "allowed", "error of manual", "from manual",
-    "agrees"];
-  const rows = maps.layers.map((x, n) => h("tr", { class: n === map.layer ? "now" : null },
-    rowHead(`layer ${n}`),
-    ...[x.error, x.allowed, x.manual_error, x.from_manual].map((e) => td(sci(e))),
-    td(x.agrees ? "yes" : "NO")));
-  $("agreement-all").querySelector(".scroll").replaceChildren(h("table", { class: "data" },
-    h("thead", {}, h("tr", {}, names.map((name) => th(name)))), h("tbody", {}, rows)));
 }

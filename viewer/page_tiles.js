@@ -1,4 +1,4 @@
-// 2 tiles: the player of the trace, and the tile sizes. page_board.js draws the picture beside it.
+// 2 tiles: the player of the trace. page_board.js draws the picture beside it.
 
 const N = tiles.steps.length; // of the grid; of these the mask leaves VISITED to compute
 const VISITED = tiles.steps.filter((s) => !s.skipped).length;
@@ -231,13 +231,6 @@ function drawWorked(step) {
   };
   box.append(h("dl", {}, Object.entries(lines).flatMap(([name, line]) => [
     h("dt", {}, name), h("dd", {}, line)])));
-  if (!head.o) return;
-  const D = head.o.shape[2];
-  const o = unpack(head.o).subarray((step.at * M + row) * D, (step.at * M + row + 1) * D);
-  const most = Math.max(...Array.from(o, Math.abs)) || 1;
-  const canvas = h("canvas", { role: "img", "aria-label": `The ${D} numbers of O of this row` });
-  box.append(picture(1, D, (_, d) => 0.5 + (0.5 * o[d]) / most, signed, canvas),
-    hint(`The ${D} numbers of O after this tile: blue is negative, orange positive.`));
 }
 
 /** Manual's bytes at the same progress: it makes three passes, each a third of the way. */
@@ -278,9 +271,8 @@ function drawCounters() {
   const step = done > 0 ? tiles.steps[done - 1]
     : { read: 0, written: 0, read_so_far: 0, written_so_far: 0 };
   const manual = manualAt(done / N);
-  const long = traffic.shapes.at(-1);
-  const best = long.rows.filter((r) => r.fits).at(-1) || long.rows[0];
-  const ratio = (long.manual_read + long.manual_written) / (best.read + best.written);
+  const long = costs.rows.find((r) => r.T === 4096);
+  const ratio = long.manual.bytes / long.tiled.bytes;
   $("counters").replaceChildren(
     h("h3", {}, "To and from main memory"),
     hint(`All ${H} heads of one layer, numbers of ${tiles.size} bytes; the fuller colour is what `
@@ -290,9 +282,9 @@ function drawCounters() {
       `by this tile ${int(step.read)} read, ${int(step.written)} written`),
     meter("manual", manual.read, manual.written, manual.text),
     hint(`Manual makes ${tiles.manual.length} passes over main memory, here spread evenly over the `
-      + `same progress. ${inTheEnd(end.tiled, end.manual)} At ${int(long.T)} tokens, with tiles of `
-      + `${best.block_m} × ${best.block_n}, manual moves ${ratio.toFixed(ratio < 10 ? 1 : 0)} `
-      + "times as much as tiled."));
+      + `same progress. ${inTheEnd(end.tiled, end.manual)} At ${int(long.T)} tokens, in `
+      + `${costs.dtype} with tiles of ${costs.block_m} × ${costs.block_n}, manual moves `
+      + `${ratio.toFixed(ratio < 10 ? 1 : 0)} times as much as tiled.`));
 }
 
 function drawOutputs() {
@@ -334,62 +326,4 @@ function drawPlayer() {
   boardLegend();
   drawCounters();
   drawOutputs();
-}
-
-// ------------------------------------------------------------------------------- how large a tile?
-
-const sizes = { shape: traffic.shapes.length - 1, row: 0 };
-
-function buildSizes() {
-  $("sizes-lengths").append(...traffic.shapes.map((s, n) => h("label", {}, h("input", {
-    type: "radio", name: "shape", value: n, checked: n === sizes.shape,
-    onchange: () => {
-      sizes.shape = n;
-      drawSizes();
-    } }), `${many(s.T, "token")}${s.T === T ? ", this prompt" : ""}`)));
-  const fits = traffic.shapes[sizes.shape].rows.filter((r) => r.fits).length;
-  sizes.row = Math.max(fits - 1, 0);
-  $("tile-size").addEventListener("input", () => {
-    sizes.row = Number($("tile-size").value);
-    drawSizes();
-  });
-}
-
-function drawSizes() {
-  const shape = traffic.shapes[sizes.shape];
-  $("tile-size").max = shape.rows.length - 1;
-  sizes.row = Math.min(sizes.row, shape.rows.length - 1);
-  $("tile-size").value = sizes.row;
-  const row = shape.rows[sizes.row];
-  const moved = (r) => r.read + r.written;
-  const manual = shape.manual_read + shape.manual_written;
-  const times = manual / moved(row);
-  $("tile-size").setAttribute("aria-valuetext", `${row.block_m} by ${row.block_n}`);
-  $("sizes-said").replaceChildren(
-    h("b", {}, `${row.block_m} × ${row.block_n}`), " needs ", count(row.fast_memory),
-    ` bytes on the chip and ${row.fits ? "fits" : "does not fit"} into the `
-    + `${scaled(traffic.fast_memory, "B", 1024)} assumed. `,
-    named("tiled"), " reads ", count(row.read), " bytes and writes ", count(row.written), "; ",
-    named("manual"), " moves ", count(manual), `, ${times.toFixed(times < 1 ? 2 : 1)} times as `
-    + `much. Skipping tiles saved ${scaled(row.read_unskipped - row.read, "B")} of reading.`);
-  const memory = shape.rows.map((r) => r.fast_memory);
-  const chart = logChart($("sizes-chart"), {
-    x: around([...memory, traffic.fast_memory]), y: around([...shape.rows.map(moved), manual]),
-    xName: "bytes on the chip that one tile needs", yName: "bytes moved", height: 280,
-    xTick: (v) => scaled(v, "B"), yTick: (v) => scaled(v, "B"),
-    label: `Bytes moved by tile size, ${shape.T} tokens`,
-  });
-  const { X, Y, left, right, top, bottom, width, line, text, path, dot } = chart;
-  line("manual", left, Y(manual), right, Y(manual));
-  text(right - 4, Y(manual) + (Y(manual) < top + 20 ? 16 : -7), "manual", "manual halo", "end");
-  line("dash", X(traffic.fast_memory), top, X(traffic.fast_memory), bottom);
-  const assumed = `fast memory: ${scaled(traffic.fast_memory, "B", 1024)}`;
-  text(X(traffic.fast_memory) + 4, 10, assumed, "", "end");
-  path(shape.rows.map((r) => [r.fast_memory, moved(r)]), "tiled");
-  shape.rows.forEach((r) => dot(r.fast_memory, moved(r), r.fits ? "tiled" : "tiled small"));
-  const [at, down] = [X(row.fast_memory), Y(moved(row))];
-  dot(row.fast_memory, moved(row), "tiled", 6);
-  const before = at > width * 0.35; // on the free side of a line that falls
-  text(at + (before ? -9 : 11), down + (before && down + 24 < bottom ? 20 : -10),
-    `tiled ${row.block_m} × ${row.block_n}`, "tiled halo", before ? "end" : "start");
 }

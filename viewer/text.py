@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from viewer.document import Caches, CacheStep, Costs, Document, TileStep, Traffic, unpack
+from viewer.document import Caches, CacheStep, Costs, Document, TileStep, unpack
 
 WIDTH = 80
 SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-"), (0.0, "."))
@@ -22,7 +22,6 @@ def render(document: Document) -> str:
         head(document),
         attention_map(document, about["layer"], about["head"]),
         tile_walk(document, about["layer"], about["head"]),
-        traffic(document["traffic"]),
         caches(document["caches"]),
         costs(document["costs"], about["n_head"]),
     ]
@@ -153,29 +152,6 @@ def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str
         ]
         lines.append(f"{f'Q_{row // n_cols}':>12}" + "".join(f"{c:>5}" for c in cells))
     return [*lines, "", "            x wholly visible   / masked in part   . skipped"]
-
-
-def traffic(found: Traffic) -> list[str]:
-    """Bytes moved against the fast memory that a tile needs."""
-    lines = title("TRAFFIC: bytes to and from main memory, one layer forward, all heads")
-    lines += wrap(
-        "The larger a tile, the less often keys and values are read. Fast memory assumed: "
-        f"{amount(found['fast_memory'])}; a tile marked - does not fit into it."
-    )
-    for shape in found["shapes"]:
-        manual = shape["manual_read"] + shape["manual_written"]
-        lines += ["", f"{count(shape['T'], 'token')}; manual moves {amount(manual)}",
-                  f"{'tile':>12}{'needs':>10}{'tiled moves':>14}{'of manual':>12}"
-                  f"{'if none were skipped':>23}"]  # fmt: skip
-        for row in shape["rows"]:
-            moved = row["read"] + row["written"]
-            unskipped = row["read_unskipped"] + row["written"]
-            tile = f"{row['block_m']} x {row['block_n']}"
-            lines.append(
-                f"{tile:>12}{amount(row['fast_memory']):>10}{amount(moved):>14}"
-                f"{moved / manual:>12.1%}{amount(unskipped):>23}{'' if row['fits'] else '  -'}"
-            )
-    return lines
 
 
 def caches(found: Caches) -> list[str]:

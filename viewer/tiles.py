@@ -8,7 +8,6 @@ that share keys and values read them once; the rest is a head's own.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -35,15 +34,14 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
         )
     one = calls[layer].spec
     trace = trace_of(*calls[layer].given, B_r=B_r, B_c=B_c)[0]
-    layers, heads, with_o, notes = _chosen(
-        (len(calls), H), layer, head, len(trace) * B_r * (B_c + 4) + 2 * T * D, len(trace) * B_r * D
-    )
+    each = len(trace) * B_r * (B_c + 4) + 2 * T * D  # TracedHead's arrays
+    layers, heads, notes = _chosen((len(calls), H), layer, head, each)
     if calls[layer].segments is not None:
         notes.append("The border of a document masks scores, and skips no tile.")
     played: list[TracedHead] = []
     for n in layers:
         told, out = trace_of(*calls[n].given, B_r=B_r, B_c=B_c)
-        played += _heads(calls[n], n, heads, told, out, (B_r, B_c), with_o)
+        played += _heads(calls[n], n, heads, told, out, (B_r, B_c))
     return {
         "block_m": B_r,
         "block_n": B_c,
@@ -115,37 +113,27 @@ def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -
     return found
 
 
-def _chosen(shape: tuple[int, int], layer: int, head: int, least: int,
-            outputs: int) -> tuple[list[int], list[int], bool, list[str]]:  # fmt: skip
-    """Which layers and heads are traced, and whether with O_i: the most that the budget allows.
+def _chosen(shape: tuple[int, int], layer: int, head: int,
+            each: int) -> tuple[list[int], list[int], list[str]]:  # fmt: skip
+    """Which layers and heads are traced: the most that the budget allows.
 
     Args:
         shape: layers and heads that there are.
-        least, outputs: numbers of one head without O_i, and of its O_i.
+        each: numbers of one head.
     """
     L, H = shape
-    plans = (
-        (list(range(L)), list(range(H)), ""),
-        ([layer], list(range(H)), f"the heads of layer {layer} only"),
-        ([layer], [head], f"head {head} of layer {layer} only"),
-    )
-    numbers = {
-        (plan, with_o): len(plans[plan][0]) * len(plans[plan][1]) * (least + outputs * with_o)
-        for plan, with_o in product(range(len(plans)), (True, False))
-    }
-    plan, with_o = next((x for x, n in numbers.items() if n <= BUDGET), (-1, False))
-    layers, heads, what = plans[plan]
+    if L * H * each <= BUDGET:
+        return list(range(L)), list(range(H)), []
+    if H * each <= BUDGET:
+        heads, what = list(range(H)), f"the heads of layer {layer} only"
+    else:
+        heads, what = [head], f"head {head} of layer {layer} only"
     why = f"to keep the file below {BUDGET * 4 // 10**6} MB of numbers"
-    notes = []
-    if what:
-        notes.append(f"Tiles are traced for {what}, {why}; --layer and --head choose.")
-    if not with_o:
-        notes.append(f"Of O_i the norm of each row is shown, not its numbers, {why}.")
-    return layers, heads, with_o, notes
+    return [layer], heads, [f"Tiles are traced for {what}, {why}; --layer and --head choose."]
 
 
 def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor,
-           tile: tuple[int, int], with_o: bool) -> list[TracedHead]:  # fmt: skip
+           tile: tuple[int, int]) -> list[TracedHead]:  # fmt: skip
     """The trace of some heads of one layer, and the output of tiled beside manual's."""
     B_r, B_c = tile
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
@@ -164,7 +152,6 @@ def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Ten
             "m": pack(m[:, h]),
             "l": pack(l[:, h]),
             "rescale": pack(rescale[:, h]),
-            "o": pack(o[:, h]) if with_o else None,
             "o_norm": pack(o[:, h].norm(dim=-1)),
             "out": pack(out[0, :, h]),
             "manual": pack(plain[0, :, h]),
