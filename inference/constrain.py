@@ -6,10 +6,8 @@
 A finite automaton reads text and is in one of n states; some accept: the text so far is a whole
 match. Whether a token may come next depends on the state alone, so a decode step needs two gathers,
 inside its graph, and the host waits for nothing (Willard & Louf 2023, "Efficient guided generation
-for large language models", arXiv 2307.09702).
-
-**Small tables.** Tokens that agree in every state are one class: tens to hundreds of classes, where
-GPT-2 has 50,257 tokens. Kept are the class of each token (V,) and the next state (n, classes).
+for large language models", arXiv 2307.09702). Tokens that agree in every state are one class: tens
+to hundreds of classes, where GPT-2 has 50,257 tokens.
 
 **Every text ends well.** For each state is known the least number of tokens that lead to a match.
 A token is allowed only where that many are left after it, so what max_new_tokens cuts off is a
@@ -17,8 +15,7 @@ match as well. The end-of-text token is allowed where a state accepts; where in 
 left no longer match can follow, a text ends without it.
 
 Regular expressions are compiled by outlines-core (the extra "constrain"); docs/CONSTRAINTS.md has
-this beside xgrammar and llguidance, which cut a text where it is. Refused: look-around,
-back-references, anchors other than ^ and $ around the whole.
+this beside xgrammar and llguidance, which cut a text where it is.
 """
 
 from __future__ import annotations
@@ -62,9 +59,8 @@ class Automaton(nn.Module):
     least: Tensor  # (states,) int32: the fewest tokens to a match, 0 where a state accepts
     onward: Tensor  # (states,) int32: the fewest to a longer match than this one
 
-    def __init__(
-        self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray, has_eot: bool
-    ) -> None:
+    def __init__(self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray,
+                 has_eot: bool) -> None:  # fmt: skip
         """The first state is the start, the last two are the end and the dead state."""
         super().__init__()
         self.end = len(transition) - 2
@@ -111,11 +107,12 @@ class Automaton(nn.Module):
 def regex(pattern: str, tokenizer: Any) -> Automaton:
     """Texts that match a regular expression as a whole, in Rust's syntax, which is nearly Python's.
 
+    Refused: look-around, back-references, anchors other than ^ and $ around the whole.
+
     Raises: UserError, it cannot be used, or no text of the tokenizer's tokens matches.
     """
-    return over_tokens(
-        compiled(pattern), tokenizer, f"the regular expression {_shortened(pattern)}"
-    )
+    what = f"the regular expression {_shortened(pattern)}"
+    return over_tokens(compiled(pattern), tokenizer, what)
 
 
 def choices(texts: Sequence[str], tokenizer: Any) -> Automaton:
@@ -181,10 +178,9 @@ def compiled(pattern: str) -> Bytes:
     after_nul = found.get(index.get_initial_state(), {})
     rows = [{token - 256: state for token, state in after_nul.items() if 256 <= token < 512}]
     number: dict[int, int] = {}  # of the library's states, in the order in which they are met
-    ends = set()
-    for i, row in enumerate(rows):
-        if row.pop(0, None) in finals:
-            ends.add(i)
+    accepts = []
+    for row in rows:  # which grow meanwhile
+        accepts.append(row.pop(0, None) in finals)
         for byte, state in row.items():
             if state not in number:
                 number[state] = len(rows)
@@ -193,7 +189,7 @@ def compiled(pattern: str) -> Bytes:
     table = np.full((len(rows) + 1, 256), len(rows), dtype=np.int32)
     for line, row in zip(table, rows):
         line[list(row)] = list(row.values())
-    return Bytes(table, np.isin(np.arange(len(table)), list(ends)))
+    return Bytes(table, np.array([*accepts, False]))
 
 
 # --- the automaton over tokens ---
@@ -204,11 +200,8 @@ def over_tokens(automaton: Bytes, tokenizer: Any, what: str) -> Automaton:
     tokens, eot = tokenizer.token_bytes(), tokenizer.eot
     step, token_class = _classes(automaton.table, tokens, what)  # (n, classes), (V,)
     least = np.where(automaton.accepts, 0, NEVER)  # the fewest tokens to a match
-    for n in range(1, len(step) + 1):
-        near = (least == NEVER) & (least[step] == n - 1).any(1)
-        if not near.any():
-            break
-        least[near] = n
+    while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
+        least[near] = least[step[near]].min(1) + 1
     alive = least < NEVER
     if not alive[0]:
         raise UserError(f"no text of the model's vocabulary of {len(tokens)} tokens matches {what}")
@@ -217,8 +210,7 @@ def over_tokens(automaton: Bytes, tokenizer: Any, what: str) -> Automaton:
 
     n = int(alive.sum())
     end, dead = n, n + 1
-    renamed = np.full(len(alive), dead, dtype=np.int32)
-    renamed[alive] = np.arange(n)
+    renamed = np.where(alive, np.cumsum(alive) - 1, dead)
     transition = np.full((n + 2, step.shape[1] + 1), dead, dtype=np.int32)
     transition[:n, :-1] = renamed[step[alive]]
     # The last column is the end-of-text token's. Without one an ended row repeats the first token,
@@ -236,9 +228,8 @@ def over_tokens(automaton: Bytes, tokenizer: Any, what: str) -> Automaton:
     return Automaton(transition, token_class, least, eot is not None)
 
 
-def _classes(
-    table: np.ndarray, tokens: Sequence[bytes], what: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _classes(table: np.ndarray, tokens: Sequence[bytes],
+             what: str) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Tokens that lead from every state to the same state as one another, as one column.
 
     What a token does is what its bytes do one after the other: one composition for each *different*
@@ -262,13 +253,13 @@ def _classes(
                 composed[key] = number.setdefault(after.tobytes(), len(maps))
                 if composed[key] == len(maps):
                     maps.append(after)
-                    if len(maps) * len(table) > MAX_ENTRIES:
-                        raise UserError(
-                            f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f}"
-                            " GB; it needs fewer choices, or smaller numbers of repetitions"
-                        )
             at = composed[key]
         of_token[i] = at if token else -1
+        if len(maps) * len(table) > MAX_ENTRIES:
+            raise UserError(
+                f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f} GB; it "
+                "needs fewer choices, or smaller numbers of repetitions"
+            )
     maps.append(np.full_like(maps[0], len(table) - 1))
     used, token_class = np.unique(of_token, return_inverse=True)
     return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)

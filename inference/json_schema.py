@@ -61,11 +61,7 @@ def to_regex(schema: str | dict[str, Any]) -> str:
 
 
 def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
-    """The values that a schema describes.
-
-    Args:
-        where: its place, for messages; root: the whole schema; refs: those that led here.
-    """
+    """The values that a schema describes; where: its place, refs: those that led to it."""
 
     def part(name: str, inner: Any) -> str:
         return _value(inner, f"{where}/{name}", root, refs)
@@ -103,8 +99,6 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
             low, high = _counts(schema, "Length", where)
             return f'"{CHARACTER}{{{low},{"" if high is None else high}}}"'
         case "array":
-            if "items" not in schema:
-                raise _wrong(where, "an array needs items")
             item, (low, high) = part("items", schema["items"]), _counts(schema, "Items", where)
             if high == 0:
                 return rf"\[{SPACE}\]"
@@ -112,8 +106,6 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
             items = f"(?:{item}(?:{COMMA}{item}){more}{SPACE})"
             return rf"\[{SPACE}{items}{'' if low else '?'}\]"
         case "object":
-            if "properties" not in schema:
-                raise _wrong(where, "an object needs properties")
             required = schema.get("required", [])
             if missing := [name for name in required if name not in list(schema["properties"])]:
                 what = f"{json.dumps(missing[0])} is required, and is not among the properties"
@@ -163,9 +155,7 @@ def _wrong(where: str, what: str, *got: Any) -> UserError:
 
 def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
     """Every keyword is honoured beside a type, or a keyword like one, and its value has a type."""
-    known = KEYWORDS.get(kind, {})
-    if kind not in ("anyOf", "$ref"):
-        known = {"type": object} | known
+    known = ({} if kind in ("anyOf", "$ref") else {"type": object}) | KEYWORDS.get(kind, {})
     for key, value in sorted(schema.items()):
         if key not in known:
             what = f"the keyword {key!r} is not supported for {kind}; supported: "
@@ -174,6 +164,9 @@ def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
             raise _wrong(where, f"{key} must be {NAMES[known[key]]}", value)
         if key in ("anyOf", "enum", "properties") and not value:
             raise _wrong(where, f"{key} must be {NAMES[known[key]]} of one or more", value)
+    needed = {"array": "items", "object": "properties"}.get(kind)
+    if needed and needed not in schema:
+        raise _wrong(where, f"an {kind} needs {needed}")
 
 
 def _target(ref: str, where: str, root: Any) -> Any:
