@@ -102,12 +102,7 @@ class Prompt:
 
 def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
     """The prompt's tokens, at most MOST_TOKENS; a UserError where it cannot be taken."""
-    given = config.prompt
-    if given.startswith("FILE:"):
-        try:
-            given = Path(given.removeprefix("FILE:")).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"the prompt file cannot be read ({e})") from e
+    given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0].text  # FILE: is read
     parts = [given] if config.segments is None else given.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]

@@ -49,6 +49,7 @@ DATASETS = {  # name -> the settings that make its result
     "text": _DOCUMENTS | {"tokenizer"},
     **dict.fromkeys(HUB, _DOCUMENTS),
 }
+BINS = ("train.bin", "val.bin")
 SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
@@ -128,12 +129,11 @@ def train_command(dataset: str, folder: Path) -> str:
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
     """Give the partial files their names; at no moment a meta.json lies beside files of another."""
-    bins = ("train.bin", "val.bin")
-    meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in bins}
+    meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in BINS}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
     (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
-    for name in (*bins, "meta.json"):
+    for name in (*BINS, "meta.json"):
         os.replace(_partial_path(out_dir, name), out_dir / name)
 
 
@@ -167,8 +167,7 @@ def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         if all(meta[key] == made_from[key] for key in ("dataset", "options")):
-            bins = ("train.bin", "val.bin")
-            whole = all(_sha256(out_dir / name) == meta["sha256"][name] for name in bins)
+            whole = all(_sha256(out_dir / name) == meta["sha256"][name] for name in BINS)
             return whole and meta["source"] == made_from["source"]
         there = f"another dataset, made by: {command(out_dir, meta)}"
     except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one

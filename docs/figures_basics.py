@@ -12,7 +12,8 @@ from core.settings import UserError
 from docs.format import Numbers, drawing, megabytes, plain, table
 from viewer.cost import fast_memory, manual_steps
 from viewer.document import TileStep
-from viewer.tiles import steps, trace_of
+from viewer.text import grid
+from viewer.tiles import Tile, steps, trace_of
 
 
 def one_query(q: Numbers = (2, 0, 1, 1),
@@ -134,20 +135,11 @@ def tiles(Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | 
           D: int = 64) -> str:  # fmt: skip
     """Page 5: which tiles are visited, and the bytes of one head in float32, by the trace."""
     spec = Spec(1, 1, D, "float32", window=window)
-    trace = traced(spec, Tq, Tk, B_r, B_c)
-    rows, cols = tiled.blocks(Tq, B_r), tiled.blocks(Tk, B_c)
-    lines = [" " * 6 + " ".join(f"K{j}".ljust(3) for j in range(len(cols)))]
-    for i, I in enumerate(rows):
-        signs = []
-        for j, J in enumerate(cols):
-            S = torch.zeros(I.stop - I.start, J.stop - J.start)
-            whole = tiled.masked(S, I, J, Tq, Tk, window, None) is S  # nothing to mask
-            signs.append("." if trace[i * len(cols) + j]["skipped"] else "x" if whole else "/")
-        lines.append(f"Q{i}".ljust(6) + " ".join(sign.ljust(3) for sign in signs))
-    lines += ["", "x  visited, no mask     /  visited, masked entry by entry     .  skipped"]
-    visited, end = sum(not step["skipped"] for step in trace), trace[-1]
+    trace, walked = traced(spec, Tq, Tk, B_r, B_c)
+    lines = grid(walked, len(tiled.blocks(Tk, B_c)), [tile.S.numpy() for tile in trace])
+    end = walked[-1]
     told = [
-        f"{visited} of {len(trace)} tiles are visited. "
+        f"{len(trace)} of {len(walked)} tiles are visited. "
         f"Read: {end['read_so_far']:,} bytes, written: {end['written_so_far']:,}."
     ]
     if Tq == Tk:
@@ -169,21 +161,21 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
     ]  # fmt: skip
     for B_r in sizes:
         B_c = min(B_r, D)
-        trace = traced(spec, T, T, B_r, B_c)
-        read, written = trace[-1]["read_so_far"], trace[-1]["written_so_far"]
+        trace, walked = traced(spec, T, T, B_r, B_c)
+        read, written = walked[-1]["read_so_far"], walked[-1]["written_so_far"]
         needs = fast_memory(spec, B_r, B_c)
         rows.append((f"`tiled`, B_r = {B_r}, B_c = {B_c}", f"{needs / 1024:.1f} KiB",
-                     f"{sum(not step['skipped'] for step in trace):,}", megabytes(read),
-                     megabytes(written), f"{read * needs / 1e9:.1f}"))  # fmt: skip
+                     f"{len(trace):,}", megabytes(read), megabytes(written),
+                     f"{read * needs / 1e9:.1f}"))  # fmt: skip
     titles = ("", "on chip, M", "tiles visited", "read", "written", "read · M / 10^9")
     return table(titles, rows)
 
 
-def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
-    """The tiles of forward_tiles() for these lengths, of one head; the numbers do not matter."""
+def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> tuple[list[Tile], list[TileStep]]:
+    """What forward_tiles() visits, and its grid of tiles; the numbers in them do not matter."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
-    return steps(trace, spec, Tq, Tk, B_r, B_c)
+    return trace, steps(trace, spec, Tq, Tk, B_r, B_c)
 
 
 FIGURES = (one_query, scale, mask, memory, online, tiles, traffic)

@@ -142,7 +142,9 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
     return lines + wrap(*tiles["notes"])
 
 
-def grid(steps: Sequence[TileStep], n_cols: int, scores: np.ndarray) -> list[str]:
+def grid(
+    steps: Sequence[TileStep], n_cols: int, scores: Sequence[np.ndarray] | np.ndarray
+) -> list[str]:
     """Which tiles are visited: / masked in part, x wholly visible, . skipped."""
     lines = [" " * 12 + "".join(f"{f'K_{j}':>5}" for j in range(n_cols))]
     for row in range(0, len(steps), n_cols):
