@@ -256,7 +256,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     page.click("#to-end")
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
-    for part in ("#notes", "#agreement", "#query-title", "#map-bars", "#tile-notes", "#tile-rows",
+    for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-notes", "#tile-rows",
                  "#worked", "#cache-notes", "#cache-step", "#cost-about"):  # fmt: skip
         assert image in page.inner_text(part), part
     assert page.evaluate("typeof taken") == "undefined"
@@ -297,15 +297,12 @@ def test_a_token_shows_where_it_looks(show, which, request):
             w = weights.get(j)
             want = "" if w is None else f"{100 * w:.0f}" if w >= 0.005 else "·"
             assert percent == want or abs(float(percent) - 100 * weights[j]) <= 0.501
-        rows = [t.split("\t") for t in page.locator("#map-bars tbody tr").all_inner_texts()]
-        best = sorted(weights, key=lambda j: (-weights[j], j))
-        shown_rows = best if len(best) <= 9 else best[:8]
-        assert [int(row[0].split()[0]) for row in rows][: len(shown_rows)] == shown_rows
-        assert numbers(page, "#map-bars")[: len(shown_rows)] == [weights[j] for j in shown_rows]
-        assert sum(numbers(page, "#map-bars")) == pytest.approx(sum(weights.values()), abs=1e-9)
+        assert numbers(page, "#map-tokens") == [100 * w for w in weights.values()]
+        assert numbers(page, "#map-sum") == [pytest.approx(sum(weights.values()), abs=1e-9)]
         assert sum(weights.values()) == pytest.approx(1, abs=T / shown["maps"]["levels"])
-        assert page.inner_text("#map-bars tfoot").startswith("sum\t")
-        assert "1\u00a0± " in page.inner_text("#map-bars tfoot").replace("±\u00a0", "± ")
+        assert "add up to 1\u00a0±\u00a0" in page.inner_text("#map-sum").replace(
+            " ± ", "\u00a0±\u00a0"
+        )
     text = page.inner_text("#map-sum")
     assert ("in another document" in text) == (which == "windowed")
     assert ("outside the window" in page.inner_text("#map-legend")) == (which == "windowed")
@@ -353,7 +350,8 @@ def test_a_head_is_chosen_and_played(show, plain):
     assert page.inner_text("#map-title") == "Layer 0, head 3"
     assert page.locator("#thumbs [aria-pressed=true]").count() == 1
     T = len(plain["about"]["tokens"])
-    assert numbers(page, "#map-bars")[0] == max(weight(plain, 0, 3, T - 1, j) for j in range(T))
+    weights = [100 * weight(plain, 0, 3, T - 1, j) for j in range(T)]
+    assert numbers(page, "#map-tokens") == weights
     assert page.input_value("#tile-layer") + page.input_value("#tile-head") == "12"
     page.click("#to-player")
     assert page.input_value("#tile-layer") + page.input_value("#tile-head") == "03"

@@ -154,37 +154,22 @@ function drawQuery() {
     const rgb = sees(query, j) ? weightShade(w) : null;
     cell.style.background = rgb ? css(rgb) : "";
     cell.style.color = rgb ? inkOn(rgb) : "";
-    under.textContent = !sees(query, j) ? "" : w >= 0.005 ? String(Math.round(100 * w)) : "·";
+    const percent = w >= 0.005 ? String(Math.round(100 * w)) : "·";
+    under.replaceChildren(sees(query, j) ? num(100 * w, percent) : "");
   });
   strip.go(query);
   strip.show(query);
-  const seen = Array.from({ length: to - from }, (_, n) => from + n);
-  const row = seen.map((j) => [j, weight(layer, head, query, j)]);
-  row.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
-  const shown = row.length > 9 ? row.slice(0, 8) : row;
-  const rest = row.slice(shown.length);
-  const sum = (of) => of.reduce((s, [, w]) => s + w, 0);
-  const most = Math.max(...shown.map(([, w]) => w)) || 1;
-  const line = (name, w, bar) => {
-    if (bar) bar.style.width = `${(100 * w) / most}%`;
-    const shares = num(w, w.toFixed(DECIMALS));
-    return h("tr", { class: bar ? null : "rest" }, rowHead(name), td(bar), td(shares));
-  };
-  const [caption, body, foot] = $("map-bars").children;
-  caption.textContent = `The ${many(row.length, "token")} that it sees, by weight`;
-  body.replaceChildren(...shown.map(([j, w]) => line(`${j} ${about.tokens[j].label}`, w, h("i"))));
-  if (rest.length) body.append(line(`${rest.length} more`, sum(rest), null));
-  foot.replaceChildren(h("tr", {}, rowHead("sum"),
-    h("td", { colspan: 2 }, `1\u00a0±\u00a0${sci(maps.sum_error)}`)));
+  let sum = 0;
+  for (let j = from; j < to; j++) sum += weight(layer, head, query, j);
   const documents = about.segments || Array(T).fill(0);
   const others = documents.slice(0, from).filter((s) => s !== documents[query]).length;
   const hidden = [query < T - 1 && `${int(T - 1 - query)} later`,
     others && `${int(others)} in another document`,
     from > others && `${int(from - others)} outside the window`].filter(Boolean);
   $("map-sum").replaceChildren(hidden.length ? `Hidden: ${hidden.join(", ")}. ` : "",
-    "No row's sum is off 1 by more than that. For this page each weight was rounded to one of "
-    + `${int(maps.levels + 1)} levels; as rounded these add up to `,
-    num(sum(row), sum(row).toFixed(6)), ".");
+    `The weights of a row add up to 1\u00a0±\u00a0${sci(maps.sum_error)}. For this page each was `
+    + `rounded to one of ${int(maps.levels + 1)} levels; as rounded these add up to `,
+    num(sum, sum.toFixed(6)), ".");
 }
 
 function drawMaps() {
