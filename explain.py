@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 
 import attention
 import checkpoint
 import sample
 from core.runtime import describe, show_log
-from core.settings import UserError, exit_on_user_error, read
+from core.settings import UserError, check_fields, exit_on_user_error, read
 from model import GPT
 from viewer.caches import caches, refused
 from viewer.cost import costs
@@ -47,16 +48,18 @@ class ExplainConfig:
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
-    window: int | None = None  # keys that a query sees; none: as the model has it
+    window: PositiveInt | None = None  # keys that a query sees; none: as the model has it
     # --- text ---
     prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
     segments: str | None = None  # a mark that cuts the prompt into documents; it is left out
     # --- what to look at ---
     layer: int = 0  # what the page begins with, and --text shows
     head: int = 0  # of that layer
-    block_m: int = 8  # rows of a tile, queries: small, so that a short text has several
-    block_n: int = 8  # columns of a tile, keys
-    fast_memory: int = 192 * 1024  # bytes on chip that are assumed; an A100 has so many a processor
+    block_m: PositiveInt = 8  # rows of a tile, queries: small, so that a short text has several
+    block_n: PositiveInt = 8  # columns of a tile, keys
+    fast_memory: PositiveInt = (
+        192 * 1024
+    )  # bytes on chip that are assumed; an A100 has so many a processor
     gpu: str = "A100-SXM4-80GB"  # whose roofline
     # --- output ---
     html: str | None = None  # the page; none: explain.html in out_dir, or here with --init_from
@@ -67,11 +70,7 @@ class ExplainConfig:
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "fast_memory"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        check_fields(self)
         if self.segments == "":
             raise ValueError("segments must have at least one character, or be none")
 

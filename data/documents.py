@@ -1,4 +1,4 @@
-"""Documents out of files and from the hub, and the pieces that are tokenized at once."""
+"""Documents from files and from the hub, and the pieces of them that are tokenized at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source_files(root: Path) -> list[Path]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with a file of the user's into one sentence that names it."""
+    """An error while a file is read, as one sentence that names the file."""
     try:
         yield
     except UnicodeDecodeError as e:

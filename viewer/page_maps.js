@@ -57,15 +57,9 @@ function trait(layer, head) {
   const mean = (over, of) => over.reduce((sum, i) => sum + of(i), 0) / over.length;
   const share = (over, at) => `${Math.round(100 * mean(over, (i) => weight(layer, head, i, at(i))))}%`;
   const later = rows.slice(1);
-  const bits = mean(rows, (i) => rows.reduce((sum, j) => {
-    const w = weight(layer, head, i, j);
-    return w > 0 ? sum - w * Math.log2(w) : sum;
-  }, 0));
   return `On average ${share(rows, (i) => i)} of a token's weight falls on itself, `
     + `${share(later, (i) => i - 1)} on the token before it and ${share(later, () => 0)} on the `
-    + `first one. It is as `
-    + `spread out as an even share over ${(2 ** bits).toFixed(1)} tokens `
-    + "(2 to the power of the mean entropy).";
+    + "first one.";
 }
 
 const mapView = { cell: 0, left: 0, top: 0 };
