@@ -45,20 +45,26 @@ class Metrics:
         partial.replace(self.path)
         self.file = self.path.open("a", encoding="utf-8")
 
-    def reckon_anew(self, speed: Speed) -> None:
-        """Give this run's rows their MFU against the peak of `speed`; an earlier run's stay."""
+    def reckon_anew(self, speed: Speed) -> int:
+        """Give this run's rows their MFU against the peak of `speed`; an earlier run's stay.
+
+        Returns:
+            how many there are.
+        """
         old = self.file
         try:
             old.flush()  # else what could not be written yet would be lost
             rows = read(self.path)
-            for row in rows:
-                if row["iter"] > self.step and "tokens_per_s" in row:
-                    row.pop("mfu_why", None)
-                    row |= replace(speed, tokens_per_s=row["tokens_per_s"]).row()
+            timed = [row for row in rows if row["iter"] > self.step and "tokens_per_s" in row]
+            for row in timed:
+                row.pop("mfu_why", None)
+                row |= replace(speed, tokens_per_s=row["tokens_per_s"]).row()
             self._begin_with(rows)
             old.close()
+            return len(timed)
         except OSError as e:
             log.warning("%s keeps the mfu of earlier steps (%s)", self.path, e)
+            return 0
 
     def log(self, **row: Any) -> None:
         try:
@@ -117,9 +123,8 @@ def believable(run: Any, speed: Speed) -> Speed:
     said = f"peak: measured again, for the run came near it: {run.peak}"
     if run.peak.tflops <= before.tflops:
         said += ", as before"
-    elif run.metrics:
-        run.metrics.reckon_anew(speed)
-        said += "; the mfu of the steps above is less, and metrics.jsonl says so now"
+    elif run.metrics and (n := run.metrics.reckon_anew(speed)):
+        said += f"; the mfu of {n} earlier lines is less, and metrics.jsonl says so now"
         said += ", wandb does not" * (run.metrics.wandb is not None)
     everyone.say(said)
     return speed

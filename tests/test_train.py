@@ -498,10 +498,10 @@ def test_the_last_line_has_the_median_of_the_intervals(data_dir, tmp_path, monke
 @pytest.mark.parametrize(
     "truth, shares",
     [
-        (2.0, [50.0, 25.0, 50.0, 50.0]),  # what a quiet machine gives, times what the run does
-        (0.8, [None] * 4),
+        (2.0, [25.0, 50.0, 50.0, 50.0]),  # what a quiet machine gives, times what the run does
+        (0.8, [62.5, None, None, None]),
     ],
-)  # never known: no look finds a peak that the run does not pass
+)  # no look finds one that it does not pass
 def test_a_run_that_comes_near_its_peak_measures_it_again(truth, shares, data_dir, tmp_path,
                                                           monkeypatch):  # fmt: skip
     """The peak of a busy machine, a third of the truth: the run made 149 % of it."""
@@ -509,7 +509,7 @@ def test_a_run_that_comes_near_its_peak_measures_it_again(truth, shares, data_di
 
     def moves(self: GPT, *args: Any, **kwargs: Any) -> Any:
         steps[0] += self.training
-        now[0] += self.training * 1e-3 * (2 if 8 < steps[0] <= 12 else 1)
+        now[0] += self.training * 1e-3 * (2 if steps[0] <= 8 else 1)
         return forward(self, *args, **kwargs)
 
     work = flops.flops_per_token(GPTConfig(16, len(set(TEXT)), 1, 2, 16, bias=False), 16) * 64e3
@@ -527,20 +527,21 @@ def test_a_run_that_comes_near_its_peak_measures_it_again(truth, shares, data_di
     r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=4, eval_interval=20,
             peak_tflops="none")  # fmt: skip
     rows = [row for row in r.rows if "tokens_per_s" in row and row["iter"] > 4]
-    assert [round(row["tokens_per_s"]) for row in rows] == [64000, 32000, 64000, 64000]
+    assert [round(row["tokens_per_s"]) for row in rows] == [32000, 64000, 64000, 64000]
     known = [row["mfu"] if row["mfu"] is None else round(100 * row["mfu"], 1) for row in rows]
     percents = [float(x) for x in re.findall(r"mfu (\d+\.\d)%", r.out)]
     assert not [x for x in percents if x > 100], r.out
-    if shares[0]:  # one look, at the first line, was enough
-        assert known == shares and len(found) == 2
-        assert r.out.count("; the mfu of the steps above is less, and metrics.jsonl says so") == 1
+    assert known == shares, "what was printed before, too"
+    again = f"near it: {found[1]}; the mfu of 2 earlier lines is less, and metrics.jsonl"
+    assert r.out.count(again) == 1
+    if truth > 1:
+        assert len(found) == 2, "one look was enough"
         assert f"\n64,000 tok/s, mfu 50.0% (causal {50 * flops_ratio():.1f}%) of measured" in r.out
         assert r.out.rstrip().splitlines()[-2].endswith(f"peak: {found[1]}")
     else:
-        assert known[1] is not None and known[0] is known[2] is known[3] is None
-        assert len(found) == 1 + 3  # at steps 4, 16 and 20, the last
+        assert len(found) == 1 + 2, "at step 12, and at 20, the last"
         why = f"the run does more than the peak of {found[1]}"
-        assert rows[0]["mfu_why"] == why and f"\n64,000 tok/s, mfu not known: {why}" in r.out
+        assert rows[1]["mfu_why"] == why and f"\n64,000 tok/s, mfu not known: {why}" in r.out
         assert "look 1), as before" in r.out
     assert "32 min" not in r.out and "17 min" not in r.out  # no second of it is in the time left
 
