@@ -139,7 +139,7 @@ import data
 from attention import Policy
 from core import flops, runtime
 from core.distributed import DistInfo
-from core.metrics import Metrics, duration, log_line, not_finite
+from core.metrics import Metrics, believable, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
 from inference.texts import continuation
@@ -171,6 +171,7 @@ class Run:
     peak: flops.Peak
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
+    peak_from: int = 0  # the step before which the peak is not measured again
     metrics: Metrics | None = None
 
     @property
@@ -328,6 +329,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             row = {"iter": run.step, "loss": mean_loss, "lr": lr, "mem_bytes": memory}
             speed = run.speed(run.global_batch * T / per_step) if run.step > warm_step else None
             if speed:
+                speed = believable(run, speed)
                 rates.append(speed.tokens_per_s)
                 row |= {"ms": per_step * 1e3, **speed.row()}
             say(log_line(row, per_step, speed, config.max_iters - run.step))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import statistics
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from attention.select import BACKENDS, packages, probe, resolve, select
 from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
-from attention.system import first_line, own_code, synchronize
+from attention.system import cache_folder, first_line, own_code, synchronize, write_at_once
 from attention.views import PagedView, StaticView, filled_cache
 
 log = logging.getLogger("nanoattn")
@@ -101,10 +100,7 @@ def fastest(
         chosen = take(name)
         if any(t.ms for t in timings):
             try:
-                answer.parent.mkdir(parents=True, exist_ok=True)
-                partial = answer.with_name(f"{answer.name}.{os.getpid()}")
-                partial.write_text(name, encoding="utf-8")
-                partial.replace(answer)  # at once: a kill leaves no half of a name
+                write_at_once(answer, name)
             except OSError as e:
                 log.warning(f"fastest: {answer} cannot be written, so nothing is remembered ({e})")
         return chosen
@@ -147,9 +143,7 @@ def answer_file(
     digest = hashlib.sha256(repr(conditions).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured anew
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("NANOATTN_CACHE") or caches / "nanoattn")
-    return folder / "fastest" / digest.hexdigest()[:32]
+    return cache_folder() / "fastest" / digest.hexdigest()[:32]
 
 
 def decide(timings: list[Timing], rule: str) -> str:

@@ -11,8 +11,10 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -54,6 +56,34 @@ def _distribution_version(package: str) -> str | None:
         if files & {f"{path}.py", f"{path}/__init__.py"}:
             return metadata.version(name)
     return None
+
+
+def cache_folder() -> Path:
+    """Where what was measured is remembered: $NANOATTN_CACHE, else nanoattn in the user's caches.
+
+    Raises:
+        OSError: the user has no home.
+    """
+    if own := os.environ.get("NANOATTN_CACHE"):
+        return Path(own)
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as e:  # a container's user may be a bare number
+        raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
+    return caches / "nanoattn"
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whatever ends this process and whoever writes beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
 
 
 def first_line(e: BaseException) -> str:

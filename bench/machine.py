@@ -34,7 +34,7 @@ import attention
 from attention.spec import Machine, Spec
 from attention.system import cpu_name
 from bench.job import Job
-from core import flops
+from core import peaks
 from core.runtime import describe, synchronize
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
@@ -186,7 +186,7 @@ def copy_size(device: torch.device, limit: int | None = None) -> tuple[int, str]
 
 
 def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, str]:
-    """Bytes a second to and from memory by the best of several large copies, and how measured."""
+    """Bytes a second to and from memory by the best of several large copies, now or remembered."""
     size, doubt = copy_size(device, limit)
     a = torch.ones(size // 4, device=device)  # float32
     b = torch.ones_like(a)
@@ -198,7 +198,11 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
         rates.append(2 * a.nbytes / seconds)  # all of a is read, all of b written
     del a, b
     reset_peak(device)
-    return max(rates), f"measured: copies of {size / 1e9:.2g} GB{doubt}"
+    how = f"copies of {size / 1e9:.2g} GB{doubt}"
+    if doubt or size < LEAST_COPY:  # it may be a cache's: nothing to be remembered as the memory's
+        return max(rates), f"measured: {how}"
+    rate, source = peaks.better(max(rates) / 1e9, "GB/s", how, device)
+    return rate * 1e9, source
 
 
 # ----------------------------------------------------------------------------- what is here
@@ -248,7 +252,7 @@ def reason(error: attention.BackendUnavailable) -> str:
 def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
     device, name = job.device, cpu_name() or platform.machine()
-    peak = flops.peak(device, job.dtype, job.config.peak_tflops)
+    peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
     own: dict[str, Any] = {
         "name": name,
         "capability": None,
@@ -261,7 +265,7 @@ def look(job: Job) -> dict[str, Any]:
             "name": torch.cuda.get_device_name(device),
             "capability": torch.cuda.get_device_capability(device),
             "driver": driver(),
-            "products_tflops": flops.measured_peak(device, job.setup.dtype).tflops,
+            "products_tflops": peaks.best_peak(device, job.dtype).tflops,
         }
     return {
         "device": str(device),

@@ -65,11 +65,12 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
         left.annotate(f"{rate:,.0f}", (rate * 0.02, i), **inside)
     left.set(yticks=list(at), yticklabels=names, title="tokens a second, quartiles", xlim=(0, None))
     for key, dy, alpha in (("mfu", 0.18, 1.0), ("mfu_causal", -0.18, 0.55)):
-        shares = [100 * r[key] for r in rows]
+        shares = [100 * (r[key] or 0) for r in rows]  # None: no figure, no bar
         right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
         for i, share in enumerate(shares):
             beside = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-            right.annotate(f"{share:.1f}", (share, i + dy), xytext=(4, 0), **beside)
+            said = f"{share:.1f}" if share else "-"
+            right.annotate(said, (share, i + dy), xytext=(4, 0), **beside)
     of = "measured peak" if content["machine"]["peak_measured"] else "peak"
     right.set(title=f"% of {of}: mfu, mfu_causal")
     right.margins(x=0.12)

@@ -83,22 +83,23 @@ def work(config: GPTConfig, sequences: int, micro: int, dtype: str, clip: bool) 
 
 
 def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
-            bandwidth: float, peak: float) -> dict[str, float]:  # fmt: skip
+            bandwidth: float, peak: float) -> dict[str, Any]:  # fmt: skip
     """The step in which every part runs at its roofline: "ms", "tokens_per_s", "mfu", "mfu_causal".
 
+    Where keys are masked `mfu` can be more than 1, and is None: attention does only those it sees.
     Matmuls run at `tflops`, the memory at `bandwidth` bytes a second; `peak` is what the MFU is of.
     """
     ms = sum(w.ms(tflops, bandwidth) for w in parts.values())
     tokens = sequences * config.block_size
     rate = tokens / (ms / 1e3)
-    full, causal = flops.mfu(config, config.block_size, rate, flops.Peak(peak, ""))
-    return {"ms": ms, "tokens_per_s": rate, "mfu": full, "mfu_causal": causal}
+    of = flops.Peak(peak, "the roofline's")
+    return {"ms": ms, **flops.Speed(config, config.block_size, rate, of).row()}
 
 
-def told(found: dict[str, float], of: str) -> str:
+def told(found: dict[str, Any], of: str) -> str:
     """A ceiling in words."""
-    return (f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, mfu {found['mfu']:.1%} "
-            f"(causal {found['mfu_causal']:.1%}), {found['tokens_per_s']:,.0f} tok/s")  # fmt: skip
+    return (f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
+            f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s")  # fmt: skip
 
 
 def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:

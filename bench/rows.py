@@ -18,6 +18,10 @@ from core import flops
 from model import GPTConfig
 
 Row = dict[str, Any]
+QUICKER = {  # why a part can seem to take less than its roofline
+    "FLOPs": "it does more than the peak, which is too low",
+    "bytes": "it reads from a cache, or the bandwidth is too low",
+}
 LEAST = 16e6  # bytes between two batch sizes: a smaller difference drowns in what a heap keeps
 
 
@@ -76,8 +80,7 @@ def of_training(
         return row
     T, about, warm = config.block_size, outcome.about, outcome.warm
     rate = sequences * T / (row["ms"] / 1e3)
-    full, causal = flops.mfu(config, T, rate, peak)
-    row |= {"tokens_a_step": sequences * T, "tokens_per_s": rate, "mfu": full, "mfu_causal": causal}
+    row |= {"tokens_a_step": sequences * T, **flops.Speed(config, T, rate, peak).row()}
     row |= {name: about[name] for name in ("base_bytes", "compiled", "dtype")}
     for name in ("first_step_s", "loss", "gradient_norm", "profile"):
         if name in warm:
@@ -119,6 +122,8 @@ def of_profile(
             line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
             line |= {"times": ms / least if least else None, "over_ms": ms - least}
             line["limit"] = w.limit(peak.tflops, bandwidth[0])
+            if ms < least:  # 0: the profiler saw it as another part's
+                line |= {"times": None, "times_why": QUICKER[line["limit"]] if ms else "not seen"}
             lines.append({**line, "names": found["names"].get(part, [])})
     lines.sort(key=lambda line: -line["over_ms"])
     made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}
@@ -139,6 +144,8 @@ def of_kernel(row: Row, outcome: Outcome, peak: flops.Peak) -> Row:
     for name, causal in (("tflops_causal", True), ("tflops_full", False)):
         row[name] = 3 * flops_of(row["point"], causal) / seconds / 1e12
     row["share"] = row["tflops_causal"] / peak.tflops
+    if row["share"] > 1:
+        row |= {"share": None, "share_why": f"it does more than the peak of {peak}"}
     warm = outcome.warm
     return row | {k: warm[k] for k in ("error_out", "error_grad", "memory_bytes") if k in warm}
 
@@ -151,6 +158,9 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
     row["tokens_per_s"] = B / (row["ms"] / 1e3)
     row["cache_bytes"] = max(r["cache_bytes"] for r in outcome.rounds)
     row["mbu"] = mbu(outcome.about, B, P, new, row["ms"], bandwidth)
+    if row["mbu"] > 1:
+        why = f"it reads more than the {bandwidth / 1e9:,.4g} GB/s of the memory: from a cache, or "
+        row |= {"mbu": None, "mbu_why": why + "the bandwidth was measured too low"}
     return row
 
 

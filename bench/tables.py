@@ -150,7 +150,8 @@ def profile(found: dict[str, Any]) -> Cells:
         over = _ms(p["over_ms"]) + " (largest gap)" * (i == 0)
         lines.append([p["part"], *times, over, p["limit"], mostly])
     least = found["ceiling"]["ms"]
-    whole = [_ms(found["ms"]), "100.0%", _ms(least), _times(found["ms"] / least)]
+    times = found["ms"] / least
+    whole = [_ms(found["ms"]), "100.0%", _ms(least), _times(times if times >= 1 else None)]
     lines.append(["the step", *whole, _ms(found["ms"] - least), "", ""])
     return head, lines
 
@@ -217,14 +218,17 @@ def answers(content: dict[str, Any]) -> list[str]:
     """The sentences under the tables: which is fastest where, and whether the numbers agree."""
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     said = [f"Fastest: {text}" for text in fastest(rows)]
-    if any(r.get("mfu", 0) > 1 for r in rows):
-        said.append("Peak: an MFU of more than 100 %: the peak that was taken is too low.")
+    for of, title in (("mfu", "mfu"), ("share", "share of the peak"), ("mbu", "mbu")):
+        for why, names in _by_reason(rows, f"{of}_why").items():
+            said.append(f"Peak: {title} not known of {', '.join(names)}: {why}.")
     for r in rows:
         if p := r.get("profile"):
             told = p["why"] if "why" in p else roofline.told(p["ceiling"], "")
             if "reachable" in p:
                 of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
                 told += "; " + roofline.told(p["reachable"], of)
+            for why, names in _by_reason(p.get("parts", []), "times_why").items():
+                told += f"; {', '.join(names)}: beyond the roofline: {why}"
             said.append(f"Profile: {r['backend']}: {told}.")
     if any("loss_difference" in r or "error_out" in r for r in rows):
         off = "; ".join(disagreeing(rows, content)) or "all agree with manual, as far as compared"
@@ -232,6 +236,15 @@ def answers(content: dict[str, Any]) -> list[str]:
     if content["mode"] == "converge" and rows:
         said.append(f"Agreement: {verdict(rows, content)}")
     return said
+
+
+def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, list[str]]:
+    """Reason -> the backends, or the parts of a step, that give it; each once."""
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        if why in line:
+            found.setdefault(line[why], {})[line.get("backend") or line["part"]] = None
+    return {reason: list(names) for reason, names in found.items()}
 
 
 def fastest(rows: list[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""FLOPs per token, peak rates, MFU: every formula with its source.
+"""FLOPs per token and MFU: every formula with its source. The peak rates: core/peaks.py.
 
 Model FLOPs utilization (MFU, Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the rate
 of the operations that the model's mathematics needs, over the device's peak rate:
@@ -22,18 +22,17 @@ is held against torch's FlopCounterMode in tests/test_flops.py.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from attention import visible
 from attention.gpus import datasheet_bandwidth as datasheet_bandwidth
-from attention.gpus import datasheet_tflops
-from core import cpu_matmul
-from core.runtime import synchronize
+from core.peaks import Peak as Peak
+from core.peaks import datasheet_peak as datasheet_peak
+from core.peaks import peak as peak
 
 
 class Sizes(Protocol):
@@ -55,74 +54,6 @@ class Sizes(Protocol):
     def bias(self) -> bool: ...
     @property
     def attention_window(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The rate that MFU is measured against."""
-
-    tflops: float  # 1e12 FLOP/s of one device
-    source: str  # "datasheet: ...", "measured: ..." or "--peak_tflops"
-
-    @property
-    def measured(self) -> bool:
-        """Whether it was measured here: a busy machine may have given too little."""
-        return self.source.startswith("measured")
-
-    def __str__(self) -> str:
-        return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
-
-
-def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """The peak of the device of that name, None where attention/gpus.py does not know it.
-
-    Args:
-        dtype: "float32", "bfloat16" or "float16".
-        tf32: whether float32 products run in TF32.
-    """
-    known = datasheet_tflops(name, dtype, tf32)
-    return known and Peak(*known)
-
-
-def measured_peak(device: str | torch.device, dtype: torch.dtype) -> Peak:
-    """The best rate of several large square matrix products: what this device really gives.
-
-    It leaves the random state alone, as a run that is resumed must find it.
-    """
-    device = torch.device(device)
-    best = 0.0
-    own = torch.Generator(device).manual_seed(0)
-    # A run may take oneDNN for its float32 products: where that is exact, its rate is the device's.
-    plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
-    kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
-    began = time.perf_counter()
-    for n in (4096, 8192) if device.type == "cuda" else (1024, 1536, 2048):
-        a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
-        for multiply in kinds * 8:
-            if best and time.perf_counter() - began > 4:  # float16 on a CPU: 200 times slower
-                break
-            synchronize(device)
-            start = time.perf_counter()
-            multiply(a, b)
-            synchronize(device)
-            best = max(best, 2 * n**3 / (time.perf_counter() - start))
-    return Peak(best / 1e12, "measured: the best of several large matrix products")
-
-
-def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
-    """The peak rate to measure against: the user's, else the datasheet's, else a measured one.
-
-    Args:
-        override: TFLOP/s given by --peak_tflops.
-    """
-    if override is not None:
-        return Peak(override, "--peak_tflops")
-    device = torch.device(device)
-    if device.type == "cuda":
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        if known := datasheet_peak(torch.cuda.get_device_name(device), dtype, tf32):
-            return known
-    return measured_peak(device, getattr(torch, dtype))
 
 
 def n_params(config: Sizes) -> int:
@@ -177,13 +108,35 @@ class Speed:
     peak: Peak
     devices: int = 1
 
-    def row(self) -> dict[str, float]:
-        """As metrics.jsonl has it."""
+    @property
+    def mfu(self) -> float:
+        """As reckoned, even if it is more than 1 and no MFU."""
+        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)[0]
+
+    def row(self) -> dict[str, Any]:
+        """As metrics.jsonl and the records have it.
+
+        A share of more than 1 is none: it is None there, and "mfu_why" says why.
+        """
         full, causal = mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
-        return {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
+        row: dict[str, Any] = {"tokens_per_s": self.tokens_per_s}
+        row |= {"mfu": full, "mfu_causal": causal}
+        if causal > 1:  # every kernel has to do these operations
+            row |= {"mfu": None, "mfu_causal": None}
+            row["mfu_why"] = f"the run does more than the peak of {self.peak}"
+        elif full > 1:  # not these: a kernel may leave out the masked pairs
+            row["mfu"] = None
+            row["mfu_why"] = f"with the masked pairs it would be more than the peak of {self.peak}"
+        return row
 
     def __str__(self) -> str:
-        row = self.row()
         of = " of measured peak" if self.peak.measured else ""
-        share = f"mfu {row['mfu']:.1%} (causal {row['mfu_causal']:.1%}){of}"
-        return f"{self.tokens_per_s:,.0f} tok/s, {share}"
+        return f"{self.tokens_per_s:,.0f} tok/s, {in_words(self.row(), of)}"
+
+
+def in_words(row: dict[str, Any], of: str = "") -> str:
+    """The MFU of a row: "mfu 41.2% (causal 39.6%)"; or that it is not known, and why."""
+    known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
+    if row["mfu"] is None:
+        return f"mfu not known{f' {known}' if known else ''}: {row['mfu_why']}"
+    return f"mfu {row['mfu']:.1%} {known}"

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from core import peaks
+from core.flops import Speed
+from core.runtime import dtype_name
 from core.settings import UserError
 
 log = logging.getLogger("nanoattn")
@@ -29,14 +33,38 @@ class Metrics:
             out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UserError(f"--out_dir={out_dir} cannot be written ({e.strerror})") from e
-        self.path = out_dir / "metrics.jsonl"
-        earlier = [r for r in read(self.path) if r["iter"] <= step] if step else []
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in earlier), encoding="utf-8")
-        partial.replace(self.path)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.path, self.step = out_dir / "metrics.jsonl", step
+        self._begin_with([r for r in read(self.path) if r["iter"] <= step] if step else [])
         self.failed = False
         self.wandb = _start_wandb(config, out_dir) if config.wandb_log else None
+
+    def _begin_with(self, rows: list[dict[str, Any]]) -> None:
+        """Let the file hold these rows, at once; what is logged comes after them."""
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+        partial.replace(self.path)
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def reckon_anew(self, speed: Speed) -> int:
+        """Give this run's rows their MFU against the peak of `speed`; an earlier run's stay.
+
+        Returns:
+            how many there are.
+        """
+        old = self.file
+        try:
+            old.flush()  # else what could not be written yet would be lost
+            rows = read(self.path)
+            timed = [row for row in rows if row["iter"] > self.step and "tokens_per_s" in row]
+            for row in timed:
+                row.pop("mfu_why", None)
+                row |= replace(speed, tokens_per_s=row["tokens_per_s"]).row()
+            self._begin_with(rows)
+            old.close()
+            return len(timed)
+        except OSError as e:
+            log.warning("%s keeps the mfu of earlier steps (%s)", self.path, e)
+            return 0
 
     def log(self, **row: Any) -> None:
         try:
@@ -66,13 +94,49 @@ class Metrics:
                 log.warning("%s was not finished (%s: %s)", what, type(e).__name__, e)
 
 
-def log_line(row: dict[str, Any], seconds: float, speed: Any, steps_left: int) -> str:
+NEAR = 0.9  # of a measured peak: who reaches that much may know a better peak
+
+
+def believable(run: Any, speed: Speed) -> Speed:
+    """`speed` against the best peak that is known; measured again where the run comes near it.
+
+    For a logged step, after its time was taken; all processes call it, and wait while the first
+    one measures. A better peak is the run's from then on, and its rows are reckoned anew. After a
+    measurement no other until four times the step, or the last: eight in 600,000 steps.
+
+    Args:
+        run: train.py's, with peak_from, the step before which nothing is measured.
+    """
+    everyone, done = run.distributed, run.step == run.config.max_iters
+    near = speed.peak.measured and speed.mfu >= NEAR and (done or run.step >= run.peak_from)
+    if not everyone.sum([float(near and everyone.main)])[0]:
+        return speed
+    run.peak_from, before, best = 4 * run.step, run.peak, speed.peak
+    if everyone.main:
+        try:
+            found = peaks.best_peak(everyone.device, dtype_name(run.setup.dtype))
+            best = max(best, found, key=attrgetter("tflops"))
+        except RuntimeError as e:  # out of memory: the peak that is known stays
+            log.warning("the peak could not be measured again (%s)", str(e).partition("\n")[0])
+    run.peak = everyone.gather(best)[0]
+    speed = replace(speed, peak=run.peak)
+    said = f"peak: measured again, for the run came near it: {run.peak}"
+    if run.peak.tflops <= before.tflops:
+        said += ", as before"
+    elif run.metrics and (n := run.metrics.reckon_anew(speed)):
+        said += f"; the mfu of {n} earlier lines is less, and metrics.jsonl says so now"
+        said += ", wandb does not" * (run.metrics.wandb is not None)
+    everyone.say(said)
+    return speed
+
+
+def log_line(row: dict[str, Any], seconds: float, speed: Speed | None, steps_left: int) -> str:
     """The line of a logged step.
 
     Args:
         row: iter, loss, lr, mem_bytes.
         seconds: that a step takes.
-        speed: a core.flops.Speed; None while the run warms up.
+        speed: None while the run warms up.
     """
     begin = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.1e}"
     left = f", {duration(seconds * steps_left)} left" if steps_left else ""

@@ -52,6 +52,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure is not remembered as this machine's; subprocesses inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def switches_as_they_were() -> Iterator[None]:
     """A run of train.py throws switches of its whole process, which here other tests share."""

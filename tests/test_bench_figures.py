@@ -165,17 +165,53 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
 
 
 def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
-    here = {"peak_tflops": 0.1, "peak_source": "measured: x", "bandwidth": 5.0}
+    def told(tflops: float, gbs: float | None, when: str) -> dict[str, Any]:
+        return {"peak_tflops": tflops, "peak_source": f"measured {when}",
+                "bandwidth": gbs, "bandwidth_source": f"measured {when}"}  # fmt: skip
+
+    here, looks = told(0.1, 5.0, "before"), iter([told(0.3, 4.0, "after"), told(9.0, 9.0, "late")])
     bench = modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
-    looks = iter([{"peak_tflops": 0.3, "bandwidth": 4.0}, {"peak_tflops": 9.0, "bandwidth": 9.0}])
     bench.ask_once = lambda kind, n=1: next(looks)  # type: ignore[method-assign]
     bench.look_again()
     bench.look_again()
     assert (here["peak_tflops"], here["bandwidth"]) == (0.3, 5.0)
-    assert bench.peak == Peak(0.3, "measured: x")
+    assert bench.peak == Peak(0.3, "measured after")
+    assert here["bandwidth_source"] == "measured before"
     given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops", "bandwidth": None}
     modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
     assert given["peak_tflops"] == 0.1
+
+
+def test_decoding_is_held_against_the_better_of_two_bandwidths():
+    """Also where the peak is a datasheet's."""
+    here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "bandwidth": 5.0,
+            "bandwidth_source": "measured before"}  # fmt: skip
+    bench = modes.Bench("decode", BenchConfig(), "cpu", 64, [], None, print, here)
+    again = {**here, "bandwidth": 6.0, "bandwidth_source": "measured after"}
+    bench.ask_once = lambda kind, n=1: again  # type: ignore[method-assign]
+    bench.look_again()
+    assert (here["bandwidth"], here["bandwidth_source"]) == (6.0, "measured after")
+
+
+def test_a_share_of_more_than_one_is_no_figure_of_a_row():
+    """Half as fast a peak or a memory, and the same times: no figure, and the reason."""
+    peaks = Peak(1e-3, "--peak_tflops"), Peak(1e-6, "--peak_tflops")
+    point = {"B": 1, "T": 64, "H": 2, "Hkv": 2, "D": 16, "window": None}
+    found = outcome(10.0)
+    good, bad = (
+        rows.of_kernel(rows.begin("kernel", "a", point, found, 1), found, p) for p in peaks
+    )
+    assert 0 < good["share"] < 1 and "share_why" not in good
+    why = "it does more than the peak of 1e-06 TFLOP/s (--peak_tflops)"
+    assert (bad["share"], bad["share_why"]) == (None, why)
+    point = {"B": 1, "P": 8, "new_tokens": 8, "cache": "none", "processor": False}
+    found = outcome(10.0, about={"weight_bytes": 1e6, "token_bytes": 10})
+    found.rounds[0]["cache_bytes"] = 1
+    row = rows.of_decoding(rows.begin("decode", "a", point, found, 1), found, 1e7)
+    assert row["mbu"] is None and "more than the 0.01 GB/s of the memory" in row["mbu_why"]
+    assert rows.of_decoding(row, found, 1e12)["mbu"] < 1
+    said = tables.answers({"mode": "kernel", "rows": [bad, {**bad, "backend": "b"}]})
+    assert f"Peak: share of the peak not known of a, b: {why}." in said
 
 
 # ----------------------------------------------------------------------------- stamps
@@ -303,6 +339,24 @@ def test_bandwidth_is_both_ways_of_the_best_copy(monkeypatch):
     rate, how = machine.bandwidth(CPU)
     assert rate == pytest.approx((4000 + 4000) / 2e-3)
     assert how == "measured: copies of 4e-06 GB, a doubt"
+
+
+def test_a_bandwidth_is_remembered_unless_a_cache_may_hold_the_copies(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "LEAST_COPY", 4000)
+    rate = 2e-3
+
+    def measured(size: int, doubt: str) -> tuple[float, str]:
+        monkeypatch.setattr(machine, "copy_size", lambda device, limit: (size, doubt))
+        monkeypatch.setattr(machine.Clock, "ms", lambda self, a, b: rate * 1e3)
+        return machine.bandwidth(CPU)
+
+    for small in ((4000, ", a doubt"), (3996, "")):
+        assert measured(*small)[1].startswith("measured: ") and not [*tmp_path.iterdir()]
+    assert measured(4000, "")[0] == pytest.approx(8000 / 2e-3)
+    rate = 3e-3  # a neighbour
+    again, how = measured(4000, "")
+    assert again == pytest.approx(8000 / 2e-3) and how.endswith("; now 0.002667 GB/s")
 
 
 def test_a_clock_gives_milliseconds():

@@ -515,6 +515,36 @@ def test_the_largest_gap_comes_first():
     assert tables.answers(content)[1] == "Profile: sdpa: no kernel."
 
 
+def test_a_part_that_is_quicker_than_its_roofline_has_no_figure():
+    from bench import tables
+
+    parts = work(GPT2, 64, 1, "bfloat16", clip=True)
+    found = {"steps": 3, "by": "modules", "of": "kernels", "plain_ms": 20.0, "seen_ms": 20.0,
+             "parts": {"linear": 10.0, "head and loss": 20.0, "optimizer": 0.1},
+             "names": {}}  # fmt: skip
+    row = rows.of_profile(found, parts, GPT2, 64, Peak(PEAK, "p"), (H200, "b"), None)
+    line = {p["part"]: p for p in row["parts"]}
+    assert line["head and loss"]["times"] > 1 and "times_why" not in line["head and loss"]
+    assert line["linear"]["times"] is None and "the peak" in line["linear"]["times_why"]
+    assert line["optimizer"]["times"] is None and "a cache" in line["optimizer"]["times_why"]
+    shown = {cells[0]: cells[4] for cells in tables.profile(row)[1]}
+    assert shown["linear"] == shown["optimizer"] == shown["the step"] == "-"
+    one = {"mode": "train", "backend": "sdpa", "status": "ok", "point": {}, "ms": 30.0,
+           "rounds": [{"ms": 30.0}], "profile": row}  # fmt: skip
+    said = tables.answers({"mode": "train", "rows": [one]})[1]
+    assert "; linear: beyond the roofline: it does more than the peak" in said
+    assert "; optimizer: beyond the roofline: it reads from a cache" in said
+    assert line["attention"]["times_why"] == "not seen"
+
+
+def test_a_ceiling_of_long_texts_may_pass_the_peak_where_masked_pairs_are_counted():
+    """Of 16k tokens most work is attention, of which a causal kernel leaves out half."""
+    long = GPTConfig(16384, bias=False)
+    best = roofline.ceiling(work(long, 4, 1, "bfloat16", True), long, 4, PEAK, H200, PEAK)
+    assert best["mfu"] is None and 0.8 < best["mfu_causal"] < 1
+    assert "mfu not known (causal " in roofline.told(best, "")
+
+
 def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     in_process.use(monkeypatch)
     argv = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16",

@@ -100,8 +100,11 @@ def test_fastest_names_who_is_level_and_where_the_crossover_lies():
 
 def test_a_peak_that_is_too_low_is_told():
     assert not any("Peak" in a for a in content(TRAIN)["answers"])
-    too_much = content([row("sdpa", [30.0, 30, 30])])["answers"][1]
-    assert "the peak that was taken is too low" in too_much
+    unknown: dict[str, Any] = {"mfu": None, "mfu_causal": None, "mfu_why": "more than the peak"}
+    made = content([row("sdpa", [30.0, 30, 30], **unknown), row("b", [40.0, 40, 40], **unknown)])
+    assert made["answers"][1] == "Peak: mfu not known of sdpa, b: more than the peak."
+    (_, (head, lines)) = records.sections(made)[0]
+    assert [dict(zip(head, line))["mfu"] for line in lines] == ["-", "-"]
 
 
 def test_agreement_names_who_disagrees():
