@@ -92,9 +92,7 @@ class TrainConfig:
     dtype: Dtype = "auto"  # of matrix products; auto: the GPU's best half, else float32
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
-    compile_mode: CompileMode = (
-        "default"  # torch.compile's own: CUDA graphs, tuned kernels, or both
-    )
+    compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
     seed: Seed = 1337  # of the weights, the batches and dropout
