@@ -155,7 +155,8 @@ def test_help_names_every_option_and_backend(capsys, monkeypatch) -> None:
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m attention [backend] [--name=value ...]\n")
     assert all(name in out for name in BACKENDS)
-    assert "auto, fastest, " in out and "also --as]" in " ".join(out.split())
+    joined = " ".join(out.split())
+    assert "auto, fastest, manual, " in joined and "also --as]" in joined
     assert all(f"--{name}=" in out for name in cli.Options.__dataclass_fields__)
     assert max(map(len, out.splitlines()[:-1])) <= 80
 
