@@ -263,10 +263,12 @@ class GPT(nn.Module):
         # anew when another one is added to it.
         key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
         if key not in self._kernels:
-            self._choose(key, shape or (1, self.config.block_size))
+            choose = self._choose
+            if torch.compiler.is_compiling():  # not as a decorator: that imports torch._dynamo, 1 s
+                choose = torch.compiler.disable(choose)
+            choose(key, shape or (1, self.config.block_size))
         return self._kernels[key]
 
-    @torch.compiler.disable
     def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
         device, dtype, training, grad, segments, compiled, cache, page_size = key
         spec = self.config.spec(
