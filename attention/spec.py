@@ -60,10 +60,9 @@ def visible(
 
 @dataclass(frozen=True)
 class Spec:
-    """What is asked of an attention backend; one Spec holds for all layers of a model.
+    """What is asked of an attention backend, for all layers of a model alike.
 
-    Raises:
-        ValueError: a value that no backend could ever honour.
+    A value that no backend could ever honour is a ValueError.
     """
 
     n_head: int

@@ -21,7 +21,6 @@ Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a til
         kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
 FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
         tiles that are skipped: nearly half of them if causal.
-Layout  (B, Hkv, H/Hkv, T, D) inside, as views; a tile of k or v is repeated for its query heads.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
@@ -39,7 +38,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attention.spec import Backend, Caps, Spec, visible
 from attention.views import not_compiled
@@ -59,8 +57,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 
 class Tiled(torch.autograd.Function):
-    """Ties the two passes together; q, k, v, out, L (and segments) are all that is kept."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
                 seed: int, B_r: int, B_c: int) -> Tensor:  # fmt: skip
@@ -71,7 +67,7 @@ class Tiled(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, L, segments = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
@@ -83,16 +79,12 @@ class Tiled(torch.autograd.Function):
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
                   seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass: FlashAttention-2, Algorithm 1.
+    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and L
+    (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in float32, or float64 for float64.
 
     Args:
         seed: of the dropout masks; a tile's own is this plus its number.
-        on_tile: is given i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is not skipped,
-            to show them (viewer/tiles.py).
-
-    Returns:
-        out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
-        float32, or float64 for float64.
+        on_tile: is shown i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is computed.
     """
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -111,8 +103,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
             if wholly_masked(I, J, Tk - Tq, spec.window):
                 continue
             K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
-            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
-            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            S_ij = masked(tau * (Q_i @ K_j.mT), I, J, Tq, Tk, spec.window, segments)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
@@ -147,8 +138,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             if wholly_masked(I, J, Tk - Tq, spec.window):
                 continue
             Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
-            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
-            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            S_ij = masked(tau * (Q_i @ K_j.mT), I, J, Tq, Tk, spec.window, segments)
             P_ij = torch.exp(S_ij - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
@@ -182,17 +172,20 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
 
 def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
            segments: Tensor | None) -> Tensor:  # fmt: skip
-    """S_ij with -inf where the query does not see the key."""
+    """S_ij (B, Hkv, H/Hkv, B_r, B_c) with -inf where the query does not see the key."""
+    corners = (
+        (I.start, J.stop - 1),
+        (I.stop - 1, J.start),
+    )  # the tile's latest key, and its earliest
+    if segments is None and all(visible(*corner, Tk - Tq, window) for corner in corners):
+        return S_ij
     i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
     j = torch.arange(J.start, J.stop, device=S_ij.device)
-    if segments is None:
-        corners = (I.start, J.stop - 1), (I.stop - 1, J.start)
-        if all(visible(*corner, Tk - Tq, window) for corner in corners):
-            return S_ij  # on the right of the diagonal as on the left
-        seen = visible(i, j, Tk - Tq, window)
-    else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
-        seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]
-        seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
+    seg_i = seg_j = None
+    if segments is not None:  # where Tq > Tk the first queries have none, and see nothing anyway
+        seg_i = F.pad(segments, (Tq - Tk, 0))[:, None, None, I, None]
+        seg_j = segments[:, None, None, None, J]
+    seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)
     return S_ij.masked_fill(~seen, -math.inf)
 
 
