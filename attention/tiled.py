@@ -42,15 +42,13 @@ from torch import Tensor
 from attention.spec import Backend, Caps, Spec, visible
 from attention.views import not_compiled
 
-BLOCK_M = 64  # B_r: rows of a tile, queries
-BLOCK_N = 64  # B_c: columns of a tile, keys
+BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    assert cache is None, "tiled has no cache"
     # From the CPU's generator wherever q is, so that reading it does not wait for the device.
     seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0
     return Tiled.apply(q, k, v, segments, spec, seed, BLOCK_M, BLOCK_N)
@@ -72,7 +70,7 @@ class Tiled(torch.autograd.Function):
         q, k, v, out, L, segments = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             grads = backward_tiles(dout, q, k, v, out, L, segments, *ctx.options)
-        return *grads, None, None, None, None, None
+            return *grads, None, None, None, None, None
 
 
 @torch.no_grad()
@@ -81,10 +79,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
                   on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and L
     (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in float32, or float64 for float64.
-
-    Args:
-        seed: of the dropout masks; a tile's own is this plus its number.
-        on_tile: is shown i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is computed.
+    A tile's dropout mask has the seed `seed` plus the tile's number. After each tile that is
+    computed `on_tile` is shown i, j, S_ij, rescale, m_i, l_i and O_i.
     """
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -103,7 +99,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
             if wholly_masked(I, J, Tk - Tq, spec.window):
                 continue
             K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
-            S_ij = masked(tau * (Q_i @ K_j.mT), I, J, Tq, Tk, spec.window, segments)
+            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
@@ -138,7 +135,8 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             if wholly_masked(I, J, Tk - Tq, spec.window):
                 continue
             Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
-            S_ij = masked(tau * (Q_i @ K_j.mT), I, J, Tq, Tk, spec.window, segments)
+            S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
             P_ij = torch.exp(S_ij - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
@@ -172,7 +170,7 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
 
 def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
            segments: Tensor | None) -> Tensor:  # fmt: skip
-    """S_ij (B, Hkv, H/Hkv, B_r, B_c) with -inf where the query does not see the key."""
+    """S_ij with -inf where the query does not see the key."""
     corners = (
         (I.start, J.stop - 1),
         (I.stop - 1, J.start),
@@ -181,11 +179,11 @@ def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | Non
         return S_ij
     i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
     j = torch.arange(J.start, J.stop, device=S_ij.device)
-    seg_i = seg_j = None
-    if segments is not None:  # where Tq > Tk the first queries have none, and see nothing anyway
-        seg_i = F.pad(segments, (Tq - Tk, 0))[:, None, None, I, None]
-        seg_j = segments[:, None, None, None, J]
-    seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)
+    if segments is None:
+        seen = visible(i, j, Tk - Tq, window)
+    else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
+        seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]
+        seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
     return S_ij.masked_fill(~seen, -math.inf)
 
 
