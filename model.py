@@ -31,11 +31,7 @@ Attend = Callable[..., Tensor]  # see attention.Backend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What the model is: its sizes, and how it attends.
-
-    Raises:
-        ValueError: a size that is not positive, or that does not divide as it must.
-    """
+    """What the model is: its sizes, and how it attends; a ValueError where they cannot be."""
 
     block_size: int = 1024  # the longest sequence, in tokens
     vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for the hardware
@@ -149,11 +145,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model whose attention kernel is chosen by `config.attention_backend`.
-
-    Args:
-        policy: what may be done to get a kernel (fall back, download one, ...).
-    """
+    """A GPT-2 language model. `config.attention_backend` names its attention kernel, and `policy`
+    says what may be done to get one (fall back, download it, ...)."""
 
     def __init__(self, config: GPTConfig, policy: Policy = Policy()) -> None:
         super().__init__()
@@ -187,10 +180,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
-        Args:
-            targets: (B, T) int64, the token after each; -1 counts for nothing. The loss is the mean
-                cross entropy in nats, float32 (). The logits never exist at once: core/loss.py.
-            segments, cache: see hidden().
+        Targets (B, T) int64 are the token after each; -1 counts for nothing. The loss is the mean
+        cross entropy in nats, float32 (); the logits never exist at once (core/loss.py).
         """
         x = self.hidden(idx, segments, cache)
         if targets is None:
@@ -203,10 +194,7 @@ class GPT(nn.Module):
         Args:
             segments: (B, T) int32; a token sees only its own segment.
             cache: one step of a KV cache (inference/cache.py): the tokens stored in it come before
-                idx, and idx joins them. Its positions and its segments hold.
-
-        Raises:
-            ValueError: the tokens do not fit into block_size, or segments beside a cache.
+                idx, and idx joins them. It has positions and segments of its own.
         """
         B, T = idx.shape
         kind, page_size = "none", None
@@ -247,11 +235,8 @@ class GPT(nn.Module):
     ) -> tuple[Resolution, Spec]:
         """The kernel for this phase, device and dtype: chosen when first asked for, then kept.
 
-        Call it once before torch.compile, which cannot trace the choice.
-
-        Args:
-            shape: batch size and tokens of a sequence; None: one sequence of block_size tokens.
-            segments, cache, page_size, compiled: as in Spec.
+        Call it once before torch.compile, which cannot trace the choice. `shape` is the batch size
+        and the tokens of a sequence (None: 1, block_size); the other arguments are as in Spec.
         """
         weight = self.transformer.wte.weight
         device, dtype = weight.device, weight.dtype
@@ -263,10 +248,11 @@ class GPT(nn.Module):
         # anew when another one is added to it.
         key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
         if key not in self._kernels:
-            self._choose(key, shape or (1, self.config.block_size))
+            # Not as a decorator, which would import torch._dynamo, a second, for everyone.
+            choose = torch.compiler.disable(self._choose) if compiled else self._choose
+            choose(key, shape or (1, self.config.block_size))
         return self._kernels[key]
 
-    @torch.compiler.disable
     def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
         device, dtype, training, grad, segments, compiled, cache, page_size = key
         spec = self.config.spec(
@@ -314,15 +300,10 @@ class GPT(nn.Module):
         return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
     def crop_block_size(self, block_size: int) -> None:
-        """Keep the first `block_size` positions only.
-
-        Raises:
-            ValueError: more positions than there are.
-        """
-        if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(
-                f"block_size can only be cropped, from {self.config.block_size}; got {block_size}"
-            )
+        """Keep the first `block_size` positions only; a ValueError if there are fewer."""
+        have = self.config.block_size
+        if not 1 <= block_size <= have:
+            raise ValueError(f"block_size can only be cropped, from {have}; got {block_size}")
         kept = self.transformer.wpe.weight.detach()[:block_size].clone()
         self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
         self.config = replace(self.config, block_size=block_size)
@@ -331,12 +312,8 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, source: str, override_args: dict[str, Any] | None = None, **changes: Any
     ) -> GPT:
-        """GPT-2 weights from a local folder or from the hub ("gpt2", "gpt2-xl", ...).
-
-        Args:
-            source: a folder as `transformers` writes it, or a hub name.
-            override_args, changes: GPTConfig fields that differ (dropout, attention_backend, ...).
-        """
+        """GPT-2 weights from a folder as `transformers` writes it, or from the hub ("gpt2-xl");
+        override_args (nanoGPT's way) and changes are fields of GPTConfig that differ."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

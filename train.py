@@ -30,7 +30,6 @@ from core.settings import Loaded, UserError, check_fields, exit_on_user_error, r
 
 VocabSize = Annotated[int, Field(ge=1, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 
@@ -92,21 +91,16 @@ class TrainConfig:
     dtype: Dtype = "auto"  # of matrix products; auto: the GPU's best half, else float32
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
-    compile_mode: CompileMode = (
-        "default"  # torch.compile's own: CUDA graphs, tuned kernels, or both
-    )
+    compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
-    seed: Seed = 1337  # of the weights, the batches and dropout
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.sdpa_flash_impl != "FA2" and self.dropout:
-            raise ValueError(
-                f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout, got dropout="
-                f"{self.dropout:g}; it must be 0, or sdpa_flash_impl FA2"
-            )
+            raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
@@ -148,12 +142,6 @@ from model import GPT, GPTConfig
 # ----------------------------------------------------------------------------- the set-up
 
 
-def load_config(argv: list[str]) -> Loaded[TrainConfig]:
-    """The settings of this run: a resumed run's checkpoint, with what the command sets on top."""
-    loaded = read(TrainConfig, argv, aliases=ALIASES)
-    return checkpoint.resumed(loaded) if loaded.settings.init_from == "resume" else loaded
-
-
 @dataclass
 class Run:
     """A run that is ready for its next step."""
@@ -169,6 +157,7 @@ class Run:
     scaler: torch.amp.GradScaler
     splits: dict[str, Any]  # "train" and "val" -> (N,) uint16 tokens
     peak: flops.Peak
+    micro_steps: int  # micro-batches of this process in a step
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
     peak_from: int = 0  # the step before which the peak is not measured again
@@ -179,11 +168,6 @@ class Run:
         """Sequences in a step, over all processes and micro-batches."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of this process in a step."""
-        return self.config.gradient_accumulation_steps // self.distributed.world_size
-
     def speed(self, tokens_per_s: float) -> flops.Speed:
         T, devices = self.config.block_size, self.distributed.world_size
         return flops.Speed(self.model.config, T, tokens_per_s, self.peak, devices)
@@ -192,7 +176,8 @@ class Run:
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     """Everything before the first step: data, model, optimizer, kernel; and say what will run."""
     config, device, say = loaded.settings, distributed.device, distributed.say
-    if config.gradient_accumulation_steps % distributed.world_size:
+    micro_steps, rest = divmod(config.gradient_accumulation_steps, distributed.world_size)
+    if rest:
         raise UserError(
             f"gradient_accumulation_steps ({config.gradient_accumulation_steps}) is shared among "
             f"all processes, so it must be a multiple of their number ({distributed.world_size})"
@@ -223,15 +208,13 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
             model.eval().attention(shape=shape)
         model.train()
     peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
-    module = setup.compiled(model, config.gradient_accumulation_steps // distributed.world_size)
+    module = setup.compiled(model, micro_steps)
     if distributed.world_size > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        module = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
-              peak, step, best_loss)  # fmt: skip
+              peak, micro_steps, step, best_loss)  # fmt: skip
 
-    for line in setup.report(distributed.world_size):
-        say(line)
+    say("\n".join(setup.report(distributed.world_size)))
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
     say("model: {:,} parameters, {:,} without positions".format(*counts))
     say(f"peak: {peak}")
@@ -248,7 +231,9 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    loaded = load_config(argv)
+    loaded = read(TrainConfig, argv, aliases=ALIASES)
+    if loaded.settings.init_from == "resume":
+        loaded = checkpoint.resumed(loaded)
     config = loaded.settings
     distributed = DistInfo.join(config.device)
     try:
@@ -268,8 +253,7 @@ def main(argv: list[str]) -> int:
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; the exit code."""
     runtime.show_log()
-    for line in loaded.report():
-        distributed.say(line)
+    distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
     config, device, say = run.config, distributed.device, distributed.say
     if config.eval_only:
@@ -345,11 +329,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if run.metrics:
         run.metrics.close()
     if run.step < config.max_iters:
-        many = f"torchrun --standalone --nproc_per_node={n_ranks}"
-        say(
-            f"stopped after step {run.step}; to go on: {'python' if n_ranks == 1 else many} "
-            f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
-        )
+        start = "python" if n_ranks == 1 else f"torchrun --standalone --nproc_per_node={n_ranks}"
+        again = f"{start} train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
+        say(f"stopped after step {run.step}; to go on: {again}")
         return 128 + (stop.signal or signal.SIGTERM)
     if rates:
         say(f"{run.speed(statistics.median(rates))}; peak: {run.peak}")
@@ -357,42 +339,35 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         known = ", ".join(f"{name} model {x:.2f}" for name, x in run.meta["baselines"].items())
         say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
     if config.sample_tokens and distributed.main:
-        say(f"--- {config.sample_tokens} tokens of what it has learned ---\n{sample(run)}")
+        torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
+        tokenizer, n = data.from_meta(run.meta["tokenizer"]), config.sample_tokens
+        text = continuation(
+            run.model.eval(), tokenizer, "\n", n, seed=config.seed, temperature=0.8, top_k=200
+        )
+        say(f"--- {n} tokens of what it has learned ---\n{text.strip()}")
     return 0
 
 
 def evaluate(run: Run) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, losses = run.config, run.distributed, {}
+    T, iters, B = config.block_size, config.eval_iters, config.batch_size
+    place = distributed.rank, distributed.world_size, distributed.device
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=distributed.device), 0
-            for x, y in data.eval_batches(
-                tokens, config.block_size, config.eval_iters, config.batch_size,
-                distributed.rank, distributed.world_size, distributed.device,
-            ):  # fmt: skip
+            for x, y in data.eval_batches(tokens, T, iters, B, *place):
                 total += run.module(x, y)[1] * len(x)  # the last batch may have fewer sequences
                 n += len(x)
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences
     run.model.train()
-    distributed.say(
-        f"step {run.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
-    )
+    shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
+    distributed.say(f"step {run.step}: {shown}")
     if run.metrics and math.isfinite(losses["train"] + losses["val"]):
         run.metrics.log(iter=run.step, train_loss=losses["train"], val_loss=losses["val"])
     return losses["val"]
-
-
-def sample(run: Run) -> str:
-    """A little text from the trained model, to see what the loss means."""
-    torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
-    tokenizer, n = data.from_meta(run.meta["tokenizer"]), run.config.sample_tokens
-    text = continuation(
-        run.model.eval(), tokenizer, "\n", n, seed=run.config.seed, temperature=0.8, top_k=200
-    )
-    return text.strip()
 
 
 # ----------------------------------------------------------------------------- the step

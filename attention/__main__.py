@@ -45,17 +45,17 @@ ALIASES = {
 # Options that are fields of Spec, name and meaning.
 SAME_IN_SPEC = ("window", "dropout", "segments", "compiled", "hub_kernels")
 
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of attention, and on which device."""
+    # The docstring stands below: it names the backends.
 
     backend: str | None = None  # explain the choice of this one; none: measure all of them
     # --- where ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = (
-        None  # of the inputs and the output (None: the GPU's best half, else float32)
-    )
+    dtype: Dtype | None = None  # of inputs and output (None: the GPU's best half, else float32)
     allow_mps_sdpa: bool = False  # let PyTorch's SDPA run on Apple's Metal
 
     # --- another machine: nothing is run, it is only described ---
@@ -110,6 +110,10 @@ class Options:
         """Sequences, queries and keys; a cache is measured while decoding, one token."""
         queries = self.seq_len if self.kv_cache == "none" else 1
         return self.batch_size or 1, queries, self.seq_len
+
+
+Options.__doc__ = f"""What is asked of attention, and on which device. The backends:
+{", ".join([*RULES, *BACKENDS])}."""
 
 
 @dataclass(frozen=True)
@@ -313,8 +317,7 @@ def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> 
 
 def main(argv: Sequence[str]) -> None:
     """Read the options, and explain one backend or go through all."""
-    names = f"backends: {', '.join([*RULES, *BACKENDS])}"
-    options = read(Options, argv, aliases=ALIASES, positional="backend", epilog=names).settings
+    options = read(Options, argv, aliases=ALIASES, positional="backend").settings
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
         torch.use_deterministic_algorithms(True)

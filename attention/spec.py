@@ -60,10 +60,9 @@ def visible(
 
 @dataclass(frozen=True)
 class Spec:
-    """What is asked of an attention backend; one Spec holds for all layers of a model.
+    """What is asked of an attention backend, for all layers of a model alike.
 
-    Raises:
-        ValueError: a value that no backend could ever honour.
+    A value that no backend could ever honour is a ValueError.
     """
 
     n_head: int
@@ -83,12 +82,11 @@ class Spec:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
             raise ValueError(f"n_head must be a positive multiple of n_kv_head, got {got}")
-        if self.head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {self.head_dim}")
+        for name in ("head_dim", "window", "page_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be None or at least 1, got {self.window}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.cache not in CACHES:
@@ -96,8 +94,6 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
-        if self.page_size is not None and self.page_size < 1:
-            raise ValueError(f"page_size must be at least 1, got {self.page_size}")
 
 
 @dataclass(frozen=True)
@@ -218,10 +214,9 @@ class Caps:
         low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
         if low and (has < low or (high and has > high)):
             need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
-            need = f"compute capability {need if high else f'>= {dotted(low)}'}"
-            refuse(
-                "capability", f"it needs {need}, {machine.name} has {dotted(machine.capability)}"
-            )
+            need = need if high else f">= {dotted(low)}"
+            have = f"{machine.name} has {dotted(machine.capability)}"
+            refuse("capability", f"it needs compute capability {need}, {have}")
         if spec.dtype not in self.dtypes:
             takes = " and ".join(self.dtypes)
             refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")

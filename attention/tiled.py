@@ -21,7 +21,6 @@ Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a til
         kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
 FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
         tiles that are skipped: nearly half of them if causal.
-Layout  (B, Hkv, H/Hkv, T, D) inside, as views; a tile of k or v is repeated for its query heads.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
@@ -39,28 +38,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attention.spec import Backend, Caps, Spec, visible
 from attention.views import not_compiled
 
-BLOCK_M = 64  # B_r: rows of a tile, queries
-BLOCK_N = 64  # B_c: columns of a tile, keys
+BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    assert cache is None, "tiled has no cache"
     # From the CPU's generator wherever q is, so that reading it does not wait for the device.
     seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0
     return Tiled.apply(q, k, v, segments, spec, seed, BLOCK_M, BLOCK_N)
 
 
 class Tiled(torch.autograd.Function):
-    """Ties the two passes together; q, k, v, out, L (and segments) are all that is kept."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
                 seed: int, B_r: int, B_c: int) -> Tensor:  # fmt: skip
@@ -71,28 +65,22 @@ class Tiled(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, L, segments = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             grads = backward_tiles(dout, q, k, v, out, L, segments, *ctx.options)
-        return *grads, None, None, None, None, None
+            return *grads, None, None, None, None, None
 
 
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
                   seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass: FlashAttention-2, Algorithm 1.
-
-    Args:
-        seed: of the dropout masks; a tile's own is this plus its number.
-        on_tile: is given i, j, S_ij, rescale, m_i, l_i and O_i after each tile that is not skipped,
-            to show them (viewer/tiles.py).
-
-    Returns:
-        out (B, Tq, H, D) in q's dtype; L (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in
-        float32, or float64 for float64.
+    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and L
+    (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in float32, or float64 for float64.
+    A tile's dropout mask has the seed `seed` plus the tile's number. After each tile that is
+    computed `on_tile` is shown i, j, S_ij, rescale, m_i, l_i and O_i.
     """
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -183,12 +171,15 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
 def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
            segments: Tensor | None) -> Tensor:  # fmt: skip
     """S_ij with -inf where the query does not see the key."""
+    corners = (
+        (I.start, J.stop - 1),
+        (I.stop - 1, J.start),
+    )  # the tile's latest key, and its earliest
+    if segments is None and all(visible(*corner, Tk - Tq, window) for corner in corners):
+        return S_ij
     i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
     j = torch.arange(J.start, J.stop, device=S_ij.device)
     if segments is None:
-        corners = (I.start, J.stop - 1), (I.stop - 1, J.start)
-        if all(visible(*corner, Tk - Tq, window) for corner in corners):
-            return S_ij  # on the right of the diagonal as on the left
         seen = visible(i, j, Tk - Tq, window)
     else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
         seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]

@@ -61,9 +61,9 @@ class Loaded(Generic[T]):
     def report(self) -> list[str]:
         """The lines for the start of a run: each setting that is not the default, its origin."""
         rows = [
-            (name, repr(value), self.origins.get(name, "derived"))
-            for name, default in _defaults(type(self.settings)).items()
-            if (value := getattr(self.settings, name)) != default
+            (field.name, repr(value), self.origins.get(field.name, "derived"))
+            for field in dataclasses.fields(self.settings)  # type: ignore[arg-type]
+            if (value := getattr(self.settings, field.name)) != field.default
         ]
         if not rows:
             return ["settings: all at their defaults"]
@@ -77,19 +77,16 @@ class Loaded(Generic[T]):
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
     """One checked instance of cls from sys.argv[1:]; for `options` see gather().
 
-    `--key value` and dashes for underscores are accepted, a switch needs no value, and an option
-    of a tuple adds to it each time that it is given. `--help` prints every setting and exits. A
-    ValueError of the dataclass's own __post_init__ becomes a UserError of the same words.
+    A ValueError of the dataclass's own __post_init__ becomes a UserError of the same words.
     """
     given, origins = gather(cls, argv, **options)
     return Loaded(_build(cls, given), origins)
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Answer --help and mistakes, and exit; return where there is nothing to answer.
+    """Answer --help and mistakes before the imports that take seconds; read() follows them.
 
-    For a command to call right below its settings, before the imports that take seconds. It is
-    read() without the dataclass's __post_init__, which may need those imports.
+    The dataclass's own __post_init__, which may need those imports, is left to read().
     """
     try:
         gather(cls, argv, **options)
@@ -101,20 +98,21 @@ def gather(
     cls: type,
     argv: Sequence[str],
     *,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] = {},
     positional: str | None = None,
-    epilog: str = "",
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The value of each field that was given, and its origin: read() without making an instance.
+
+    `--key value` and dashes for underscores are accepted, a switch needs no value, and an option
+    of a tuple adds to it each time that it is given. `--help` prints every setting and exits.
 
     Args:
         aliases: other name -> field.
         positional: the field that bare words set, one word or a tuple of them. Without it they are
             config files; `--config=FILE` names one in any case.
-        epilog: what the help ends with.
     """
     hints = _hints(cls)
-    fields = {name: name for name in hints} | dict(aliases or {})
+    fields = {name: name for name in hints} | dict(aliases)
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
     options = _split(argv, switches, positional or "config")
     files = [text for name, text in options if name == "config" and text]
@@ -132,8 +130,7 @@ def gather(
     if {"-h", "--help"} & set(argv):
         if _is_rank_0():
             with contextlib.suppress(BrokenPipeError):  # --help | head
-                print(help_text(cls, _defaults(cls) | values, files, aliases, positional, epilog))
-                sys.stdout.flush()
+                print(help_text(cls, values, files, aliases, positional), flush=True)
         sys.exit(0)
     for name, text in options:
         if name == "config" and text:
@@ -141,7 +138,7 @@ def gather(
         field = _known(name, fields, "", "--")
         if text is None:
             raise UserError(f"--{name} needs a value: write --{name}=..., {describe(hints[field])}")
-        value = parse_text(hints[field], text, f"--{name}")
+        value = check(hints[field], _from_text(hints[field], text), f"--{name}", typed=text)
         again = _is_tuple(hints[field]) and origins.get(field) == "command line"
         values[field] = values[field] + value if again else value
         origins[field] = "command line"
@@ -187,10 +184,6 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}{error}") from error
 
 
-def _defaults(cls: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(cls)}
-
-
 # --- the types and ranges of values ---
 
 _LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more than {gt:.15g}",
@@ -206,28 +199,24 @@ def check(hint: Any, value: Any, name: str, *, typed: str | None = None) -> Any:
         return _adapter(hint).validate_python(value, strict=typed is None)
     except ValidationError as error:
         first = error.errors()[0]
-        given = value if typed is None else typed
-        wanted, got = describe(hint), repr(given)
-        if limit := _LIMITS.get(first["type"]):
-            wanted, got = limit.format(**first["ctx"]), str(given)
-            if first["type"] == "greater_than" and type(first["ctx"]["gt"]) is int:
-                wanted = "at least 1"  # as people say it of whole numbers
-        raise UserError(f"{name} must be {wanted}, got {_shorten(got)}") from None
+    given = value if typed is None else typed
+    wanted, got = describe(hint), repr(given)
+    if limit := _LIMITS.get(first["type"]):
+        wanted, got = limit.format(**first["ctx"]), str(given)
+        if type(first["ctx"].get("gt")) is int:
+            wanted = "at least 1"  # as people say "more than 0" of whole numbers
+    raise UserError(f"{name} must be {wanted}, got {_shorten(got)}")
 
 
-def parse_text(hint: Any, text: str, name: str) -> Any:
-    """The value of the type `hint` that was typed on a command line."""
-
-    def python(hint: Any, text: str) -> Any:
-        if text.lower() == "none" and types.NoneType in typing.get_args(hint):
-            return None
-        if not _is_tuple(hint):
-            return text  # which pydantic converts
-        if hint == Texts:
-            return (text,)
-        return tuple(python(typing.get_args(hint)[0], part) for part in text.split(",") if part)
-
-    return check(hint, python(hint, text), name, typed=text)
+def _from_text(hint: Any, text: str) -> Any:
+    """None and tuples as they are typed; the rest stays a string, which pydantic converts."""
+    if text.lower() == "none" and types.NoneType in typing.get_args(hint):
+        return None
+    if hint == Texts:
+        return (text,)
+    if _is_tuple(hint):
+        return tuple(_from_text(typing.get_args(hint)[0], part) for part in text.split(",") if part)
+    return text
 
 
 def check_fields(settings: Any) -> None:
@@ -264,21 +253,20 @@ def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str
     rest = [word for word in argv if word not in ("-h", "--help")]
     while rest:
         word = rest.pop(0)
-        if word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            name = name.replace("-", "_")
-            if equals:
-                options.append((name, text))
-            elif name in switches:  # a bare --stream is True
-                given = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
-                options.append((name, rest.pop(0) if given else "True"))
-            else:
-                options.append((name, rest.pop(0) if rest and rest[0][:2] != "--" else None))
-        elif word.startswith("-") or re.match(r"\w+=", word):
+        if re.match(r"-(?!-)|\w+=", word):
             hint = f"--{word.lstrip('-')}"
             raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
-        else:
+        if not word.startswith("--"):
             options.append((bare, word))
+            continue
+        name, equals, value = word[2:].partition("=")
+        name, text = name.replace("-", "_"), value if equals else None
+        if text is None and name in switches:  # a bare --stream is True
+            given = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
+            text = rest.pop(0) if given else "True"
+        elif text is None and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        options.append((name, text))
     return options
 
 
@@ -309,7 +297,7 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 def parse_config(path: str) -> list[tuple[int, str, Any]]:
     """The (line, name, value) of each assignment in a config file; anything else is refused."""
     try:
-        body = ast.parse(Path(path).read_bytes().decode("utf-8-sig")).body
+        tree = ast.parse(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         beside = {p.name: str(p) for p in Path(path).parent.glob("*.py")}
         near = did_you_mean(Path(path).name, beside)
@@ -319,11 +307,9 @@ def parse_config(path: str) -> list[tuple[int, str, Any]]:
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
     found = []
-    for i, node in enumerate(body):
+    for node in tree.body[ast.get_docstring(tree, clean=False) is not None :]:
         try:
             match node:
-                case ast.Expr(value=ast.Constant(value=str())) if i == 0:
-                    pass  # the docstring
                 case ast.Assign(targets=[ast.Name(id=name)], value=expression):
                     found.append((node.lineno, name, _evaluate(expression)))
                 case _:

@@ -14,15 +14,17 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from core.settings import UserError
 from data.documents import HUB
 from data.prepare import command, map_ahead
+
+if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does without it
+    import torch
+    from torch import Tensor
 
 SCAN_ALL = 2**28  # tokens; larger files are checked in 256 places only
 
@@ -94,6 +96,8 @@ class Batches:
     def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         """global_batch: sequences in a step, over all processes and micro-batches."""
+        import torch
+
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device = seed, torch.device(device)
         self._view = _windows(tokens, block_size)
@@ -134,6 +138,8 @@ class Batches:
 
         def begin() -> None:
             if self.device.type == "cuda" and self.device.index is not None:
+                import torch
+
                 # A new thread is on device 0, where pinning would open a second context.
                 torch.cuda.set_device(self.device)
 
@@ -154,7 +160,7 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
     view = _windows(tokens, block_size)
     for i in range(rank * batch_size, n, world * batch_size):
-        yield _gather(view, starts[i : i + batch_size], torch.device(device))
+        yield _gather(view, starts[i : i + batch_size], device)
 
 
 def _windows(tokens: np.ndarray, T: int) -> np.ndarray:
@@ -165,11 +171,15 @@ def _windows(tokens: np.ndarray, T: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
 
 
-def _gather(windows: np.ndarray, starts: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def _gather(
+    windows: np.ndarray, starts: np.ndarray, device: str | torch.device
+) -> tuple[Tensor, Tensor]:
+    import torch
+
     cut = windows[starts]
     x = torch.from_numpy(cut[:, :-1].astype(np.int64))
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return x.to(device), y.to(device)
     # From pinned memory the copy runs beside the computation.
     x, y = x.pin_memory(), y.pin_memory()

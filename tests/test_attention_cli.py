@@ -100,7 +100,7 @@ def test_one_decision_explained(capsys) -> None:
     (["--n_head=3", "--n_kv_head=2"], "n_head must be a positive multiple of n_kv_head"),
     (["--batch_size=0"], "batch_size must be at least 1, got 0"),
     (["--seq_len=-1"], "seq_len must be at least 1, got -1"),
-    (["--window=0"], "window must be None or at least 1, got 0"),
+    (["--window=0"], "window must be at least 1, got 0"),
     (["--dtype=int8"], "--dtype must be one of float16, bfloat16, float32, float64"),
     (["--page_size=16"], "page_size belongs to the paged cache (--kv_cache=paged)"),
     (["--kv_cache=big"], "--kv_cache must be one of none, dynamic, static, paged, got 'big'"),
@@ -155,7 +155,8 @@ def test_help_names_every_option_and_backend(capsys, monkeypatch) -> None:
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m attention [backend] [--name=value ...]\n")
     assert all(name in out for name in BACKENDS)
-    assert "auto, fastest, " in out and "also --as]" in " ".join(out.split())
+    joined = " ".join(out.split())
+    assert "auto, fastest, manual, " in joined and "also --as]" in joined
     assert all(f"--{name}=" in out for name in cli.Options.__dataclass_fields__)
     assert max(map(len, out.splitlines()[:-1])) <= 80
 

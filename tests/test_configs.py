@@ -132,3 +132,19 @@ def test_train_answers_help_and_mistakes_before_torch_is_imported(argv, code, sa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert says in done.stdout + done.stderr and done.stderr.count("\n") == (code == 2)
+
+
+@pytest.mark.parametrize(
+    "argv, slow, code, says",
+    [
+        (["-m", "data", "--help"], "torch", 0, "usage: python -m data [dataset]"),
+        (["-m", "data", "shakespear"], "torch", 2, "did you mean 'shakespeare'?"),
+        (["-c", "import model"], "torch._dynamo", 0, ""),
+    ],
+)
+def test_a_command_does_not_wait_for_an_import_that_it_can_do_without(argv, slow, code, says):
+    command = [sys.executable, "-X", "importtime", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == code and says in done.stdout + done.stderr
+    assert "ast" in imported and slow not in imported

@@ -909,7 +909,7 @@ def test_the_math_kernel_is_warned_about_where_it_holds_more_than_1_gb() -> None
     ({"n_kv_head": 3}, "n_head must be a positive multiple of n_kv_head, got n_head=4, n_kv_h"),
     ({"n_kv_head": 0}, "n_head must be a positive multiple of n_kv_head, got n_head=4, n_kv_h"),
     ({"n_kv_head": 8}, "got n_head=4, n_kv_head=8"),
-    ({"attention_window": 0}, "window must be None or at least 1, got 0"),
+    ({"attention_window": 0}, "window must be at least 1, got 0"),
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
     ({"gelu": "fast"}, "gelu must be 'exact' or 'tanh', got 'fast'"),

@@ -482,7 +482,7 @@ def test_every_refused_name_is_one_warning(with_flash) -> None:
     ({"n_kv_head": 0}, "n_kv_head=0"), ({"n_kv_head": 24}, "n_kv_head=24"),
     ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ({"dtype": "bf16"}, "dtype must be one of float16, bfloat16, float32, float64, got 'bf16'"),
-    ({"window": 0}, "window must be None or at least 1, got 0"),
+    ({"window": 0}, "window must be at least 1, got 0"),
     ({"dropout": 1.0}, "dropout must be in [0, 1), got 1.0"),
     ({"dropout": -0.1}, "got -0.1"), ({"dropout": float("nan")}, "got nan"),
     ({"cache": "ring"}, "cache must be one of none, dynamic, static, paged, got 'ri")])  # fmt: skip

@@ -55,9 +55,7 @@ class Knobs:
     # --- model ---
     n_layer: int = 12  # transformer blocks
     n_embd: int = 768  # width, a multiple of 4
-    n_kv_head: int | None = (  # key and value heads
-        None  # (None: as many as heads)
-    )
+    n_kv_head: int | None = None  # key and value heads (None: as many as heads)
     dropout: float = 0.0  # probability
     attention_backend: str = "auto"  # the attention kernel
     windows: tuple[int, ...] = ()  # tokens
@@ -445,9 +443,10 @@ def test_from_dict_mistakes(mapping: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_help_lists_every_knob_and_fits(width: int) -> None:
+def test_help_lists_every_knob_and_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     values = {**asdict(Knobs()), "wandb_run_name": "w" * 200}
-    text = help_text(Knobs, values, aliases=ALIASES, width=width)
+    text = help_text(Knobs, values, aliases=ALIASES)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     assert "remark" not in text
@@ -660,14 +659,12 @@ def test_an_instance_that_no_command_line_made_is_checked_too(
     assert str(caught.value) == text
 
 
-def test_help_names_the_bare_word_and_ends_with_what_the_command_adds(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_names_the_bare_word(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        read(Words, ["--help"], positional="backend", epilog="backends: a, b")
+        read(Words, ["--help"], positional="backend")
     out = capsys.readouterr().out
     assert out.startswith("usage: python train.py [backend] [--name=value ...]\n")
-    assert out.endswith("\n\nbackends: a, b\n") and "[an integer or one of auto]" in out
+    assert "[an integer or one of auto]" in out
 
 
 def test_only_one_process_prints_the_help(
