@@ -201,11 +201,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
 
-    shape = (config.batch_size, T)
     with setup.autocast:  # the kernel of each phase is chosen here, before torch.compile
-        chosen, _ = model.attention(shape=shape)
+        chosen, _ = model.attention(shape=(config.batch_size, T))
         with torch.no_grad():
-            model.eval().attention(shape=shape)
+            model.eval().attention(shape=(config.batch_size, T))
         model.train()
     peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
     module = setup.compiled(model, micro_steps)
@@ -294,8 +293,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         stopping, overdue = distributed.sum([float(stop.signal is not None), float(silent)])
         last = bool(stopping) or run.step == config.max_iters
         logging_now = last or overdue or run.step == 1 or run.step % config.log_interval == 0
-        if device.type == "cpu":  # elsewhere a look at found_inf would wait for the device
-            logging_now = logging_now or bool(found_inf)
+        # Not on a GPU: a look at found_inf would wait for the device.
+        logging_now = logging_now or (device.type == "cpu" and bool(found_inf))
         evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
@@ -341,9 +340,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.sample_tokens and distributed.main:
         torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
         tokenizer, n = data.from_meta(run.meta["tokenizer"]), config.sample_tokens
-        text = continuation(
-            run.model.eval(), tokenizer, "\n", n, seed=config.seed, temperature=0.8, top_k=200
-        )
+        how = {"seed": config.seed, "temperature": 0.8, "top_k": 200}
+        text = continuation(run.model.eval(), tokenizer, "\n", n, **how)
         say(f"--- {n} tokens of what it has learned ---\n{text.strip()}")
     return 0
 
