@@ -154,6 +154,8 @@ class Training:
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
         answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
+        N, (B, T) = baselines.parameters(self.who), x.shape
+        answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
         if self.clock.apart:
             for name, places in (
                 ("forward_ms", range(0, 2 * self.micro, 2)),
