@@ -73,6 +73,10 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
 # ----------------------------------------------------------------------------- the tables
 
 
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def percent(value: float | None, machine: dict[str, Any]) -> str:
     """A share of the peak, and whose peak that is."""
     if value is None:
@@ -135,7 +139,7 @@ WORK: dict[str, tuple[Callable[[Row, dict[str, Any]], str], Columns, Columns]] =
             "ms a step": lambda r, c: ms(r),
             "TFLOP/s": _tflops,
             "MFU": lambda r, c: percent(r["mfu"], c["machine"]),
-            "causal": lambda r, c: f"{r['mfu_causal']:.1%}",
+            "causal": lambda r, c: share(r["mfu_causal"]),
         },
     ),
     "kernel": (
@@ -168,7 +172,7 @@ WORK: dict[str, tuple[Callable[[Row, dict[str, Any]], str], Columns, Columns]] =
         {
             "tok/s": lambda r, c: tables.rate(r["tokens_per_s"]),
             "ms a token": lambda r, c: ms(r),
-            "MBU": lambda r, c: f"{r['mbu']:.1%}",
+            "MBU": lambda r, c: share(r["mbu"]),
         },
     ),
     "converge": (
@@ -202,7 +206,7 @@ def board(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Table], tables.Ce
                     of, work, figures = WORK[row["mode"]]
                     at = [cell(row, part) for cell in work.values()]
                     made = [cell(row, part) for cell in figures.values()]
-                    seen = f"{row['backend']} ({tables.kernel_names(row)})"
+                    seen = f"{row['backend']}: {tables.kernel_names(row)}"
                     more = [error(row), state(part), link(part["date"][:10], name)]
                     order = ([number(cell) for cell in at], machine, row["ms"])
                     key = (row["mode"], of(row, part))
@@ -260,7 +264,7 @@ color:#1d2430;background:#fff}h2{margin-top:2.5rem}h3{margin-bottom:.3rem;font-s
 div{overflow-x:auto}table{border-collapse:collapse;font-size:.87rem}th,td{padding:.2rem .6rem;
 text-align:left;border-bottom:1px solid #e3e6ea;vertical-align:top}th{cursor:pointer;
 white-space:nowrap;border-bottom:2px solid #8a93a0}tr:hover td{background:#f3f6fa}a{color:#0b5cad}
-td{font-variant-numeric:tabular-nums}@media(prefers-color-scheme:dark){body{color:#dde3ea;
+td:last-child{white-space:nowrap}td{font-variant-numeric:tabular-nums}@media(prefers-color-scheme:dark){body{color:#dde3ea;
 background:#14181d}th,td{border-color:#333b45}tr:hover td{background:#1d242c}a{color:#7db8f0}}"""
 SORT = """document.querySelectorAll("th").forEach(th=>th.onclick=()=>{
 const table=th.closest("table"),i=th.cellIndex,n=s=>parseFloat(s.replace(/,/g,""));

@@ -74,12 +74,12 @@ def source_sha256(commit: str | None = None) -> str | None:
 
 
 def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The contents with rows of any record: of a qualify record those of its stages, else it."""
+    """The ordinary contents of any record: of a qualify record those of its stages, else it."""
     if content.get("mode") != "qualify":
         return [content]
     told = {name: content[name] for name in SHARED if name in content}
     own = (stage.get("record") or {} for stage in content["stages"])
-    return [{**told, **record} for record in own if "rows" in record]
+    return [{**told, **record} for record in own if record.get("mode") in TITLES]
 
 
 def rounds_sha256(content: dict[str, Any]) -> str:
@@ -87,6 +87,12 @@ def rounds_sha256(content: dict[str, Any]) -> str:
     names = ("mode", "backend", "point", "rounds")
     found = [[row.get(n) for n in names] for part in parts(content) for row in part["rows"]]
     return _sha256(found)
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with the hash of its rounds, in place: the last thing before it is written."""
+    content["rounds_sha256"] = rounds_sha256(content)
+    return content
 
 
 def _sha256(value: Any) -> str:
@@ -114,9 +120,8 @@ def check_slug(slug: str) -> None:
 
 def write(folder: Path, content: dict[str, Any]) -> None:
     """Seal the content; write record.json, the pictures and README.md."""
-    content["rounds_sha256"] = rounds_sha256(content)
     drawn = pictures.draw(content)
-    save(folder, content, readme(content, list(drawn)), drawn)
+    save(folder, seal(content), readme(content, list(drawn)), drawn)
 
 
 def save(

@@ -176,8 +176,8 @@ def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
         if not same(row.get(name), value):
             yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
     for name in ("mfu", "mfu_causal", "share"):
-        if again.get(name, 0) > 1:
-            yield f"{name} of {again[name]:.1%} is more than the peak: that peak is too low"
+        if (row.get(name) or 0) > 1:
+            yield f"{name} of {row[name]:.1%} is more than the peak: that peak is too low"
     if not (mode == "converge" and settings.get("paths")):
         yield from _kernel(row)
         if row["backend"] not in OTHERS:
