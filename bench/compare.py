@@ -14,7 +14,7 @@ import json
 import statistics
 from typing import Any
 
-from bench import tables
+from bench import records, tables
 from bench.rows import Row
 from bench.stats import Summary, exceeds_noise
 
@@ -33,14 +33,17 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             "comparison of code, so each backend's ratio to what both have in common is compared"
         )
     told = []
-    for part, names in (("settings", a["settings"]), ("machine", ("dtype", "packages"))):
+    for part, names in (("settings", a.get("settings", ())), ("machine", ("dtype", "packages"))):
         for name in names:
             x, y = a[part][name], b[part].get(name, a[part][name])
             if x != y and name not in ("record", "json"):
                 told.append("versions" if name == "packages" else f"{name} ({x} / {y})")
     if told:
         notes.append(f"not only the code differs: {', '.join(told)}")
-    of_a, of_b = ({_key(r): r for r in c["rows"] if r["status"] == "ok"} for c in (a, b))
+    of_a, of_b = (
+        {_key(r): r for part in records.parts(c) for r in part["rows"] if r["status"] == "ok"}
+        for c in (a, b)
+    )
     shared = [key for key in of_a if key in of_b]
     unit = " ratio" if apart else "/s"
     head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]

@@ -42,24 +42,27 @@ FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 # in attention/select.py; empty: none of them), and the names that the device's kernels have in
 # common, which is all that there is to see of another package or of a CUDA graph.
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SDPA = (ANY, r"flash|fmha|sdpa|cudnn")
+SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
 NOT_FUSED = ("", "")
+PACKAGE = (
+    r"^(?!.*pytorch_flash).*flash"  # PyTorch's own copy of FlashAttention-2 is not the package
+)
 SHOWS: dict[str, tuple[str, str]] = {
     "manual": NOT_FUSED,
     "tiled": NOT_FUSED,
     "sdpa": SDPA,
-    "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash"),
-    "sdpa_efficient": ("efficient", "fmha"),
+    "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
+    "sdpa_efficient": ("efficient", "fmha|attn"),
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
     "sdpa_math": (r"math( \(MPS\))?", ""),
     "flex": ("", "flex"),
     "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
-    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("", r"(?<!pytorch_)flash")),
+    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("", PACKAGE)),
     "paged": (rf"paged decode \(Triton\)|{ANY}", ""),
     "nanogpt": (ANY, ""),
     "hf_eager": NOT_FUSED,
     "hf_sdpa": SDPA,
-    "hf_flash_attention_2": ("", r"(?<!pytorch_)flash"),
+    "hf_flash_attention_2": ("", PACKAGE),
 }
 MAY_SHOW_NONE = {"paged", "nanogpt"}  # plain PyTorch does, where their fast kernel cannot
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
@@ -179,7 +182,7 @@ def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
         if (row.get(name) or 0) > 1:
             yield f"{name} of {row[name]:.1%} is more than the peak: that peak is too low"
     if not (mode == "converge" and settings.get("paths")):
-        yield from _kernel(row)
+        yield from _kernel(row, part["machine"]["kind"] == "cuda")
         if row["backend"] not in OTHERS:
             yield from _proof(row)
 
@@ -265,7 +268,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def _kernel(row: Row) -> Iterator[str]:
+def _kernel(row: Row, cuda: bool) -> Iterator[str]:
     """The kernel that the profiler saw is the one that is named."""
     name, seen = row["backend"], row["kernels"]
     if name not in SHOWS or not (name in OTHERS or name in attention.BACKENDS):
@@ -276,7 +279,10 @@ def _kernel(row: Row) -> Iterator[str]:
     there = any(re.search(device, kernel, re.I) for kernel in on_device) if device else False
     if foreign := [kernel for kernel in seen if not re.fullmatch(short, kernel)]:
         yield f"the profiler saw another kernel than is named: {', '.join(foreign)}"
-    elif short and not seen and not there and name not in MAY_SHOW_NONE:
+    # In other modes than these a worker notes the short names only.
+    looked = cuda and device and row["mode"] in ("train", "kernel")
+    needed = (short or looked) and name not in MAY_SHOW_NONE
+    if needed and not (seen or on_device):
         yield "the profiler saw no kernel of this backend"
     elif device and on_device and not there:
         yield f"the profiler saw another kernel than is named: {', '.join(on_device)}"

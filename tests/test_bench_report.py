@@ -180,6 +180,23 @@ def test_without_a_baseline_manual_tells_the_drift_and_is_said_to(tmp_path, caps
     assert "the machine's drift is not known in train" in out and "B slower" in out
 
 
+def test_two_qualify_records_are_compared_stage_by_stage(tmp_path, capsys):
+    def whole(table: list[dict[str, Any]]) -> dict[str, Any]:
+        made = content(table)
+        stages = [
+            {"name": "training", "status": "done", "record": made},
+            {"name": "proof", "status": "done", "record": {"rows": [{"backend": "sdpa"}]}},
+        ]
+        shared = {k: v for k, v in made.items() if k in records.SHARED}
+        return {**shared, "mode": "qualify", "stages": stages}
+
+    for name, times in (("a", FAST), ("b", SLOW)):
+        made = whole([row("manual", SLOW), row("sdpa", times)])
+        records.save(tmp_path / name, records.seal(made), "")
+    assert bench_mfu.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "B slower" in lines_of(capsys.readouterr().out)["sdpa"]
+
+
 def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
     table = [*TRAIN, row("hf_sdpa", SLOW)]
     a = content(table, packages={"torch": "2.13.0", "transformers": "5.0"})

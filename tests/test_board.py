@@ -290,6 +290,11 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "no backend and no baseline"),
         (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
         (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
+        (lambda c: row(on_a_gpu(c), "manual", "kernel").update(backend="flash_attn_2"),
+         "kernel flash_attn_2 B=1 T=16 H=2 Hkv=2 D=16: the profiler saw no kernel"),
+        (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
+            backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
+         "another kernel than is named: pytorch_flash::flash_fwd_kernel"),
         (lambda c: row(c, "sdpa")["proof"].update(error=1.0), "its error of 1 is more than the"),
         (lambda c: row(c, "sdpa")["proof"].update(grad_error=float("nan")), "its grad_error of"),
         (lambda c: row(c, "sdpa")["proof"].update(canary=False), "the canary failed"),
