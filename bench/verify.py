@@ -296,6 +296,8 @@ def _proof(row: Row) -> Iterator[str]:
     if proof.get("canary") is not True:
         word = "failed" if "canary" in proof else "is absent"
         yield f"the canary {word}: nobody knows whether a later token leaks into an earlier one"
+    if not proof:
+        return
     pairs = [("error", "allowed"), ("grad_error", "grad_allowed")]
     for error, allowed in pairs[: 1 if row["mode"] == "decode" else 2]:
         off, most = proof.get(error), proof.get(allowed)

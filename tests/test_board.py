@@ -127,6 +127,8 @@ def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: C
     assert [part["mode"] for part in records.parts(whole)] == ["train", "converge"]
     assert check(whole) == []
     assert any("cut off" in why for why in check(whole | {"complete": True}))
+    stages[0]["status"] = "perfect"
+    assert "stage training: there is no status 'perfect'" in check(whole)
     row(stages[1]["record"], "sdpa", "converge")["verdict"] = "FAIL"
     assert any("did not converge" in why for why in check(whole))
     stages[1]["record"]["machine"] = {**converged["machine"], "threads": 99}
@@ -245,6 +247,9 @@ def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
         "difference": 1.05 * base / base - 1,
     })  # fmt: skip
     assert any("did not converge: +5.00% off, 1.00% is allowed" in why for why in check(made))
+    row(made, "manual", "converge")["verdict"] = "ok"
+    assert "converge has no baseline, so nothing has passed" in check(made)
+    row(made, "manual", "converge")["verdict"] = "baseline"
     made["settings"]["tolerance"] = 0.1
     assert "a tolerance of 10% is more than 1%" in check(made)
 
@@ -298,6 +303,7 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: row(c, "sdpa")["proof"].update(error=1.0), "its error of 1 is more than the"),
         (lambda c: row(c, "sdpa")["proof"].update(grad_error=float("nan")), "its grad_error of"),
         (lambda c: row(c, "sdpa")["proof"].update(canary=False), "the canary failed"),
+        (lambda c: row(c, "sdpa")["proof"].update(allowed=None), "its proof has no error"),
         (lambda c: row(c, "sdpa", "kernel").update(error_out=0.1), "sdpa is WRONG against float64"),
         (lambda c: row(c, "sdpa").update(loss_difference=0.0, loss=99.0), "loss_difference is 0.0"),
         (lambda c: row(c, "sdpa").update(dtype="bfloat16"), "it ran in bfloat16"),
