@@ -47,7 +47,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
     shared = [key for key in of_a if key in of_b]
     unit = " ratio" if apart else "/s"
     head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
-    lines, drifts, unknown = [], dict[str, None](), set[str]()
+    lines, drifts, unknown = [], dict[str, list[float]](), set[str]()
     for key in shared:
         base = baselines(key, shared, a, b)
         if apart and (not base or key in base):
@@ -55,8 +55,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         (x, by_x), (y, by_y) = (_ratios(key, rows, base) for rows in (of_a, of_b))
         ratio = by_y.median / by_x.median
         if base and not apart:
-            drift = (y.median / x.median) / ratio
-            drifts[f"{drift:.3f} in {_where(of_a[key])} by {_names(base, a, b)}"] = None
+            was, now = (statistics.median(_together(rows, base)) for rows in (of_a, of_b))
+            drifts.setdefault(f"{key[0]} by {_names(base, a, b)}", []).append(now / was)
         elif not base:
             unknown.add(key[0])
         if key in base:  # it is the yardstick: its own ratio is 1 by definition
@@ -69,7 +69,10 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         shown = [_rate(s) for s in ((by_x, by_y) if apart else (x, y))]
         lines.append([key[1], _where(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
     if drifts:
-        notes.append(f"the machine's drift, B / A, is divided out: {'; '.join(drifts)}")
+        ends = {where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}"))
+                for where, d in drifts.items()}  # fmt: skip
+        text = "; ".join(f"{' to '.join(found)} in {where}" for where, found in ends.items())
+        notes.append(f"the machine's drift, B / A, is divided out: {text}")
     if unknown:
         notes.append(f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
                      "baseline and no manual is in both, so it is part of B / A")  # fmt: skip
@@ -77,7 +80,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
     if not lines:
-        why = " beside a baseline or manual" if apart else " but the baselines"
+        why = " beside a baseline or manual" if apart else " but the baselines" * bool(shared)
         notes.append(f"no row is in both{why}: there is nothing to compare")
     return notes, (head, lines)
 
@@ -103,11 +106,15 @@ def _names(base: list[Key], a: dict[str, Any], b: dict[str, Any]) -> str:
 
 def _ratios(key: Key, rows: Rows, base: list[Key]) -> tuple[Summary, Summary]:
     """The rate of a row; and its ratio, round by round, to the geometric mean of its baselines."""
-    own, others = _speed(rows[key]), [_speed(rows[k]) for k in base]
-    if not others:
-        return Summary.of(own), Summary.of(own)
-    means = [statistics.geometric_mean(beside) for beside in zip(*others)]
-    return Summary.of(own), Summary.of([s / m for s, m in zip(own, means)])
+    own = _speed(rows[key])
+    ratios = [s / m for s, m in zip(own, _together(rows, base))] if base else own
+    return Summary.of(own), Summary.of(ratios)
+
+
+def _together(rows: Rows, base: list[Key]) -> list[float]:
+    """The geometric mean of the baselines' rates in each round."""
+    rates = zip(*(_speed(rows[key]) for key in base))
+    return [statistics.geometric_mean(beside) for beside in rates]
 
 
 def _where(row: Row) -> str:
