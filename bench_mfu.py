@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bench import baselines, modes, records, rows, tables
+from bench.compare import compare as compare_records
 from bench.config import BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Worker
@@ -45,7 +46,7 @@ MODES = (*modes.MODES, "compare")
 
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the modes; the exit code."""
-    began = time.perf_counter()
+    began, state = time.perf_counter(), records.git_state()  # of the source that is about to run
     loaded = load_config(argv)
     config = loaded.settings
     check(mode, config)
@@ -79,7 +80,7 @@ def run(mode: str, argv: list[str]) -> int:
         "mode": mode,
         "command": records.command([mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **records.git_state(),
+        **state,
         "seconds": time.perf_counter() - began,
         "machine": bench.machine,
         "vocab_size": vocab_size,
@@ -157,7 +158,7 @@ def compare(argv: list[str]) -> int:
     paths = read(CompareConfig, argv, positional="records").settings.records
     if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = records.compare(*map(records.read, paths))
+    notes, table = compare_records(*map(records.read, paths))
     console = tables.console(width=100)
     console.print(Text("\n".join((f"A: {paths[0]}", f"B: {paths[1]}", *notes))))
     if table[1]:

@@ -340,7 +340,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if config.sample_tokens and distributed.main:
         torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
         tokenizer, n = data.from_meta(run.meta["tokenizer"]), config.sample_tokens
-        how = {"seed": config.seed, "temperature": 0.8, "top_k": 200}
+        how: Any = {"seed": config.seed, "temperature": 0.8, "top_k": 200}
         text = continuation(run.model.eval(), tokenizer, "\n", n, **how)
         say(f"--- {n} tokens of what it has learned ---\n{text.strip()}")
     return 0

@@ -15,6 +15,7 @@ profiling.py    where the time of a step goes, by what the profiler saw
 roofline.py     where it would go at best, by the sizes alone
 rows.py         answers of the workers -> rows; stats.py: medians, quartiles, what is noisy
 tables.py       the rows as tables, and what they say; pictures.py: as PNG
-records.py      a record: written, read, compared
+records.py      a record: written, sealed, read; compare.py: two of them side by side
+board.py        all records: each verified, and their board, docs/BOARD.md
 against_nanogpt.py  whole runs of train.py beside nanoGPT's own
 """

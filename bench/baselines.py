@@ -81,6 +81,11 @@ def build(baseline: str, job: Job) -> Baseline:
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
+def parameters(who: Any) -> int:
+    """The parameters of its model but for the position embeddings: N of core/flops.py."""
+    return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
+
+
 class Baseline:
     """A model, its optimizer, and how its own loops step and write."""
 

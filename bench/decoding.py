@@ -79,7 +79,7 @@ class Decoding:
         self.ours = None if told["baseline"] else Ours(told["name"], job, compile)
         other = told["baseline"]
         self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
-        weights = sum(p.numel() for n, p in self.who.model.named_parameters() if "wpe" not in n)
+        weights = self.parameters = baselines.parameters(self.who)
         kv_heads = config.n_kv_head or config.n_head
         head_dim = config.n_embd // config.n_head
         self.about = {
@@ -102,6 +102,7 @@ class Decoding:
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,
             "cache_bytes": cache_bytes,
+            "shape": {"B": B, "P": P, "new_tokens": new, "parameters": self.parameters},
         }
 
     def warm_up(

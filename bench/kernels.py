@@ -28,7 +28,9 @@ from attention.select import select
 from attention.spec import Spec
 from bench import machine
 from bench.job import Job
+from bench.profiling import kernels_of, profiler
 from core.flops import mean_keys
+from core.runtime import synchronize
 
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
 
@@ -47,7 +49,7 @@ class Kernels:
         self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
         self.about = {"title": attention.get(self.name).title}
-        self.kernels: dict[Spec, list[str]] = {}  # what ran in the probe
+        self.kernels: dict[Spec, dict[str, list[str]]] = {}  # what ran, at the first length
 
     def tensors(self, point: dict[str, Any]) -> list[Tensor]:
         """q, k, v and the gradient of the output, the same for all backends."""
@@ -90,7 +92,9 @@ class Kernels:
         for _ in range(calls):
             call(stamps)
         ms = clock.ms(start, clock.stop()) / calls
-        answer = {"ms": ms, "calls": calls}
+        B, T, H, D = q.shape
+        shape = {"B": B, "T": T, "H": H, "Hkv": k.shape[2], "D": D}  # that of what really ran
+        answer: dict[str, Any] = {"ms": ms, "calls": calls, "shape": shape}
         if clock.apart:
             pairs = zip(stamps[0::3], stamps[1::3], strict=True)
             answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
@@ -103,9 +107,12 @@ class Kernels:
         """Resolve strictly; then the error, and the memory beyond the inputs' own."""
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
-            self.kernels[spec] = list(chosen.kernels)
+            with profiler(self.device) as looking:
+                call([])
+                synchronize(self.device)
+            self.kernels[spec] = kernels_of(looking) | {"kernels": list(chosen.kernels)}
         got = call([])
-        answer: dict[str, Any] = {"kernels": self.kernels[spec]}
+        answer: dict[str, Any] = dict(self.kernels[spec])
         if point["T"] <= LONGEST_CHECKED:
             answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got

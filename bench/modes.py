@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ class Bench:
     machine: dict[str, Any]
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
     fresh: bool = False
+    run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
 
     @property
     def peak(self) -> flops.Peak:
@@ -68,6 +70,7 @@ class Bench:
         changes = {**ours, "attention_fallback": False, **changes}
         return {
             "job": kind,
+            "run": self.run,
             "name": name,
             "baseline": baseline,
             "train": asdict(self.config.training(batch_size, **changes)),

@@ -33,10 +33,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
+from attention.select import KERNELS
 from model import GPTConfig
 
 # What the names of attention kernels have in common: flash_fwd_kernel, fmha_cutlassF_bf16,
@@ -61,6 +63,24 @@ WORDS = [
 LOOKED_UP = re.compile(r"aten::(scatter|gather|_log_softmax|nll_loss|embedding)")
 # Compiled code's own steps around its kernels: Python's time, no operator's.
 HOST = re.compile(r"TorchDynamo|Torch-Compiled|Pregraph|AOTDispatcher|CompiledFunction|## Call")
+
+
+def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, record_shapes=shapes)
+
+
+def kernels_of(looking: torch.profiler.profile) -> dict[str, list[str]]:
+    """The attention operators and device kernels that ran, by their short and their own names."""
+    ran = looking.key_averages()
+    named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
+    return {
+        "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
+        "events": [e.key for e in named],
+        "device_kernels": [e.key for e in named if e.device_type != DeviceType.CPU],
+    }
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """A record: what was measured, where and with what, every round of it.
 
 A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, what they say) and
-the pictures. Two records are compared row by row. On one machine their rates may be; between two
-machines a rate says nothing about the code, so there it is each backend's ratio to manual, round by
-round within a record, that is compared.
+the pictures. It is sealed: a hash of its raw rounds, and one of the Python source that ran, so that
+bench/board.py can check it long after. bench/compare.py lays two side by side.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -18,33 +18,86 @@ from pathlib import Path
 from typing import Any
 
 from bench import pictures, tables
-from bench.rows import Row
-from bench.stats import Summary, exceeds_noise
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMAT = 1
+FORMAT = 2  # 1 had neither hashes nor proofs; it can still be read and compared
 TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
           "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
-SAME = ("kind", "name", "capability", "threads", "cpu")  # of what makes two machines one
+# What a stage's part of a qualify record has from the whole, where it does not say it itself.
+SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seconds", "machine",
+          "vocab_size", "settings", "fresh_rounds", "reference", "complete")  # fmt: skip
 
 
 def command(argv: list[str], program: str = "bench_mfu.py") -> str:
     return shlex.join(["python", *program.split(), *argv])
 
 
+def git(*words: str, told: str | None = None) -> str | None:
+    """What git prints here, `told` on its standard input; None where it fails."""
+    try:
+        how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": told}
+        done = subprocess.run(["git", *words], **how)
+    except OSError:
+        return None
+    return done.stdout.strip("\n") if done.returncode == 0 else None
+
+
 def git_state() -> dict[str, Any]:
-    """The commit, and whether tracked files differ from it; None where this is no checkout."""
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
+    """The commit, whether tracked files differ from it, and the hash of the source as it is now;
+    None where this is no checkout."""
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
+    dirty = None if status is None else bool(status)
+    return {"commit": commit, "dirty": dirty, "source_sha256": source_sha256()}
+
+
+def source_sha256(commit: str | None = None) -> str | None:
+    """A hash of the project's Python source: of each tracked *.py, its path and its git blob.
+
+    Args:
+        commit: whose source; None: as it lies in the working tree. Both give the same hash where
+            nothing was changed.
+
+    Returns:
+        None where this is no checkout, or has no such commit.
+    """
+    if commit is None:
+        names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
+        found = [name for name in names if name and (ROOT / name).is_file()]
+        blobs = git("hash-object", "--stdin-paths", told="\n".join(found) + "\n")
+        pairs = list(zip(found, (blobs or "").split("\n"), strict=True)) if blobs else []
+    else:
+        tree = git("ls-tree", "-r", "-z", commit) or ""
+        halves = (line.partition("\t") for line in tree.split("\0") if line.endswith(".py"))
+        pairs = [(name, about.split()[2]) for about, _, name in halves]
+    return _sha256(sorted(pairs)) if pairs else None
+
+
+def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The ordinary contents of any record: of a qualify record those of its stages, else it."""
+    if content.get("mode") != "qualify":
+        return [content]
+    told = {name: content[name] for name in SHARED if name in content}
+    own = (stage.get("record") or {} for stage in content["stages"])
+    return [{**told, **record} for record in own if record.get("mode") in TITLES]
+
+
+def rounds_sha256(content: dict[str, Any]) -> str:
+    """A hash of all that was measured: every row's mode, backend, point and raw rounds."""
+    names = ("mode", "backend", "point", "rounds")
+    found = [[row.get(n) for n in names] for part in parts(content) for row in part["rows"]]
+    return _sha256(found)
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with the hash of its rounds, in place: the last thing before it is written."""
+    content["rounds_sha256"] = rounds_sha256(content)
+    return content
+
+
+def _sha256(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def device_slug(machine: dict[str, Any]) -> str:
@@ -66,9 +119,9 @@ def check_slug(slug: str) -> None:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """record.json, the pictures and README.md."""
+    """Seal the content; write record.json, the pictures and README.md."""
     drawn = pictures.draw(content)
-    save(folder, content, readme(content, list(drawn)), drawn)
+    save(folder, seal(content), readme(content, list(drawn)), drawn)
 
 
 def save(
@@ -99,7 +152,8 @@ def read(path: str | Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise UserError(f"{path} is no record that can be read ({e})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "rows" not in content:
+    known = isinstance(content, dict) and content.get("format") in (1, FORMAT)
+    if not known or not {"rows", "stages"} & content.keys():
         raise UserError(f"{path} is no record of bench_mfu.py's, format {FORMAT}")
     return content
 
@@ -179,70 +233,3 @@ def readme(content: dict[str, Any], pictures: list[str]) -> str:
     parts += [f"![{name}]({name}.png)" for name in pictures]
     parts.append("Every round is in [record.json](record.json).")
     return "\n\n".join(parts) + "\n"
-
-
-# ----------------------------------------------------------------------------- comparing
-
-
-def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
-    """What there is to say before the table, and the table: B against A, row by row."""
-    notes = []
-    differs = any(a["machine"].get(n) != b["machine"].get(n) for n in SAME)
-    if differs:
-        notes.append(
-            f"two machines ({a['machine']['about']}; {b['machine']['about']}): their rates are no "
-            "comparison of code, so each backend's ratio to manual is compared instead"
-        )
-    told = []
-    for part, names in (("settings", a["settings"]), ("machine", ("dtype", "packages"))):
-        for name in names:
-            x, y = a[part][name], b[part].get(name, a[part][name])
-            if x != y and name not in ("record", "json"):
-                told.append("versions" if name == "packages" else f"{name} ({x} / {y})")
-    if told:
-        notes.append(f"not only the code differs: {', '.join(told)}")
-    unit = " x manual" if differs else "/s"
-    head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
-    lines = []
-    of_a, of_b = ({_key(r): r for r in c["rows"] if r["status"] == "ok"} for c in (a, b))
-    for key, row in of_a.items():
-        if key not in of_b or (differs and row["backend"] == "manual"):
-            continue
-        speed = [_speed(r, rows if differs else {}) for r, rows in ((row, of_a), (of_b[key], of_b))]
-        if None in speed:
-            continue
-        x, y = (Summary.of(s) for s in speed if s)
-        sure = exceeds_noise(x, y)
-        word = "noise unknown" if sure is None else "within noise"
-        if sure:
-            word = "B faster" if y.median > x.median else "B slower"
-        noise = "-" if sure is None else f"{(x.spread or 0) + (y.spread or 0):.1%}"
-        where = f"{row['mode']} {tables.point(row)}".strip()
-        ratio = f"{y.median / x.median:.3f}"
-        lines.append([row["backend"], where, _rate(x), _rate(y), ratio, noise, word])
-    for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
-        if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
-            notes.append(f"only in {name}: {', '.join(only)}")
-    if not lines:
-        why = " and manual is needed in both" if differs else ""
-        notes.append(f"no row is in both{why}: there is nothing to compare")
-    return notes, (head, lines)
-
-
-def _rate(x: Summary) -> str:
-    return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
-
-
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["mode"], row["backend"], json.dumps(row["point"], sort_keys=True)
-
-
-def _speed(row: Row, beside: dict[tuple[str, str, str], Row]) -> list[float] | None:
-    """Tokens, or calls, a second of each round; with `beside`, as a multiple of manual's."""
-    size = row.get("tokens_a_step") or row["point"].get("B", 1) if row["mode"] != "kernel" else 1
-    own = [size / (r["ms"] / 1e3) for r in row["rounds"]]
-    if not beside:
-        return own
-    manual = beside.get((row["mode"], "manual", _key(row)[2]))
-    base = None if manual is None else _speed(manual, {})
-    return None if base is None else [s / m for s, m in zip(own, base, strict=False)]

@@ -26,10 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import train
-from attention.select import KERNELS
 from bench import baselines, machine
 from bench.job import Job
-from bench.profiling import ATTENTION, Scopes, read
+from bench.profiling import Scopes, kernels_of, profiler, read
 from core.optimizer import build_optimizer, learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
@@ -39,13 +38,6 @@ Mark = Callable[[str], None]
 def gradient_norm(params: Iterable[Tensor]) -> float:
     grads = [p.grad for p in params if p.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
-
-
-def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, record_shapes=shapes)
 
 
 class Reference:
@@ -154,6 +146,8 @@ class Training:
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
         answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
+        N, (B, T) = baselines.parameters(self.who), x.shape
+        answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
         if self.clock.apart:
             for name, places in (
                 ("forward_ms", range(0, 2 * self.micro, 2)),
@@ -275,14 +269,7 @@ class Training:
         with profiler(self.device) as looking:
             self.step(*self.batch)
             synchronize(self.device)
-        ran = looking.key_averages()
-        named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
-        on_device = (e for e in named if e.device_type != torch.autograd.DeviceType.CPU)
-        return {
-            "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
-            "events": [e.key for e in named],
-            "device_kernels": [e.key for e in on_device],
-        }
+        return kernels_of(looking)
 
     def fits(self, batch: int) -> dict[str, Any]:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""

@@ -29,6 +29,7 @@ import torch
 
 from attention import BackendUnavailable
 from bench import machine
+from core.runtime import describe
 from core.settings import UserError
 
 # Where each job stands; a worker imports its own only.
@@ -46,14 +47,18 @@ class Handler:
     """Answers requests, one after the other: the first sets up the job."""
 
     job: Any = None
+    where = ""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if self.job is None:
                 self.job = begin(request)
+                device = describe(torch.device(request["device"]))
+                self.where = f"{device}, run {request['run']}"
                 return {"ok": self.job.about}
             result = self.job.round(request)
             result["held_bytes"] = machine.empty_cache(self.job.device)
+            result["machine"] = self.where  # where it was measured, and in which run
             return {"ok": result}
         except BackendUnavailable as e:
             return {"unavailable": [machine.reason(e)]}

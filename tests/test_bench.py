@@ -145,7 +145,8 @@ def test_train_gives_a_row_for_every_backend_and_baseline(trained):
         assert row["noisy"] == (row["spread"] > 0.05)
         for r in row["rounds"]:
             parts = r["forward_ms"] + r["backward_ms"] + r["optimizer_ms"]
-            assert 0 < parts <= r["ms"] * 1.001 and min(r.values()) > 0
+            assert 0 < parts <= r["ms"] * 1.001
+            assert all(v > 0 for v in r.values() if isinstance(v, (int, float)))
         assert row["memory_bytes"] > 2**26 < row["base_bytes"]
         assert row["warm_up_s"] > row["first_step_s"] > 0 and row["setup_s"] > 0
     assert table["sdpa"]["kernels"] == ["flash (CPU)"] and table["manual"]["kernels"] == []

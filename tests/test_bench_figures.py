@@ -15,7 +15,17 @@ import torch
 from test_bench import job
 
 import bench_mfu
-from bench import against_nanogpt, decoding, machine, modes, records, rows, tables, training
+from bench import (
+    against_nanogpt,
+    compare,
+    decoding,
+    machine,
+    modes,
+    records,
+    rows,
+    tables,
+    training,
+)  # fmt: skip
 from bench.config import BenchConfig
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
@@ -390,10 +400,11 @@ def test_sizes_and_rates_as_people_read_them():
 )
 def test_the_rate_that_two_records_are_compared_by(mode, row, rate):
     row = {"mode": mode, "backend": "sdpa", "rounds": [{"ms": 20.0}, {"ms": 10.0}], **row}
-    assert records._speed(row, {}) == pytest.approx([rate, 2 * rate])
+    assert compare._speed(row) == pytest.approx([rate, 2 * rate])
     manual = {**row, "backend": "manual", "rounds": [{"ms": 40.0}, {"ms": 5.0}]}
-    beside = {records._key(r): r for r in (row, manual)}
-    assert records._speed(row, beside) == pytest.approx([2.0, 0.5])
+    both = {compare._key(r): r for r in (row, manual)}
+    own, ratio = compare._ratios(compare._key(row), both, [compare._key(manual)])
+    assert own.median == pytest.approx(1.5 * rate) and ratio.median == pytest.approx(1.25)
 
 
 def test_the_noise_of_a_comparison_is_both_spreads():
@@ -403,7 +414,7 @@ def test_the_noise_of_a_comparison_is_both_spreads():
         return {"machine": {"about": "x", "dtype": "", "packages": ""}, "settings": {},
                 "rows": [row]}  # fmt: skip
 
-    _, (head, (line,)) = records.compare(one(10, 10.2, 10.4), one(5, 5.1, 5.2))
+    _, (head, (line,)) = compare.compare(one(10, 10.2, 10.4), one(5, 5.1, 5.2))
     cells = dict(zip(head, line))
     assert cells["A/s"] == "98,039" and cells["B/s"] == "196,078" and cells["B / A"] == "2.000"
     # quartiles of 1/x: half the distance of the ends from the middle, two percent of it each
@@ -423,7 +434,9 @@ def test_every_record_that_was_ever_committed_can_still_be_compared(folder, caps
     assert bench_mfu.main(["compare", str(folder), str(folder)]) == 0
     lines = [s for s in capsys.readouterr().out.splitlines() if "within noise" in s]
     content = records.read(folder)
-    assert len(lines) == sum(r["status"] == "ok" for r in content["rows"])
+    ok = {compare._key(r) for r in content["rows"] if r["status"] == "ok"}
+    held_against = {k for key in ok for k in compare.baselines(key, list(ok), content, content)}
+    assert len(lines) == len(ok - held_against) > 0
     assert all("1.000" in line for line in lines)
     assert records.title(content) and records.sections(content) and records.facts(content)
 

@@ -133,26 +133,89 @@ def compare(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], capsys: Any) -
     return capsys.readouterr().out
 
 
+def lines_of(out: str) -> dict[str, str]:
+    return {line.split()[0]: line for line in out.splitlines() if line.strip()}
+
+
 def test_compare_says_which_differences_exceed_the_noise(tmp_path, capsys):
     later = copy.deepcopy(TRAIN)
     later[1] = row("sdpa", [40.0, 40.4, 39.6, 40, 40.8])  # from 50
-    later[0] = row("manual", [101.0, 102, 100, 101, 103])  # from 100
     out = compare(tmp_path, content(TRAIN), content(later), capsys)
-    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    lines = lines_of(out)
     assert "B faster" in lines["sdpa"] and "160,000" in lines["sdpa"] and "1.250" in lines["sdpa"]
-    assert "within noise" in lines["manual"] and "flex" not in lines
+    assert "within noise" in lines["sdpa_flash"] and "flex" not in lines and "manual" not in lines
     back = compare(tmp_path, content(later), content(TRAIN), capsys)
     assert "B slower" in back
 
 
-def test_compare_of_two_machines_is_of_ratios_to_manual(tmp_path, capsys):
+def slower(table: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
+    """The same on a day when every round took so many times as long."""
+    made = []
+    for r in table:
+        if r["status"] == "ok":
+            r = row(r["backend"], [times * one["ms"] for one in r["rounds"]], r["mode"])
+        made.append(r)
+    return made
+
+
+def test_compare_divides_the_drift_of_the_machine_out(tmp_path, capsys):
+    rival = row("nanogpt", [80.0, 81, 79, 80, 82])
+    a, b = [*TRAIN, rival], slower([*TRAIN, rival], 1.25)
+    out = compare(tmp_path, content(a), content(b), capsys)
+    lines = lines_of(out)
+    assert "B / A, is divided out: 0.800 in train by nanogpt" in " ".join(out.split())
+    assert all("within noise" in lines[name] and "1.000" in lines[name]
+               for name in ("manual", "sdpa")), out  # fmt: skip
+    assert "nanogpt" not in lines  # the yardstick has no line of its own
+    b[1] = row("sdpa", FAST)  # as fast as before on a machine that became slower
+    said = lines_of(compare(tmp_path, content(a), content(b), capsys))["sdpa"]
+    assert "B faster" in said and "1.250" in said and "160,000" in said
+
+
+def test_without_a_baseline_manual_tells_the_drift_and_is_said_to(tmp_path, capsys):
+    a, b = content(TRAIN), content(slower(TRAIN, 1.25))
+    out = " ".join(compare(tmp_path, a, b, capsys).split())
+    assert "0.800 in train by manual, whose code may have changed" in out
+    a["source_sha256"] = b["source_sha256"] = "5" * 64
+    assert "may have changed" not in compare(tmp_path, a, b, capsys)
+    alone = [content([row("sdpa", times)]) for times in (FAST, SLOW)]
+    out = " ".join(compare(tmp_path, *alone, capsys).split())
+    assert "the machine's drift is not known in train" in out and "B slower" in out
+
+
+def test_two_qualify_records_are_compared_stage_by_stage(tmp_path, capsys):
+    def whole(table: list[dict[str, Any]]) -> dict[str, Any]:
+        made = content(table)
+        stages = [
+            {"name": "training", "status": "done", "record": made},
+            {"name": "proof", "status": "done", "record": {"rows": [{"backend": "sdpa"}]}},
+        ]
+        shared = {k: v for k, v in made.items() if k in records.SHARED}
+        return {**shared, "mode": "qualify", "stages": stages}
+
+    for name, times in (("a", FAST), ("b", SLOW)):
+        made = whole([row("manual", SLOW), row("sdpa", times)])
+        records.save(tmp_path / name, records.seal(made), "")
+    assert bench_mfu.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "B slower" in lines_of(capsys.readouterr().out)["sdpa"]
+
+
+def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
+    table = [*TRAIN, row("hf_sdpa", SLOW)]
+    a = content(table, packages={"torch": "2.13.0", "transformers": "5.0"})
+    b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
+    assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
+    assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_compare_of_two_machines_is_of_ratios(tmp_path, capsys):
     # The other machine is ten times faster, and sdpa gains less there: 1.6 x manual, not 2 x.
     other = [row("manual", [10.0, 10.1, 9.9, 10, 10.2]), row("sdpa", [6.25, 6.3, 6.2, 6.25, 6.4])]
     out = compare(tmp_path, content(TRAIN), content(other, name="NVIDIA X2"), capsys)
     assert "two machines" in out and "A/s" not in out
     line = next(line for line in out.splitlines() if line.startswith("sdpa "))
     assert line.split()[2:5] == ["2", "1.6", "0.800"] and "B slower" in line
-    assert "A x manual  B x manual" in out
+    assert "A ratio  B ratio" in out
     assert not any(line.startswith("manual") for line in out.splitlines())
     assert "only in A: sdpa_flash" in out
     alone = content([row("sdpa", FAST)], threads=3)

@@ -1,0 +1,135 @@
+"""Two records side by side, row by row, with the machine's drift divided out.
+
+A machine is faster on some days, and a rate of another machine says nothing about the code. What
+both records have in common is code of other people: nanoGPT's and transformers' models. So each
+row's rate is divided, round by round within its record, by that of these baselines, and the ratios
+are compared; their spread is the noise. Where there is no such row, `manual` takes its place: the
+plainest kernel, whose code may have changed, and so it is said. On one machine the rates are shown
+beside, and without either the drift is not known and cannot be told from the code.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from bench import records, tables
+from bench.rows import Row
+from bench.stats import Summary, exceeds_noise
+
+SAME = ("kind", "name", "capability", "threads", "cpu")  # of what makes two machines one
+Key = tuple[str, str, str]  # mode, backend, point as JSON
+Rows = dict[Key, Row]
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
+    """What there is to say before the table, and the table: B against A, row by row."""
+    notes = []
+    apart = any(a["machine"].get(n) != b["machine"].get(n) for n in SAME)
+    if apart:
+        notes.append(
+            f"two machines ({a['machine']['about']}; {b['machine']['about']}): their rates are no "
+            "comparison of code, so each backend's ratio to what both have in common is compared"
+        )
+    told = []
+    for part, names in (("settings", a.get("settings", ())), ("machine", ("dtype", "packages"))):
+        for name in names:
+            x, y = a[part][name], b[part].get(name, a[part][name])
+            if x != y and name not in ("record", "json"):
+                told.append("versions" if name == "packages" else f"{name} ({x} / {y})")
+    if told:
+        notes.append(f"not only the code differs: {', '.join(told)}")
+    of_a, of_b = (
+        {_key(r): r for part in records.parts(c) for r in part["rows"] if r["status"] == "ok"}
+        for c in (a, b)
+    )
+    shared = [key for key in of_a if key in of_b]
+    unit = " ratio" if apart else "/s"
+    head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
+    lines, drifts, unknown = [], dict[str, list[float]](), set[str]()
+    for key in shared:
+        base = baselines(key, shared, a, b)
+        if apart and (not base or key in base):
+            continue
+        (x, by_x), (y, by_y) = (_ratios(key, rows, base) for rows in (of_a, of_b))
+        ratio = by_y.median / by_x.median
+        if base and not apart:
+            was, now = (statistics.median(_together(rows, base)) for rows in (of_a, of_b))
+            drifts.setdefault(f"{key[0]} by {_names(base, a, b)}", []).append(now / was)
+        elif not base:
+            unknown.add(key[0])
+        if key in base:  # it is the yardstick: its own ratio is 1 by definition
+            continue
+        sure = exceeds_noise(by_x, by_y)
+        word = "noise unknown" if sure is None else "within noise"
+        if sure:
+            word = "B faster" if ratio > 1 else "B slower"
+        noise = "-" if sure is None else f"{(by_x.spread or 0) + (by_y.spread or 0):.1%}"
+        shown = [_rate(s) for s in ((by_x, by_y) if apart else (x, y))]
+        lines.append([key[1], _where(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
+    if drifts:
+        ends = {where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}"))
+                for where, d in drifts.items()}  # fmt: skip
+        text = "; ".join(f"{' to '.join(found)} in {where}" for where, found in ends.items())
+        notes.append(f"the machine's drift, B / A, is divided out: {text}")
+    if unknown:
+        notes.append(f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
+                     "baseline and no manual is in both, so it is part of B / A")  # fmt: skip
+    for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
+        if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
+            notes.append(f"only in {name}: {', '.join(only)}")
+    if not lines:
+        why = " beside a baseline or manual" if apart else " but the baselines" * bool(shared)
+        notes.append(f"no row is in both{why}: there is nothing to compare")
+    return notes, (head, lines)
+
+
+def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any]) -> list[Key]:
+    """The rows that this one is held against: other people's code at the same point, else at any
+    point of the mode, else manual at the same point."""
+    versions = [c["machine"]["packages"] for c in (a, b)]
+    trusted = ["nanogpt"]
+    if versions[0] == versions[1]:  # with another transformers it is other code
+        trusted += ["hf_eager", "hf_sdpa", "hf_flash_attention_2"]
+    others = [k for k in shared if k[0] == key[0] and k[1] in trusted]
+    plain = (key[0], "manual", key[2])
+    return [k for k in others if k[2] == key[2]] or others or [plain] * (plain in shared)
+
+
+def _names(base: list[Key], a: dict[str, Any], b: dict[str, Any]) -> str:
+    """The baselines in words."""
+    names = " and ".join(dict.fromkeys(k[1] for k in base))
+    same = a.get("source_sha256") and a.get("source_sha256") == b.get("source_sha256")
+    return names + ", whose code may have changed" * (names == "manual" and not same)
+
+
+def _ratios(key: Key, rows: Rows, base: list[Key]) -> tuple[Summary, Summary]:
+    """The rate of a row; and its ratio, round by round, to the geometric mean of its baselines."""
+    own = _speed(rows[key])
+    ratios = [s / m for s, m in zip(own, _together(rows, base))] if base else own
+    return Summary.of(own), Summary.of(ratios)
+
+
+def _together(rows: Rows, base: list[Key]) -> list[float]:
+    """The geometric mean of the baselines' rates in each round."""
+    rates = zip(*(_speed(rows[key]) for key in base))
+    return [statistics.geometric_mean(beside) for beside in rates]
+
+
+def _where(row: Row) -> str:
+    return f"{row['mode']} {tables.point(row)}".strip()
+
+
+def _rate(x: Summary) -> str:
+    return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
+
+
+def _key(row: Row) -> Key:
+    return row["mode"], row["backend"], json.dumps(row["point"], sort_keys=True)
+
+
+def _speed(row: Row) -> list[float]:
+    """Tokens, or calls, a second of each round."""
+    size = row.get("tokens_a_step") or row["point"].get("B", 1) if row["mode"] != "kernel" else 1
+    return [size / (r["ms"] / 1e3) for r in row["rounds"]]

@@ -1,0 +1,336 @@
+"""Is a record what it says it is? Every check that needs no machine but this one.
+
+A record keeps what was measured: raw rounds, sizes, the profiler's names. Whatever follows from
+these is computed anew here, by the functions that computed it when it was written (bench/rows.py),
+and compared. What cannot follow from them (the numbers' error, the canary, the source) is held
+against the policy, the table of GPUs, or the repository's history.
+
+This is no proof against somebody who makes up every round with care. It finds the mistakes and the
+small lies: tests/test_board.py has twelve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import attention
+from attention.gpus import datasheet_tflops
+from bench import records, rows, tables
+from bench.baselines import HF
+from bench.compare import SAME
+from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
+from bench.process import Outcome
+from bench.rows import Row
+from core import flops
+from core.settings import UserError, from_dict
+from model import GPTConfig
+from train import TrainConfig
+
+TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
+OLD = "before proofs were kept"
+# Records of format 1, and of other programs: accepted as these very files, for sha256sum -c.
+FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
+
+# What the profiler shows when a backend ran: short names of PyTorch's and our own kernels (KERNELS
+# in attention/select.py; empty: none of them), and the names that the device's kernels have in
+# common, which is all that there is to see of another package or of a CUDA graph.
+ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
+SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
+NOT_FUSED = ("", "")
+PACKAGE = (
+    r"^(?!.*pytorch_flash).*flash"  # PyTorch's own copy of FlashAttention-2 is not the package
+)
+SHOWS: dict[str, tuple[str, str]] = {
+    "manual": NOT_FUSED,
+    "tiled": NOT_FUSED,
+    "sdpa": SDPA,
+    "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
+    "sdpa_efficient": ("efficient", "fmha|attn"),
+    "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
+    "sdpa_math": (r"math( \(MPS\))?", ""),
+    "flex": ("", "flex"),
+    "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
+    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("", PACKAGE)),
+    "paged": (rf"paged decode \(Triton\)|{ANY}", ""),
+    "nanogpt": (ANY, ""),
+    "hf_eager": NOT_FUSED,
+    "hf_sdpa": SDPA,
+    "hf_flash_attention_2": ("", PACKAGE),
+}
+MAY_SHOW_NONE = {"paged", "nanogpt"}  # plain PyTorch does, where their fast kernel cannot
+FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
+OTHERS = {"nanogpt", *(f"hf_{name}" for name in HF)}
+SCHEMA: dict[str, type | tuple[type, ...]] = {
+    "command": str, "date": str, "commit": (str, type(None)), "dirty": (bool, type(None)),
+    "machine": dict, "vocab_size": int, "settings": dict, "reference": dict, "rows": list,
+}  # fmt: skip
+
+
+def verify(content: dict[str, Any], folder: Path) -> list[str]:
+    """What is wrong with a record, a sentence each; empty where nothing is."""
+    if content.get("format") != records.FORMAT:
+        digest = hashlib.sha256((folder / "record.json").read_bytes()).hexdigest()
+        if digest in FROZEN.read_text(encoding="ascii").split():
+            return []
+        return [f"it is not of format {records.FORMAT}, and none of the old records, byte for byte"]
+    try:
+        return list(dict.fromkeys([*_whole(content), *_parts(content)]))
+    except UserError as e:
+        return [f"its settings are none of train.py's ({e})"]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as e:
+        return [f"it is malformed ({type(e).__name__}: {e})"]
+
+
+def _whole(content: dict[str, Any]) -> Iterator[str]:
+    """What concerns the record as one."""
+    if content["rounds_sha256"] != records.rounds_sha256(content):
+        yield "the hash of the raw rounds is not that of its rounds: they were edited"
+    if source_state(content) == "another":
+        yield (f"it says that its code is clean at {content['commit'][:10]}, but the source that "
+               "ran is not that commit's")  # fmt: skip
+    for stage in content["stages"] if content["mode"] == "qualify" else ():
+        if stage["status"] not in ("done", "cut", "skipped", "failed"):
+            yield f"stage {stage['name']}: there is no status {stage['status']!r}"
+        if stage["status"] == "cut" and content.get("complete", True):
+            yield f"stage {stage['name']} was cut off, but the record says that it is complete"
+
+
+def source_state(content: dict[str, Any]) -> str:
+    """Whether the source that ran is its commit's: "checked", "another", "changed" (it says so),
+    or "unverifiable": no checkout, or a commit that is not in this history."""
+    if content["dirty"]:
+        return "changed"
+    known = content["commit"] and records.source_sha256(content["commit"])
+    if not known:
+        return "unverifiable"
+    return "checked" if known == content.get("source_sha256") else "another"
+
+
+def _parts(content: dict[str, Any]) -> Iterator[str]:
+    devices = set()
+    for part in records.parts(content):
+        for name, kind in SCHEMA.items():
+            if not isinstance(part[name], kind):
+                yield f"{name} is {part[name]!r}, which is of another kind"
+                return
+        devices.add(tuple(str(part["machine"][name]) for name in SAME))
+        yield from _peak(part)
+        yield from _machine(part)
+        for row in part["rows"]:
+            if row["status"] == "ok":
+                yield from (f"{_name(row)}: {why}" for why in _row(row, part))
+        ok = [row for row in part["rows"] if row["status"] == "ok"]
+        yield from tables.disagreeing(ok, part)
+        if part["mode"] == "converge":
+            yield from _convergence(part)
+    if len(devices) > 1:
+        yield "its stages were measured on two machines"
+
+
+def _name(row: Row) -> str:
+    return f"{row['mode']} {row['backend']} {tables.point(row)}".strip()
+
+
+def _peak(part: dict[str, Any]) -> Iterator[str]:
+    """The peak is labelled; where the table of GPUs has the device, it is the table's dense one."""
+    m = part["machine"]
+    source, rate = m["peak_source"], m["peak_tflops"]
+    if not re.match(r"datasheet: \w|measured|--peak_tflops", source or ""):
+        yield f"the peak of {rate:,.4g} TFLOP/s is not labelled: its source is {source!r}"
+        return
+    known = datasheet_tflops(m["name"], m["dtype"], bool(part["settings"].get("tf32")))
+    if known is None:
+        if source.startswith("datasheet"):
+            yield f"no datasheet of {m['name']!r} is known, so its peak cannot be one's"
+    elif not math.isclose(rate, known[0]):
+        sparse = ", the sparse one" if math.isclose(rate, 2 * known[0], rel_tol=0.01) else ""
+        yield f"the peak is {rate:,.4g} TFLOP/s{sparse}; {known[1]} has {known[0]:,.4g}, dense"
+
+
+def _machine(part: dict[str, Any]) -> Iterator[str]:
+    """All rounds come from the machine that is named, and from one run."""
+    ok = [row for row in part["rows"] if row["status"] == "ok"]
+    where = {r["machine"] for row in ok for r in row["rounds"]}
+    named = part["machine"]["about"]
+    if len(where) > 1:
+        yield f"its rounds are from two machines or runs: {'; '.join(sorted(where))}"
+    elif any(w.rpartition(", run ")[0] != named for w in where):
+        yield f"its rounds are from {where.pop()}, and the record names {named}"
+
+
+# ----------------------------------------------------------------------------- a row
+
+
+def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
+    settings, mode = part["settings"], row["mode"]
+    asked = rounds_asked(row, part)
+    if len(row["rounds"]) < asked and part.get("complete", True):
+        yield f"it has {len(row['rounds'])} of {asked} rounds"
+    yield from _work(row, part)
+    again = figures(row, part)
+    for name, value in again.items():
+        if not same(row.get(name), value):
+            yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
+    for name in ("mfu", "mfu_causal", "share"):
+        if (row.get(name) or 0) > 1:
+            yield f"{name} of {row[name]:.1%} is more than the peak: that peak is too low"
+    if not (mode == "converge" and settings.get("paths")):
+        yield from _kernel(row, part["machine"]["kind"] == "cuda")
+        if row["backend"] not in OTHERS:
+            yield from _proof(row)
+
+
+def rounds_asked(row: Row, part: dict[str, Any]) -> int:
+    """How many rounds its settings ask for."""
+    settings = part["settings"]
+    if row["mode"] == "converge":
+        return CONVERGE_ROUNDS * settings.get("seeds", 1)
+    swept = row["mode"] == "kernel" and part["mode"] == "train"
+    return min(SWEEP_ROUNDS, settings["rounds"]) if swept else settings["rounds"]
+
+
+def model_of(part: dict[str, Any]) -> GPTConfig:
+    """The model that the settings describe."""
+    mine = {f.name for f in fields(TrainConfig)} - {"batch_size"}  # which may be "auto"
+    given = {k: v for k, v in part["settings"].items() if k in mine}
+    return from_dict(TrainConfig, given).model(part["vocab_size"])
+
+
+def sequences_of(row: Row, part: dict[str, Any]) -> int:
+    """Sequences of a training step."""
+    settings = part["settings"]
+    if settings["batch_size"] == "auto":
+        return row["batch_size"]
+    return settings["batch_size"] * settings["gradient_accumulation_steps"]
+
+
+def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
+    """The row's sizes are those that every one of its rounds says it had."""
+    mode, model = row["mode"], model_of(part)
+    said: dict[str, Any] = dict(row["point"])
+    if mode in ("train", "converge"):
+        said = {"B": sequences_of(row, part), "T": model.block_size}
+        if row["dtype"] != part["machine"]["dtype"] and not part["settings"].get("paths"):
+            yield f"it ran in {row['dtype']}, and the record is of {part['machine']['dtype']}"
+    for ran in (r["shape"] for r in row["rounds"]):
+        for name in said.keys() & ran.keys():
+            if said[name] != ran[name]:
+                yield f"it is filed under {name}={said[name]}, and a round ran {name}={ran[name]}"
+        if (N := ran.get("parameters")) is not None:
+            # transformers' GPT-2 always has biases: about one parameter more in n_embd
+            least = flops.n_params(model)
+            most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS))
+            if not least <= N <= most:
+                yield f"a round ran {N:,} parameters, and its settings describe {least:,}"
+
+
+def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
+    """What follows from the rounds and the sizes: medians, quartiles, rates, shares of the peak.
+
+    Computed by the functions that made them when the record was written.
+    """
+    m, mode, model = part["machine"], row["mode"], model_of(part)
+    warm: dict[str, Any] = {
+        k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row
+    }
+    outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
+    again = rows.begin(mode, row["backend"], row["point"], outcome, part["settings"]["noise"])
+    peak = flops.Peak(m["peak_tflops"], m["peak_source"])
+    if mode in ("train", "converge"):
+        known = part["reference"] if mode == "train" and "loss" in part["reference"] else {}
+        again = rows.of_training(again, outcome, model, sequences_of(row, part), peak, known)
+    elif mode == "kernel":
+        again = rows.of_kernel(again, outcome, peak)
+    elif mode == "decode":
+        size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
+        keys = 2 * model.n_layer * model.kv_heads * model.head_dim
+        N = row["rounds"][0]["shape"]["parameters"]
+        outcome.about = {"weight_bytes": N * size, "token_bytes": keys * size}
+        again = rows.of_decoding(again, outcome, m["bandwidth"])
+    else:
+        raise ValueError(f"there is no mode {mode!r}")
+    # These hold what a warm-up found, too, of which a record keeps the sum only.
+    told = {"memory_bytes", "kernels", "events", "device_kernels", "title"}
+    return {k: v for k, v in again.items() if k not in told}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, numbers to the last digits that another processor may round differently."""
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
+    return a == b
+
+
+def _kernel(row: Row, cuda: bool) -> Iterator[str]:
+    """The kernel that the profiler saw is the one that is named."""
+    name, seen = row["backend"], row["kernels"]
+    if name not in SHOWS or not (name in OTHERS or name in attention.BACKENDS):
+        yield "no backend and no baseline of this name is known, so nothing can be checked"
+        return
+    short, device = SHOWS[name]
+    on_device = row.get("device_kernels") or []
+    there = any(re.search(device, kernel, re.I) for kernel in on_device) if device else False
+    if foreign := [kernel for kernel in seen if not re.fullmatch(short, kernel)]:
+        yield f"the profiler saw another kernel than is named: {', '.join(foreign)}"
+    # In other modes than these a worker notes the short names only.
+    looked = cuda and device and row["mode"] in ("train", "kernel")
+    needed = (short or looked) and name not in MAY_SHOW_NONE
+    if needed and not (seen or on_device):
+        yield "the profiler saw no kernel of this backend"
+    elif device and on_device and not there:
+        yield f"the profiler saw another kernel than is named: {', '.join(on_device)}"
+    elif not (short or device) and (fused := [k for k in on_device if FUSED.search(k)]):
+        yield f"the profiler saw another kernel than is named: {', '.join(fused)}"
+
+
+def _proof(row: Row) -> Iterator[str]:
+    """Its numbers were right on that machine, and no later token leaked into an earlier one."""
+    proof = row.get("proof") or {}
+    if proof.get("canary") is not True:
+        word = "failed" if "canary" in proof else "is absent"
+        yield f"the canary {word}: nobody knows whether a later token leaks into an earlier one"
+    if not proof:
+        return
+    pairs = [("error", "allowed"), ("grad_error", "grad_allowed")]
+    for error, allowed in pairs[: 1 if row["mode"] == "decode" else 2]:
+        off, most = proof.get(error), proof.get(allowed)
+        if off is None or most is None:
+            yield f"its proof has no {error}"
+        elif not off <= most:  # written so that NaN fails
+            yield f"its {error} of {off:.2g} is more than the {most:.2g} that is allowed"
+
+
+def _convergence(part: dict[str, Any]) -> Iterator[str]:
+    """Every candidate ended where its baseline did, and that follows from the losses."""
+    settings, judged = part["settings"], [r for r in part["rows"] if r["mode"] == "converge"]
+    base = next((r for r in judged if r.get("verdict") == "baseline"), None)
+    if base is None:
+        yield "converge has no baseline, so nothing has passed"
+        return
+    if settings["tolerance"] > TOLERANCE:
+        yield f"a tolerance of {settings['tolerance']:.0%} is more than {TOLERANCE:.0%}"
+    for row in judged:
+        if row["status"] == "unavailable":
+            continue
+        if row["status"] != "ok" or row["verdict"] not in ("ok", "baseline"):
+            yield f"{_name(row)} did not converge as {base['backend']} did"
+            continue
+        finals, last = row["final_losses"], max(1, len(row["losses"]) // 10)
+        found = [statistics.fmean(row["losses"][-last:]), statistics.fmean(finals)]
+        if not same(found[0], finals[0]) or not same(found[1], row["final_loss"]):
+            yield f"{_name(row)}: its final loss does not follow from its losses"
+        if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
+            yield f"{_name(row)}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
+        if len(finals) > 1:
+            most = statistics.stdev(base["final_losses"]) / base["final_loss"]
+        else:
+            most = settings["tolerance"]
+        if row is not base and not abs(off) <= most:
+            yield f"{_name(row)} did not converge: {off:+.2%} off, {most:.2%} is allowed"

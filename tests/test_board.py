@@ -1,0 +1,415 @@
+"""The board: an honest record of a real run is accepted, each of twelve lies is refused by name.
+
+A liar has this repository too: unless the lie is about the hash itself, the record is sealed anew
+after the edit, and whatever follows from it is computed anew where the lie would do so.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import in_process
+import pytest
+import torch
+from test_bench import SMALL, run, write_tokens
+
+from attention.gpus import datasheet_tflops
+from bench import board, records
+from bench.verify import FROZEN, figures, source_state, verify
+from core import flops
+from model import GPTConfig
+
+Content = dict[str, Any]
+PROOF = {"error": 2e-7, "allowed": 3e-6, "grad_error": 4e-7, "grad_allowed": 6e-6, "canary": True}
+
+
+def honest(mode: str, folder: Path, *more: str) -> Content:
+    """The record of a real run, made small, and proven."""
+    argv = [mode, *SMALL, "--rounds=3", "--backends=manual,sdpa,sdpa_math", "--record=x", *more]
+    with pytest.MonkeyPatch.context() as patch:
+        in_process.use(patch)
+        assert run([*argv, f"--records_dir={folder}"])[0] == 0
+    (made,) = folder.glob("*/record.json")
+    content: Content = json.loads(made.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        if row["status"] == "ok":
+            row["proof"] = row.get("proof") or dict(PROOF)
+    return content
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Content:
+    folder = tmp_path_factory.mktemp("train")
+    return honest("train", folder, "--lengths=16,32", "--batch_sizes=1,2")
+
+
+@pytest.fixture(scope="module")
+def converged(tmp_path_factory: pytest.TempPathFactory) -> Content:
+    folder = tmp_path_factory.mktemp("converge")
+    words = ("--dataset=tiny", "--steps=10", "--backends=sdpa")
+    return honest("converge", folder, f"--data_dir={write_tokens(folder)}", *words)
+
+
+@pytest.fixture
+def content(trained: Content) -> Content:
+    return copy.deepcopy(trained)
+
+
+def row(content: Content, backend: str, mode: str = "train") -> Content:
+    return next(r for r in content["rows"] if (r["backend"], r["mode"]) == (backend, mode))
+
+
+def seal(content: Content) -> Content:
+    """As records.write does, after all figures were computed anew from what is there now."""
+    for r in content["rows"]:
+        if r["status"] == "ok":
+            r |= {k: v for k, v in figures(r, content).items() if k in r}
+    return records.seal(content)
+
+
+def check(content: Content) -> list[str]:
+    return verify(json.loads(json.dumps(content)), Path("nowhere"))
+
+
+def on_a_gpu(content: Content) -> Content:
+    """The same rounds as if they were an H200's, of which the table of GPUs knows the peak."""
+    known = datasheet_tflops("NVIDIA H200", "float32", tf32=True)
+    assert known is not None
+    here = {"name": "NVIDIA H200", "about": "NVIDIA H200", "kind": "cuda"}
+    content["machine"] |= here | {"peak_tflops": known[0], "peak_source": known[1]}
+    for r in content["rows"]:
+        for one in r.get("rounds", []):
+            one["machine"] = "NVIDIA H200, run 0"
+    return seal(content)
+
+
+# ----------------------------------------------------------------------------- what is honest
+
+
+def test_an_honest_record_is_accepted(trained: Content, converged: Content) -> None:
+    assert len({r["mode"] for r in trained["rows"] if r["status"] == "ok"}) == 2
+    assert check(trained) == check(converged) == []
+    assert check(on_a_gpu(copy.deepcopy(trained))) == []
+
+
+def test_generation_is_accepted_and_its_figures_are_computed_anew(tmp_path: Path) -> None:
+    made = honest("decode", tmp_path, "--prompts=4", "--new_tokens=4", "--batch_sizes=1",
+                  "--kv_caches=dynamic,paged", "--processors=False")  # fmt: skip
+    for r in made["rows"]:
+        if r["status"] == "ok":
+            r["proof"] = {k: v for k, v in PROOF.items() if not k.startswith("grad")}
+    assert check(made) == []
+    row(made, "sdpa", "decode")["mbu"] *= 1.01
+    assert any("decode sdpa" in why and "mbu is" in why for why in check(made))
+
+
+def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Content) -> None:
+    for r in content["rows"]:
+        r["rounds"] = r.get("rounds", [])[:2]
+    content |= {"complete": False, "incomplete": "stopped by Ctrl-C"}
+    assert check(seal(content)) == []
+
+
+def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: Content) -> None:
+    shared = {k: v for k, v in trained.items() if k in records.SHARED}
+    parts = [{k: v for k, v in c.items() if c is converged or k not in ("commit", "machine")}
+             for c in (trained, converged)]  # fmt: skip
+    stages = [{"name": name, "status": "done", "seconds": 1.0, "why": "", "record": part}
+              for name, part in zip(("training", "converge"), copy.deepcopy(parts))]  # fmt: skip
+    stages.append({"name": "proof", "status": "cut", "record": {"rows": [{"backend": "x"}]}})
+    whole: Content = {**shared, "mode": "qualify", "stages": stages, "complete": False}
+    records.seal(whole)
+    assert [part["mode"] for part in records.parts(whole)] == ["train", "converge"]
+    assert check(whole) == []
+    assert any("cut off" in why for why in check(whole | {"complete": True}))
+    stages[0]["status"] = "perfect"
+    assert "stage training: there is no status 'perfect'" in check(whole)
+    row(stages[1]["record"], "sdpa", "converge")["verdict"] = "FAIL"
+    assert any("did not converge" in why for why in check(whole))
+    stages[1]["record"]["machine"] = {**converged["machine"], "threads": 99}
+    assert "its stages were measured on two machines" in check(whole)
+
+
+# ----------------------------------------------------------------------------- twelve lies
+
+
+def another_kernel(c: Content) -> None:
+    row(c, "sdpa_math")["kernels"] = ["flash (CPU)"]
+
+
+def a_sparse_peak(c: Content) -> None:
+    on_a_gpu(c)
+    c["machine"]["peak_tflops"] *= 2
+    seal(c)
+
+
+def an_unlabelled_peak(c: Content) -> None:
+    c["machine"]["peak_source"] = ""
+
+
+def more_than_the_peak(c: Content) -> None:
+    c["machine"]["peak_tflops"] /= 1e6  # and with it every share
+    seal(c)
+    for r in c["rows"]:
+        if r["status"] == "ok" and r["mode"] == "train":
+            model = GPTConfig(32, 64, 2, 2, 32, bias=False)
+            full = flops.flops_per_token(model, 32) * r["tokens_per_s"]
+            r["mfu"] = full / (c["machine"]["peak_tflops"] * 1e12)
+
+
+def missing_rounds(c: Content) -> None:
+    del row(c, "sdpa")["rounds"][2]
+    seal(c)
+
+
+def a_time_edited(c: Content) -> None:
+    sdpa = row(c, "sdpa")
+    sdpa["ms"] *= 0.9
+
+
+def another_head_dim(c: Content) -> None:
+    sdpa = row(c, "sdpa", "kernel")
+    sdpa["point"]["D"] *= 2  # and with it the TFLOP/s
+    seal(c)
+
+
+def no_canary(c: Content) -> None:
+    del row(c, "sdpa")["proof"]["canary"]
+
+
+def two_machines(c: Content) -> None:
+    row(c, "sdpa")["rounds"][1]["machine"] = "a faster CPU, 64 threads, run 0"
+    seal(c)
+
+
+def typed_by_hand(c: Content) -> None:
+    row(c, "sdpa")["mfu"] = 0.6
+
+
+def a_round_edited(c: Content) -> None:
+    for one in row(c, "sdpa")["rounds"]:
+        one["ms"] *= 0.9
+    sealed = c["rounds_sha256"]
+    seal(c)["rounds_sha256"] = sealed
+
+
+LIES: list[tuple[Callable[[Content], None], str]] = [
+    (another_kernel, "train sdpa_math: the profiler saw another kernel than is named: flash (CPU)"),
+    (a_sparse_peak, "the sparse one; datasheet: NVIDIA H200 datasheet has 494.7, dense"),
+    (an_unlabelled_peak, "is not labelled: its source is ''"),
+    (more_than_the_peak, "is more than the peak: that peak is too low"),
+    (missing_rounds, "train sdpa: it has 2 of 3 rounds"),
+    (a_time_edited, "train sdpa: ms is"),
+    (another_head_dim, "it is filed under D=32, and a round ran D=16"),
+    (no_canary, "train sdpa: the canary is absent"),
+    (two_machines, "its rounds are from two machines or runs: "),
+    (typed_by_hand, "train sdpa: mfu is 0.6, but its rounds and sizes give"),
+    (a_round_edited, "the hash of the raw rounds is not that of its rounds"),
+]
+
+
+@pytest.mark.parametrize("lie, says", LIES, ids=[lie.__name__ for lie, _ in LIES])
+def test_a_lie_is_refused_with_a_sentence_that_names_it(
+    lie: Callable[[Content], None], says: str, content: Content
+) -> None:
+    lie(content)
+    found = check(content)
+    assert any(says in why for why in found), found
+
+
+@pytest.mark.parametrize(
+    "edit, says",
+    [
+        ({"verdict": "FAIL"}, "converge sdpa did not converge as manual did"),
+        ({"final_losses": [9.0]}, "its final loss does not follow from its losses"),
+        ({"losses": [9.0] * 10, "final_losses": [9.0], "final_loss": 9.0, "difference": 0.0},
+         "off, not +0.00%"),
+    ],
+)  # fmt: skip
+def test_a_failed_converge_is_refused(edit: Content, says: str, converged: Content) -> None:
+    made = copy.deepcopy(converged)
+    row(made, "sdpa", "converge").update(edit)
+    assert any(says in why for why in check(made)), check(made)
+
+
+def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
+    converged: Content,
+) -> None:
+    made = copy.deepcopy(converged)
+    base = row(made, "manual", "converge")["final_loss"]
+    row(made, "sdpa", "converge").update({
+        "losses": [1.05 * base] * 10, "final_losses": [1.05 * base], "final_loss": 1.05 * base,
+        "difference": 1.05 * base / base - 1,
+    })  # fmt: skip
+    assert any("did not converge: +5.00% off, 1.00% is allowed" in why for why in check(made))
+    row(made, "manual", "converge")["verdict"] = "ok"
+    assert "converge has no baseline, so nothing has passed" in check(made)
+    row(made, "manual", "converge")["verdict"] = "baseline"
+    made["settings"]["tolerance"] = 0.1
+    assert "a tolerance of 10% is more than 1%" in check(made)
+
+
+def test_uncommitted_code_that_says_clean_is_refused(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a repository of its own: this one may be shallow, or no checkout at all."""
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@x")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("1\n", encoding="utf-8")
+    (tmp_path / "notes.md").write_text("x\n", encoding="utf-8")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    clean = records.git_state()
+    assert clean["dirty"] is False and clean["source_sha256"]
+    assert clean["source_sha256"] == records.source_sha256(clean["commit"])
+    assert check(content | clean) == [] and source_state(content | clean) == "checked"
+    (tmp_path / "notes.md").write_text("y\n", encoding="utf-8")  # not what runs
+    assert records.source_sha256() == clean["source_sha256"]
+    (tmp_path / "a.py").write_text("2\n", encoding="utf-8")
+    changed = records.git_state()
+    assert changed["dirty"] is True and changed["source_sha256"] != clean["source_sha256"]
+    assert check(content | changed) == []  # it says so
+    (said,) = check(content | changed | {"dirty": False})
+    assert said.startswith("it says that its code is clean at") and "not that commit's" in said
+    elsewhere = {**clean, "commit": "0" * 40}
+    assert check(content | elsewhere) == []
+    assert source_state(content | elsewhere) == "unverifiable"
+
+
+# ----------------------------------------------------------------------------- other lies
+
+
+@pytest.mark.parametrize(
+    "edit, says",
+    [
+        (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "no backend and no baseline"),
+        (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
+        (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
+        (lambda c: row(on_a_gpu(c), "manual", "kernel").update(backend="flash_attn_2"),
+         "kernel flash_attn_2 B=1 T=16 H=2 Hkv=2 D=16: the profiler saw no kernel"),
+        (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
+            backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
+         "another kernel than is named: pytorch_flash::flash_fwd_kernel"),
+        (lambda c: row(c, "sdpa")["proof"].update(error=1.0), "its error of 1 is more than the"),
+        (lambda c: row(c, "sdpa")["proof"].update(grad_error=float("nan")), "its grad_error of"),
+        (lambda c: row(c, "sdpa")["proof"].update(canary=False), "the canary failed"),
+        (lambda c: row(c, "sdpa")["proof"].update(allowed=None), "its proof has no error"),
+        (lambda c: row(c, "sdpa", "kernel").update(error_out=0.1), "sdpa is WRONG against float64"),
+        (lambda c: row(c, "sdpa").update(loss_difference=0.0, loss=99.0), "loss_difference is 0.0"),
+        (lambda c: row(c, "sdpa").update(dtype="bfloat16"), "it ran in bfloat16"),
+        (lambda c: c["settings"].update(n_layer=3), "parameters, and its settings describe"),
+        (lambda c: c["settings"].update(block_size=64), "it is filed under T=64"),
+        (lambda c: c["settings"].update(n_layer="x"), "its settings are none of train.py's"),
+        (lambda c: c["machine"].update(peak_source="datasheet: mine"), "no datasheet of"),
+        (lambda c: c["machine"].update(about="NVIDIA H200"), "and the record names NVIDIA H200"),
+        (lambda c: c.update(rows=None), "it is malformed"),
+        (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
+        (lambda c: c.update(vocab_size="64"), "vocab_size is '64', which is of another kind"),
+        (lambda c: c.update(format=1), "none of the old records"),
+    ],
+)  # fmt: skip
+def test_other_lies_and_mistakes_are_refused_too(
+    edit: Callable[[Content], Any], says: str, content: Content, tmp_path: Path
+) -> None:
+    edit(content)
+    (tmp_path / "record.json").write_text(json.dumps(content), encoding="utf-8")
+    found = verify(content, tmp_path)
+    assert any(says in why for why in found), found
+
+
+# ----------------------------------------------------------------------------- the page
+
+
+def test_every_record_here_is_what_it_says_and_the_board_is_up_to_date(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert board.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_old_records_are_accepted_as_the_very_files_only(tmp_path: Path) -> None:
+    names = [line.split()[1] for line in FROZEN.read_text(encoding="ascii").splitlines()]
+    assert len(names) == 11
+    old = (board.FOLDER / names[-1]).read_text(encoding="utf-8")
+    (tmp_path / "record.json").write_text(old, encoding="utf-8")
+    assert verify(json.loads(old), tmp_path) == []
+    (tmp_path / "record.json").write_text(old + " ", encoding="utf-8")
+    assert "byte for byte" in verify(json.loads(old), tmp_path)[0]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of records, and of pages, of its own."""
+    for name in ("FOLDER", "PAGE", "SITE"):
+        monkeypatch.setattr(board, name, tmp_path / name)
+    board.FOLDER.mkdir()
+    return tmp_path
+
+
+def test_the_pages_hold_every_row_and_the_check_sees_a_change(
+    own: Path, content: Content, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content["commit"] = None  # nothing of this checkout matters here
+    records.save(board.FOLDER / "mine", content, "")
+    assert board.main([]) == 0 and board.main(["--check"]) == 0
+    text, site = (path.read_text(encoding="utf-8") for path in (board.PAGE, board.SITE))
+    sdpa = row(content, "sdpa")
+    for page in (text, site):
+        assert f"{sdpa['tokens_per_s']:,.0f}" in page and f"{sdpa['mfu']:.1%}" in page
+        assert "2.0e-07" in page and "of a given peak" in page and "bench/records/mine/" in page
+        assert "2 layers, 32 wide, 2 heads, vocabulary 64, float32" in page
+    ok = [r for r in content["rows"] if r["status"] == "ok"]
+    assert text.count("](../bench/records/mine/README.md)") == len(ok)  # the slowest, too
+    assert site.count("<tr><td>") == len(ok) and "http" not in site  # nothing is loaded
+    board.PAGE.write_text(text + "x", encoding="utf-8")
+    assert board.main(["--check"]) == 1
+    assert "PAGE is out of date: python -m bench.board writes it anew" in capsys.readouterr().err
+    typed_by_hand(content)
+    records.save(board.FOLDER / "mine", content, "")
+    (board.FOLDER / "empty").mkdir()
+    assert board.main([]) == 1  # and nothing is written
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and told[0].startswith("empty: it has no record.json")
+    assert told[1].startswith("mine: train sdpa: mfu is 0.6")
+
+
+def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
+    gpu, other = on_a_gpu(copy.deepcopy(content)), copy.deepcopy(content)
+    other["settings"]["block_size"] = 64
+    sections, _, _ = board.board({"a": content, "b": gpu, "c": other})
+    ((_, (head, lines)),) = sections["Training steps"].items()
+    work = [tuple(line[: head.index("machine")]) for line in lines]
+    assert work == sorted(work) and {w[0] for w in work} == {"32", "64"}
+    machines = [line[head.index("machine")] for line in lines if line[0] == "32"]
+    assert machines == sorted(machines) and len(set(machines)) == 2
+    shares = {line[head.index("machine")]: line[head.index("MFU")] for line in lines}
+    assert "of datasheet" in shares["NVIDIA H200"]
+
+
+def test_what_was_refused_or_failed_is_on_the_board(content: Content) -> None:
+    lost = {"mode": "train", "backend": "flex", "point": {}, "status": "failed", "why": ["it fell"]}
+    content["rows"].append(lost)
+    about = content["machine"]["about"]
+    _, (_, lines), _ = board.board({"a": content})
+    assert [
+        about,
+        "flex",
+        "failed (train)",
+        "it fell",
+        "[1](../bench/records/a/README.md)",
+    ] in lines
+
+
+def test_the_hash_of_the_rounds_needs_no_order_of_keys(content: Content) -> None:
+    turned = json.loads(json.dumps(content), object_pairs_hook=lambda p: dict(reversed(p)))
+    assert records.rounds_sha256(turned) == records.rounds_sha256(content)
+    assert torch.get_num_threads() == content["machine"]["threads"]
