@@ -48,6 +48,7 @@ class Kernels:
         self.clock = machine.Clock(self.device)
         self.about = {"title": attention.get(self.name).title}
         self.kernels: dict[Spec, list[str]] = {}  # what ran in the probe
+        self.proofs: dict[Spec, Any] = {}  # and how exact it was
 
     def tensors(self, point: dict[str, Any]) -> list[Tensor]:
         """q, k, v and the gradient of the output, the same for all backends."""
@@ -104,15 +105,19 @@ class Kernels:
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
             self.kernels[spec] = list(chosen.kernels)
+            self.proofs[spec] = getattr(chosen, "proof", None)
         got = call([])
-        answer: dict[str, Any] = {"kernels": self.kernels[spec]}
+        answer: dict[str, Any] = {"kernels": self.kernels[spec], "proof": self.proofs[spec]}
         if point["T"] <= LONGEST_CHECKED:
             answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got
-        if machine.reset_peak(self.device):
-            before = machine.memory(self.device, peak=False)
-            call([])
-            machine.Clock(self.device).stop()
+        told = machine.reset_peak(self.device)
+        before = machine.memory(self.device, peak=False)
+        start = self.clock.start()
+        call([])
+        answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for bench/plan.py
+        answer["point"] = {name: point[name] for name in ("B", "T", "window")}
+        if told:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
 
