@@ -29,7 +29,7 @@ START_S = 12.0  # a process: imports, CUDA's context, the probe
 COMPILE_S = 3.0  # of a training step, a layer
 POINT_S = 1.5  # attention alone at a new shape: the probe, the error, a compiled kernel
 TOKEN_S = 0.03  # a decoding step, launched kernel by kernel
-SHARE = 0.25  # of the peak, that a step reaches
+SHARE = 0.4  # of the peak, that a step reaches
 
 
 def compiled(bench: Bench) -> bool:
@@ -96,7 +96,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             total += COMPILE_S * model.n_layer * compiled(bench)
         if mode == "train":
             total += (4 + config.warm_up_steps) * step + SEARCH_S * (config.fixed_batch is None)
-            total += config.rounds * (config.seconds + 2 * step)
+            total += config.rounds * (max(config.seconds, step) + step)
             total += 10 * step * config.profile + START_S * bool(points)  # the sweep's own process
         elif mode == "converge":
             total = config.seeds * (total + config.steps * step)
