@@ -82,10 +82,11 @@ def run(mode: str, argv: list[str]) -> int:
         if folder:
             write_rows(folder, content_of(bench, table, "it had not ended when this was written"))
 
-    stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes else None)
+    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    stop = Stop(deadline)
     with progress() as (watch, tell), signals() as stop.signals:
-        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {})
-        bench.stop, bench.tell, bench.keep = stop, tell, keep
+        how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
+        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {}, **how)
         try:
             watch("the machine")
             probe = Worker(bench.job("machine", ""), config.timeout, stop=stop)

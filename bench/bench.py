@@ -31,18 +31,14 @@ class Bench:
     fresh: bool = False
     reference: dict[str, Any] = field(default_factory=dict)  # what the rows are held against
     earlier: list[rows.Row] = field(default_factory=list)  # those of the parts before
-    stop: Stop = field(default_factory=Stop)  # shared by all copies of this
+    deadline: float | None = None  # time.monotonic(), after which no further round begins
+    stop: Stop = field(default_factory=Stop)  # what ends it; copies with its deadline share it
     tell: Callable[[str], None] = lambda line: None  # of what is known
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
 
-    @property
-    def deadline(self) -> float | None:
-        """time.monotonic() after which no further round begins."""
-        return self.stop.deadline
-
-    @deadline.setter
-    def deadline(self, when: float | None) -> None:
-        self.stop.deadline = when
+    def __post_init__(self) -> None:
+        if self.deadline != self.stop.deadline:
+            self.stop = Stop(self.deadline, self.stop.signals)
 
     @property
     def peak(self) -> flops.Peak:

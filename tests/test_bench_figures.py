@@ -16,6 +16,7 @@ from test_bench import job
 
 import bench_mfu
 from bench import against_nanogpt, decoding, machine, modes, records, rows, tables, training
+from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
@@ -142,7 +143,8 @@ def test_a_failure_is_no_figure():
         row = rows.begin("train", "a", {}, found, 0.1)
         assert row["status"] == status and row["why"] == ["why"] and "ms" not in row
         assert rows.of_training(row, found, GPTConfig(), 1, Peak(1, ""), {}) == row
-    assert rows.begin("train", "a", {}, Outcome(), 0.1)["why"] == ["no round was measured"]
+    row = rows.begin("train", "a", {}, Outcome(), 0.1)
+    assert (row["status"], row["why"]) == ("stopped", ["no round was measured yet"])
 
 
 def test_a_step_is_of_all_micro_batches(monkeypatch):
@@ -150,23 +152,23 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
                                            block_size=16, n_layer=1, n_head=2, n_embd=32),
                          batch_size=4, sweep=False)  # fmt: skip
     here = {"peak_tflops": 1.0, "peak_source": "given"}
-    bench = modes.Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
+    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
     asked = []
 
-    def measure(self: Any, jobs: Any, points: Any, *how: Any) -> Any:
+    def measure(self: Any, found: Any, jobs: Any, *how: Any) -> None:
         asked.append(jobs["sdpa"]["train"]["gradient_accumulation_steps"])
-        return {("sdpa", ""): outcome(10.0)}
+        found["sdpa", ""] = outcome(10.0)
 
-    monkeypatch.setattr(modes.Bench, "measure", measure)
-    monkeypatch.setattr(modes.Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
-    (row,), reference = modes.train(bench)
-    assert asked == [3] and reference == {"why": "reference 12"}
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
+    (row,) = modes.train(bench)
+    assert asked == [3] and bench.reference == {"why": "reference 12"}
     assert row["tokens_a_step"] == 4 * 3 * 16 and row["tokens_per_s"] == pytest.approx(19200)
 
 
 def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     here = {"peak_tflops": 0.1, "peak_source": "measured: x", "bandwidth": 5.0}
-    bench = modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
+    bench = Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
     looks = iter([{"peak_tflops": 0.3, "bandwidth": 4.0}, {"peak_tflops": 9.0, "bandwidth": 9.0}])
     bench.ask_once = lambda kind, n=1: next(looks)  # type: ignore[method-assign]
     bench.look_again()
@@ -174,7 +176,7 @@ def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     assert (here["peak_tflops"], here["bandwidth"]) == (0.3, 5.0)
     assert bench.peak == Peak(0.3, "measured: x")
     given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops", "bandwidth": None}
-    modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
+    Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
     assert given["peak_tflops"] == 0.1
 
 

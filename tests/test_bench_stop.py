@@ -139,6 +139,21 @@ def test_nothing_begins_after_a_signal_and_what_there_is_stays(tmp_path):
         Worker({}, 60.0, ("never", "run"), stop)
 
 
+def test_a_part_of_a_run_may_have_a_deadline_of_its_own():
+    bench = on_gpu()
+    bench.stop.signals = SimpleNamespace(signal=None)  # type: ignore[assignment]
+    assert replace(bench, earlier=[]).stop is bench.stop
+    part = replace(bench, deadline=time.monotonic() - 1)
+    with pytest.raises(Failure, match="its time was over"):
+        part.stop.check()
+    bench.stop.check()
+    assert part.stop.why and not bench.stop.why
+    bench.stop.signals.signal = signal.SIGINT  # type: ignore[union-attr]
+    for each in (bench, part):
+        with pytest.raises(Failure, match="Ctrl-C"):
+            each.stop.check()
+
+
 def test_a_round_that_is_begun_before_the_deadline_ends(tmp_path):
     stop = Stop()
 
