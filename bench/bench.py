@@ -76,7 +76,7 @@ class Bench:
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only has to set up its job."""
-        self.watch(kind)
+        self.watch(f"the {kind}")
         worker = Worker(self.job(kind, "", batch_size), self.config.timeout, stop=self.stop)
         worker.close()
         return worker.about

@@ -262,7 +262,7 @@ def measure(
         for p in [point] if lives else points:  # not begun: it never will
             if (name, p) in outcomes:
                 outcomes[name, p].failure = e
-        if e.kind in ("died", "stopped") and name in workers:
+        if e.kind == "died" and name in workers:
             drop(name)
 
     try:
