@@ -7,7 +7,8 @@ command, this process leaves a twin that only waits until nobody holds the other
 and then kills the whole process group: the command, in the middle of a long step too, what it
 started (the compile workers of Inductor, and their compilers), and itself.
 
-Not PR_SET_PDEATHSIG: it is Linux's alone, and the command's own children do not inherit it.
+Not PR_SET_PDEATHSIG: it is Linux's alone, and the command's own children do not inherit it. Not a
+thread of the command: it would wait for the GIL, and a process that was killed has none.
 """
 
 import os
