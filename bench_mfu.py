@@ -153,10 +153,13 @@ def finished(table: list[rows.Row], rounds: int, why: str) -> dict[str, Any]:
 
 def write_rows(folder: Path, content: dict[str, Any]) -> None:
     """record.json in one stroke, so that whenever this process is killed, one of them is there."""
-    folder.mkdir(parents=True, exist_ok=True)
     part = folder / "record.json.part"
-    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(folder / "record.json")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(folder / "record.json")
+    except OSError as e:
+        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
 
 
 def check(mode: str, config: BenchConfig) -> None:
