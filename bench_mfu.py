@@ -12,7 +12,8 @@
 
 The model's knobs and config files are train.py's. Each backend runs in a process of its own, the
 rounds in turn (bench/process.py), and strictly: a row is the kernel that was named, or says why it
-is not. With --record=SLUG all of it is kept in bench/records/.
+is not. With --record=SLUG all of it is kept in bench/records/, as each round ends. Ctrl-C, SIGTERM
+and --minutes end a run and leave what was measured so far.
 
 Before you trust a faster kernel: `converge` with it, and look at its verdict against manual.
 """
@@ -20,25 +21,28 @@ Before you trust a faster kernel: `converge` with it, and look at its verdict ag
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench import baselines, modes, records, rows, tables
+from bench import baselines, modes, plan, records, rows, tables
+from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
-from bench.process import Failure, Worker
+from bench.process import Failure, Stop, Worker
 from core import flops
-from core.runtime import pick_device
+from core.runtime import StopSignal, pick_device
 from core.settings import Texts, UserError, exit_on_user_error, read
 
 MODES = (*modes.MODES, "compare")
@@ -61,49 +65,102 @@ def run(mode: str, argv: list[str]) -> int:
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
     print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", file=sys.stderr)
     print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
-    with progress() as watch:
-        bench = modes.Bench(mode, config, str(device), vocab_size, backends, limit, watch, {})
-        try:
-            watch("the machine")
-            probe = Worker(bench.job("machine", ""), config.timeout)
-            bench.machine = probe.about
-            asked = {"names": backends, "specs": modes.specs(bench)}
-            bench.refused = probe.ask(asked)["refused"]
-            probe.close()
-        except Failure as e:
-            raise UserError(f"nothing can be measured on {device}: {e}") from None
-        bench.machine["memory_limit"] = limit or bench.machine["free_memory"]
-        table, reference = modes.MODES[mode](bench)
-    table += [rows.unavailable(mode, name, why) for name, why in left_out.items()]
-    content: dict[str, Any] = {
+    told = {
         "format": records.FORMAT,
         "mode": mode,
         "command": records.command([mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **state,
-        "seconds": time.perf_counter() - began,
+    }
+    folder: Path | None = None
+
+    def content_of(bench: Bench, table: list[rows.Row], why: str) -> dict[str, Any]:
+        table = table + [rows.unavailable(mode, name, w) for name, w in left_out.items()]
+        content = contents(told, bench, table, time.perf_counter() - began)
+        return content | finished(table, config.rounds, why)
+
+    def keep(bench: Bench, table: list[rows.Row]) -> None:
+        if folder:
+            write_rows(folder, content_of(bench, table, "it had not ended when this was written"))
+
+    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    stop = Stop(deadline)
+    with progress() as (watch, tell), signals() as stop.signals:
+        how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
+        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {}, **how)
+        try:
+            watch("the machine")
+            probe = Worker(bench.job("machine", ""), config.timeout, stop=stop)
+            bench.machine = probe.about
+            asked = {"names": backends, "specs": modes.specs(bench)}
+            bench.refused = probe.ask(asked)["refused"]
+            probe.close()
+        except Failure as e:
+            if e.kind == "stopped":
+                print(f"{e}; nothing was measured", file=sys.stderr)
+                return stop.code or 1
+            raise UserError(f"nothing can be measured on {device}: {e}") from None
+        bench.machine["memory_limit"] = limit or bench.machine["free_memory"]
+        if device.type == "cuda":
+            tell(plan.told(bench, modes.points(bench)))
+        if config.record is not None:
+            folder = records.folder_of(config.records_dir, config.record, bench.machine)
+        table = modes.MODES[mode](bench)
+        content = content_of(bench, table, stop.why)
+        content["answers"] = tables.answers(content)
+        if folder:
+            records.write(folder, content)
+    show(content)
+    if folder:
+        print(f"record: {folder}")
+    if config.json:
+        print(json.dumps(content, allow_nan=False))
+    if mode == "converge" and any(r.get("verdict") == "FAIL" for r in table):
+        return stop.code or 1
+    return stop.code or (0 if any(r["status"] == "ok" for r in table) else 1)
+
+
+def contents(
+    told: dict[str, Any], bench: Bench, table: list[rows.Row], seconds: float
+) -> dict[str, Any]:
+    """All of a record but its answers."""
+    return {
+        **told,
+        "seconds": seconds,
         "machine": bench.machine,
-        "vocab_size": vocab_size,
-        "settings": config.flat(),
+        "vocab_size": bench.vocab_size,
+        "settings": bench.config.flat(),
         "fresh_rounds": bench.fresh,
         "flops_per_token": {
             name: flops.flops_per_token(bench.model, bench.model.block_size, causal)
             for name, causal in (("mfu", False), ("mfu_causal", True))
         },
-        "reference": reference,
+        "reference": bench.reference,
         "rows": table,
+        "answers": [],
     }
-    content["answers"] = tables.answers(content)
-    show(content)
-    if config.record is not None:
-        folder = records.folder_of(config.records_dir, config.record, content["machine"])
-        records.write(folder, content)
-        print(f"record: {folder}")
-    if config.json:
-        print(json.dumps(content, allow_nan=False))
-    if mode == "converge" and any(r.get("verdict") == "FAIL" for r in table):
-        return 1
-    return 0 if any(r["status"] == "ok" for r in table) else 1
+
+
+def finished(table: list[rows.Row], rounds: int, why: str) -> dict[str, Any]:
+    """Whether all was measured that was asked for; where it was not, why, and what is missing."""
+    if not why:
+        return {"complete": True}
+    none = sum(r["status"] == "stopped" for r in table)
+    few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
+    missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
+    missing += [f"{few} have fewer than {rounds} rounds"] * bool(few)
+    return {"complete": False, "incomplete": "; ".join([why, *missing])}
+
+
+def write_rows(folder: Path, content: dict[str, Any]) -> None:
+    """record.json in one stroke, so that whenever this process is killed, one of them is there."""
+    part = folder / "record.json.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(folder / "record.json")
+    except OSError as e:
+        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
 
 
 def check(mode: str, config: BenchConfig) -> None:
@@ -122,18 +179,51 @@ def check(mode: str, config: BenchConfig) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured, and since when."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("starting", total=None)
-        yield lambda what: shown.update(task, description=what)
+def signals() -> Iterator[StopSignal]:
+    """Inside, Ctrl-C and SIGTERM are noted: see bench/process.py."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield StopSignal("stopping; what was measured is kept")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """What is told of what is being measured, and of what is known.
+
+    On a terminal a line with a clock, and lines above it; else plain lines with the seconds since
+    the start: one for what is known, one where a round begins, else one every two seconds at most.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as shown:
+            task = shown.add_task("starting", total=None)
+            yield (lambda what: shown.update(task, description=what)), console.print
+        return
+    began = last = time.monotonic()
+    doing = ""
+
+    def tell(line: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def watch(what: str) -> None:
+        nonlocal doing, last
+        if what.partition(":")[0] != doing or time.monotonic() - last >= 2:
+            doing, last = what.partition(":")[0], time.monotonic()
+            tell(what)
+
+    yield watch, tell
 
 
 def show(content: dict[str, Any]) -> None:
     """Print the tables, and the answers that follow from them."""
     console = tables.console()
     console.print(Text(records.title(content), style="bold"))
+    if "incomplete" in content:
+        console.print(Text(f"incomplete: {content['incomplete']}", style="yellow"))
     for name, value in records.facts(content):
         if name in ("model", "peak", "MFLOP a token", "bandwidth", "rounds"):
             console.print(Text(f"{name}: {value}"))
@@ -175,7 +265,7 @@ def main(argv: list[str]) -> int:
     try:
         return compare(rest) if mode == "compare" else run(mode, rest)
     except KeyboardInterrupt:
-        print("\nstopped; nothing was recorded", file=sys.stderr)
+        print("\nstopped before anything was measured", file=sys.stderr)
         return 130
 
 

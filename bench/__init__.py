@@ -1,8 +1,10 @@
 """The measuring bench behind bench_mfu.py: one process a backend, rounds in turn, records.
 
 config.py       the knobs: the bench's own, and train.py's for the model
+bench.py        one run: what all modes need; plan.py: how long it takes, and what takes too long
 modes.py        what each mode asks of the workers, and the rows that come of it
-process.py      the worker processes, and the rounds: A B C A B C
+process.py      the worker processes, and the rounds: A B C A B C; when they end
+guard.py        what ends them with their parent
 worker.py       the process in which one backend is measured; it answers through a pipe
 job.py          how every job in it begins: settings, device, the model
 training.py     its training steps: for the modes train and converge

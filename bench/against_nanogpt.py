@@ -32,6 +32,7 @@ import torch  # noqa: E402
 
 from attention.system import cpu_name  # noqa: E402
 from bench import records  # noqa: E402
+from bench.process import end, start  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
@@ -84,9 +85,12 @@ def settings(size: Size, config: BenchConfig) -> list[str]:
 def run(command: list[str], cwd: Path) -> tuple[str, int]:
     """What it printed, and the largest resident memory of its process in bytes."""
     with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process = start(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            end(process)
         out.seek(0)
         text = out.read()
     if process.returncode:

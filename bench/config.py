@@ -59,7 +59,8 @@ class Knobs:
     noise: PositiveFloat = 0.05  # a row whose quartiles are further apart is noisy
     memory_gb: PositiveFloat | None = None  # CPU: for a process; none: 70 % of what is free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
-    slowest_step: PositiveFloat = 10.0  # seconds; batch_size=auto looks no further than that
+    slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
+    minutes: PositiveFloat | None = None  # begin no round later than that; what is there is kept
     timeout: PositiveFloat = 900.0  # seconds that one answer of a process may take
     # --- what is kept ---
     json: bool = False  # one JSON object as the last line

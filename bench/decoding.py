@@ -110,19 +110,19 @@ class Decoding:
     ) -> dict[str, Any]:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache, processor)
-        peak = machine.memory(self.device)
+        peak, proof = machine.memory(self.device), None
         if self.ours:
             with torch.no_grad():
                 page = 16 if cache == "paged" else None
                 chosen, _ = self.ours.model.attention(cache=cache, page_size=page)
-            kernels = list(chosen.kernels)
+            kernels, proof = list(chosen.kernels), getattr(chosen, "proof", None)
         else:  # which kernels torch chose for it, as the profiler saw them in two tokens
             with torch.profiler.profile() as profiler:
                 self.who.write(prompt, 2, cache, processor)
                 synchronize(self.device)
             ran = (e.key for e in profiler.key_averages())
             kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
-        return {"kernels": kernels, "peak_bytes": peak}
+        return {"kernels": kernels, "proof": proof, "peak_bytes": peak}
 
 
 def mbu(

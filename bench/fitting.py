@@ -1,73 +1,117 @@
 """--batch_size=auto: the largest batch whose training step fits.
 
-The size is doubled until it does not fit, then bisected, each size in a process of its own; down to
-an eighth of the size, since the edge itself moves a little from run to run. The search ends where a
-step takes longer than `slowest` seconds: on a CPU a batch that fills the memory could take minutes
-a step, and is no faster for it.
+Memory and time of a step grow by the same amount with every sequence. So two small sizes foretell
+the largest that fits, which is then tried; what it gives foretells better, and it ends within an
+eighth. A size is never more than eight times what was tried before it: a line through two near
+points is none further on. One process does it, not compiled, since each size would compile anew;
+the rounds that follow compile once, and step back by an eighth where that does not hold.
+
+It goes no further where a step takes `slowest` seconds: on a CPU a batch that fills the memory
+could take minutes a step, and is no faster for it. And it ends after SEARCH_S seconds.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.process import Failure, Worker
+from bench.process import Failure, Stop, Worker
+
+SEARCH_S = 60.0  # no size is begun later than that
+SHARE = 0.95  # of the memory, that a prediction fills
+LEAP = 8  # a size is at most so many times the largest that was tried
+Step = tuple[float, float]  # seconds, bytes
 
 
-def largest(seconds_of: Callable[[int], float], slowest: float) -> tuple[int, str, dict[int, str]]:
-    """The largest batch for which `seconds_of`, the time of a step, does not raise Failure.
+def largest(
+    step: Callable[[int], Step],
+    slowest: float,
+    memory: float,
+    now: Callable[[], float] = time.monotonic,
+) -> tuple[int, str, dict[int, str]]:
+    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds.
+
+    Args:
+        memory: bytes that there are.
 
     Returns:
-        the batch size, what limits it ("memory" or "time"), and what was said of each size tried.
+        the batch size, what limits it ("memory", "time" or "search": SEARCH_S), and what was said
+        of each size tried.
 
     Raises:
-        Failure: not even one sequence fits, or the backend may not run at all.
+        Failure: not even one sequence fits, the backend may not run at all, or the bench is to end.
     """
     tried: dict[int, str] = {}
-
-    def fits(batch: int) -> float | None:
+    good: list[tuple[int, Step]] = []
+    began, bad, limit = now(), 2**30, "memory"
+    size = 1
+    while True:
         try:
-            seconds = seconds_of(batch)
+            took = step(size)
         except Failure as e:
-            if batch == 1 or e.kind == "unavailable":
+            if size == 1 or e.kind in ("unavailable", "stopped"):
                 raise
-            tried[batch] = str(e)
-            return None
-        tried[batch] = f"{seconds:.3g} s"
-        return seconds
-
-    good, seconds = 1, fits(1)
-    while seconds is not None and seconds <= slowest:
-        seconds = fits(2 * good)
-        if seconds is not None:
-            good *= 2
-    if seconds is not None:
-        return good, "time", tried
-    bad = 2 * good
-    while bad - good > max(1, good // 8):
-        middle = (good + bad) // 2
-        if fits(middle) is None:
-            bad = middle
+            tried[size], bad, limit = str(e), size, "memory"
         else:
-            good = middle
-    return good, "memory", tried
+            tried[size] = f"{took[0]:.3g} s"
+            if size > 1 and took[0] > slowest:
+                bad, limit = size, "time"
+            else:
+                good.append((size, took))
+        best = good[-1][0]
+        if good[-1][1][0] > slowest:  # a single sequence
+            return 1, "time", tried
+        size, foretold = following(good, slowest, memory)
+        if size < bad:
+            limit = foretold
+        else:
+            size = (best + bad) // 2
+        if size - best < max(1, best // 8):
+            return best, limit, tried
+        if now() - began > SEARCH_S:
+            return best, "search", tried
+
+
+def following(good: list[tuple[int, Step]], slowest: float, memory: float) -> tuple[int, str]:
+    """The size to try next by the two largest that went through, and what limits it there."""
+    if len(good) < 2:
+        return 2, "memory"
+    (a, first), (b, last) = good[-2:]
+    reach = []
+    for have, x, y in ((slowest, first[0], last[0]), (SHARE * memory, first[1], last[1])):
+        each = (y - x) / (b - a)
+        reach.append(b + (have - y) / each if each > 0 else float("inf"))
+    return int(min(*reach, LEAP * b)), "time" if reach[0] < reach[1] else "memory"
 
 
 def search(
     job: Mapping[str, Any],
     slowest: float,
+    memory: float,
     timeout: float,
     watch: Callable[[str], None] = lambda what: None,
+    stop: Stop | None = None,
 ) -> dict[str, Any]:
-    """largest() with a new worker for each size, as a record has it."""
+    """largest() in a worker, a new one where it died, as a record has it."""
+    worker: Worker | None = None
 
-    def seconds_of(batch: int) -> float:
-        watch(f"does batch {batch} fit? {job['name']}")
-        worker = Worker(job, timeout)
+    def step(batch: int) -> Step:
+        nonlocal worker
+        watch(f"does a batch fit? {job['name']}, {batch} sequences")
         try:
-            return worker.ask({"fits": batch})["seconds"]
-        finally:
-            worker.close()
+            worker = worker or Worker(job, timeout, stop=stop)
+            answer = worker.ask({"fits": batch})
+        except Failure as e:
+            if worker and e.kind == "died":
+                worker.close()
+                worker = None
+            raise
+        return answer["seconds"], answer["peak_bytes"]
 
-    batch, limit, tried = largest(seconds_of, slowest)
+    try:
+        batch, limit, tried = largest(step, slowest, memory)
+    finally:
+        if worker:
+            worker.close()
     return {"batch_size": batch, "limit": limit, "tried": {str(k): v for k, v in tried.items()}}

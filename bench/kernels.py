@@ -49,7 +49,7 @@ class Kernels:
         self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
         self.about = {"title": attention.get(self.name).title}
-        self.kernels: dict[Spec, dict[str, list[str]]] = {}  # what ran, at the first length
+        self.kernels: dict[Spec, dict[str, Any]] = {}  # what ran, and how exact it was
 
     def tensors(self, point: dict[str, Any]) -> list[Tensor]:
         """q, k, v and the gradient of the output, the same for all backends."""
@@ -110,16 +110,20 @@ class Kernels:
             with profiler(self.device) as looking:
                 call([])
                 synchronize(self.device)
-            self.kernels[spec] = kernels_of(looking) | {"kernels": list(chosen.kernels)}
+            proof = {"kernels": list(chosen.kernels), "proof": getattr(chosen, "proof", None)}
+            self.kernels[spec] = kernels_of(looking) | proof
         got = call([])
         answer: dict[str, Any] = dict(self.kernels[spec])
         if point["T"] <= LONGEST_CHECKED:
             answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got
-        if machine.reset_peak(self.device):
-            before = machine.memory(self.device, peak=False)
-            call([])
-            machine.Clock(self.device).stop()
+        told = machine.reset_peak(self.device)
+        before = machine.memory(self.device, peak=False)
+        start = self.clock.start()
+        call([])
+        answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for bench/plan.py
+        answer["point"] = {name: point[name] for name in ("B", "T", "window")}
+        if told:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
-from collections.abc import Callable, Container
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from rich.text import Text
 
 import data
 from bench import baselines, fitting, roofline, rows, tables
+from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
-from bench.process import Failure, Outcome, Worker, measure
+from bench.process import Failure, Key, Outcome
 from core import flops
 from core.settings import UserError
-from model import GPTConfig
 
 SWEEP_ROUNDS = 3
 PROFILED_STEPS = 3
@@ -28,187 +27,107 @@ PATHS = {  # the training paths that converge can hold against a plain one
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
 }
-Table = tuple[list[rows.Row], dict[str, Any]]  # the rows, and the reference they are held against
 
 
-@dataclass
-class Bench:
-    """One run of the bench: what all modes need, and what they add to."""
-
-    mode: str
-    config: BenchConfig
-    device: str
-    vocab_size: int
-    backends: list[str]
-    memory_limit: int | None  # bytes that a worker may allocate; on the CPU only
-    watch: Callable[[str], None]
-    machine: dict[str, Any]
-    refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
-    fresh: bool = False
-    run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
-
-    @property
-    def peak(self) -> flops.Peak:
-        return flops.Peak(self.machine["peak_tflops"], self.machine["peak_source"])
-
-    @property
-    def model(self) -> GPTConfig:
-        return self.config.train.model(self.vocab_size)
-
-    def job(
-        self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
-    ) -> dict[str, Any]:
-        """What a worker is told: everything, so that it reads no settings of its own.
-
-        Args:
-            kind: of bench/worker.py's jobs.
-            name: of the row; without a baseline, also the attention backend to measure.
-            baseline: what bench/baselines.py builds instead of our model.
-            changes: of train.py's settings.
-        """
-        ours = {"attention_backend": name} if name and not baseline else {}
-        changes = {**ours, "attention_fallback": False, **changes}
-        return {
-            "job": kind,
-            "run": self.run,
-            "name": name,
-            "baseline": baseline,
-            "train": asdict(self.config.training(batch_size, **changes)),
-            "device": self.device,
-            "vocab_size": self.vocab_size,
-            "memory_limit": self.memory_limit,
-            "profile": self.config.profile,
-            "bandwidth_gbs": self.config.bandwidth_gbs,
-            "wants_bandwidth": self.mode == "decode" or self.config.profile,
-        }
-
-    def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
-        """The answer of a worker that only has to set up its job."""
-        self.watch(kind)
-        worker = Worker(self.job(kind, "", batch_size), self.config.timeout)
-        worker.close()
-        return worker.about
-
-    def look_again(self) -> None:
-        """Measure the machine's rates once more, after the rounds, and keep the better of both.
-
-        A neighbour that was busy while the peak was measured makes it too low, and every MFU too
-        high. Once only, so that all rows have the same peak.
-        """
-        m = self.machine
-        source = m["bandwidth_source"] if self.mode == "decode" else m["peak_source"]
-        if m.get("looked_again") or not source.startswith("measured"):
-            return
-        again, m["looked_again"] = self.ask_once("machine"), True
-        for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m.get(rate) and again[rate] > m[rate]:
-                m |= {rate: again[rate], source: again[source]}
-
-    def measure(
-        self,
-        jobs: dict[str, dict[str, Any]],
-        points: dict[str, dict[str, Any]],
-        rounds: int,
-        fresh: bool | None = None,
-        without: Container[tuple[str, str]] = (),
-    ) -> dict[tuple[str, str], Outcome]:
-        begun = {name: job for name, job in jobs.items() if name not in self.refused}
-        found, used = measure(
-            begun,
-            points,
-            rounds,
-            without=without,
-            fresh=self.config.fresh_rounds if fresh is None else fresh,
-            budget=int(0.9 * self.machine["memory_limit"]),
-            timeout=self.config.timeout,
-            watch=self.watch,
-        )
-        self.fresh = self.fresh or used
-        self.look_again()
-        for name, point in itertools.product(jobs.keys() - begun.keys(), points):
-            found[name, point] = Outcome(failure=Failure("unavailable", self.refused[name]))
-        return found
-
-
-def train(bench: Bench) -> Table:
+def train(bench: Bench) -> list[rows.Row]:
     """Training steps of every backend and baseline; then, as a sweep, attention alone."""
     config, batch = bench.config, bench.config.fixed_batch
     everyone = dict.fromkeys(bench.backends, "") | baselines.parse(config.baseline)
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
-    refused: dict[str, Outcome] = {}
+    found: dict[Key, Outcome] = {}
     if batch is None:
-        reference: dict[str, Any] = {"why": "with --batch_size=auto each has a batch of its own"}
+        bench.reference = {"why": "with --batch_size=auto each has a batch of its own"}
         for name, baseline in everyone.items():
-            if name in bench.refused:
-                continue
-            job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1)
-            try:
-                fits[name] = fitting.search(job, config.slowest_step, config.timeout, bench.watch)
-                sizes[name] = fits[name]["batch_size"]
-            except Failure as e:
-                refused[name] = Outcome(failure=e)
+            if name not in bench.refused:
+                try:
+                    fits[name] = fit(bench, name, baseline)
+                    sizes[name] = fits[name]["batch_size"]
+                except Failure as e:
+                    found[name, ""] = Outcome(failure=e)
     else:
         try:
-            reference = bench.ask_once("reference", batch * micro)
+            bench.reference = bench.ask_once("reference", batch * micro)
         except Failure as e:
-            reference = {"why": str(e)}
+            bench.reference = {"why": str(e)}
     jobs = {
         name: bench.job("train", name, sizes[name], baseline, gradient_accumulation_steps=micro)
         for name, baseline in everyone.items()
-        if name not in refused
     }
     ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps}
     ask["profile"] = PROFILED_STEPS * config.profile
+
+    def table() -> list[rows.Row]:
+        known = bench.reference if "loss" in bench.reference else {}
+        made = []
+        for name in everyone:
+            outcome, sequences = found[name, ""], sizes[name] * micro
+            row = rows.begin("train", name, {}, outcome, config.noise)
+            row["batch_size"] = sizes[name]
+            if name in fits:
+                row["fits"] = fits[name]
+            row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
+            if "profile" in row:
+                row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
+            made.append(row)
+        return made
+
     # A batch that fills the memory leaves no room for another's worker to sleep in.
-    fresh = True if batch is None and config.fresh_rounds is None else None
-    found = {n: o for (n, _), o in bench.measure(jobs, {"": ask}, config.rounds, fresh).items()}
-    for name, fit in fits.items():
+    full = any(f["limit"] == "memory" for f in fits.values())
+    fresh = True if full and config.fresh_rounds is None else None
+    bench.measure(found, jobs, {"": ask}, config.rounds, table, fresh)
+    for name, best in fits.items():
         # The edge is not sharp, and a step under the profiler takes more: a little further back.
-        while found[name].out_of_memory and sizes[name] > 1:
-            sizes[name] = fit["batch_size"] = sizes[name] * 7 // 8
+        while found[name, ""].out_of_memory and sizes[name] > 1:
+            sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
-            again = bench.measure({name: smaller}, {"": ask}, config.rounds, fresh)
-            found[name] = again[name, ""]
-    table = []
-    known = reference if "loss" in reference else {}
-    for name in everyone:
-        outcome, sequences = refused.get(name) or found[name], sizes[name] * micro
-        row = rows.begin("train", name, {}, outcome, config.noise)
-        row["batch_size"] = sizes[name]
-        if name in fits:
-            row["fits"] = fits[name]
-        row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
-        if "profile" in row:
-            row["profile"] = beside_roofline(bench, row["profile"], sequences, micro)
-        table.append(row)
+            found[name, ""] = Outcome()
+            bench.measure(found, {name: smaller}, {"": ask}, config.rounds, table, fresh)
+    made = table()
     if config.sweep:  # the model's own heads, and fewer rounds: it is beside the point
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
-        table += kernel(replace(bench, config=own))[0]
-    return table, reference
+        made += kernel(replace(bench, config=own, earlier=made))
+    return made
 
 
-def beside_roofline(
-    bench: Bench, found: dict[str, Any], sequences: int, micro: int
-) -> dict[str, Any]:
-    """A worker's profile, with what each part would take at best."""
+def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
+    """The largest batch of one that fits: fitting.search()."""
+    config, memory = bench.config, bench.machine["memory_limit"]
+    job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
+    how = (config.slowest_step, memory, config.timeout, bench.watch, bench.stop)
+    best = fitting.search(job, *how)
+    limits = {"memory": "memory", "time": f"a step of {config.slowest_step:g} s (--slowest_step)",
+              "search": f"{fitting.SEARCH_S:g} s of searching"}  # fmt: skip
+    tried = ", ".join(best["tried"])
+    bench.tell(f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
+               f"tried {tried}, not compiled")  # fmt: skip
+    return best
+
+
+def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
+    """A worker's profile, of one micro-batch and the update, with what each part takes at best."""
     config, m = bench.config, bench.machine
-    parts = roofline.work(bench.model, sequences, micro, m["dtype"], bool(config.train.grad_clip))
+    parts = roofline.work(bench.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
     known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
     bandwidth = known or (m["bandwidth"], m["bandwidth_source"])
     products = config.products_tflops or m["products_tflops"]
-    return rows.of_profile(found, parts, bench.model, sequences, bench.peak, bandwidth, products)
+    made = rows.of_profile(found, parts, bench.model, batch, bench.peak, bandwidth, products)
+    return {**made, "micro_batches": micro}
 
 
 def grid(bench: Bench) -> dict[str, dict[str, Any]]:
     """The points of the modes kernel and sweep, by name."""
     config, model = bench.config, bench.model
     cuda = bench.device.startswith("cuda")
-    default = (512, 1024, 2048, 4096, 8192, 16384, 32768) if cuda else (128, 512, 2048)
-    lengths = config.lengths or default
-    batch_sizes = config.batch_sizes or ((1, 8) if cuda else (1, 4))
+    default: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    sizes: tuple[int, ...] = (1, 8)
+    if not cuda:
+        default, sizes = (128, 512, 2048), (1, 4)
+    elif bench.mode == "train":  # beside the point, and nine backends have been compiled before it
+        default, sizes = (1024, 4096, 16384), (1,)
+    lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
     points = {}
     windows = config.windows or (model.attention_window,)
     for B, T, window in itertools.product(batch_sizes, lengths, windows):
@@ -225,22 +144,26 @@ def grid(bench: Bench) -> dict[str, dict[str, Any]]:
     return points
 
 
-def kernel(bench: Bench) -> Table:
+def kernel(bench: Bench) -> list[rows.Row]:
     """Attention alone over the grid."""
     config, points = bench.config, grid(bench)
     jobs = {name: bench.job("kernel", name) for name in bench.backends}
     ask = {name: {**point, "seconds": config.seconds / 5} for name, point in points.items()}
-    found = bench.measure(jobs, ask, config.rounds)
-    table = []
-    for where, point in points.items():
-        for name in jobs:
-            row = rows.begin("kernel", name, point, found[name, where], config.noise)
-            table.append(rows.of_kernel(row, found[name, where], bench.peak))
-    return table, {}
+    found: dict[Key, Outcome] = {}
+
+    def table() -> list[rows.Row]:
+        made = []
+        for where, name in itertools.product(points, jobs):
+            row = rows.begin("kernel", name, points[where], found[name, where], config.noise)
+            made.append(rows.of_kernel(row, found[name, where], bench.peak))
+        return made
+
+    bench.measure(found, jobs, ask, config.rounds, table)
+    return table()
 
 
-def decode(bench: Bench) -> Table:
-    """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
+def texts(bench: Bench) -> dict[str, dict[str, Any]]:
+    """The points of the mode decode, by name."""
     config = bench.config
     new, T = config.new_tokens, bench.model.block_size
     batch_sizes = config.batch_sizes or ((1, 8) if bench.device.startswith("cuda") else (1, 4))
@@ -250,11 +173,17 @@ def decode(bench: Bench) -> Table:
             f"a prompt of {max(*prompts, 1)} and {new} new tokens do not fit into "
             f"--block_size={T}: beyond it the text is read through a sliding window"
         )
-    points: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     shapes = itertools.product(batch_sizes, prompts, config.kv_caches, config.processors)
     for B, P, cache, processor in shapes:
         point = {"B": B, "P": P, "cache": cache, "processor": processor, "new_tokens": new}
-        points[f"B{B} P{P} {cache}{' with a processor' * processor}"] = point
+        found[f"B{B} P{P} {cache}{' with a processor' * processor}"] = point
+    return found
+
+
+def decode(bench: Bench) -> list[rows.Row]:
+    """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
+    config, points = bench.config, texts(bench)
     others = baselines.parse(config.baseline, ("sdpa",))
     everyone = dict.fromkeys(bench.backends, "") | others
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
@@ -263,21 +192,25 @@ def decode(bench: Bench) -> Table:
         for (name, what), (where, p) in itertools.product(others.items(), points.items())
         if not baselines.can_write(what, p["cache"], p["processor"])
     }
-    found = bench.measure(jobs, points, config.rounds, without=without)
-    table: list[rows.Row] = []
-    for where, point in points.items():
-        for name in jobs:
+    found: dict[Key, Outcome] = {}
+
+    def table() -> list[rows.Row]:
+        made = []
+        for where, name in itertools.product(points, jobs):
             if (name, where) not in without:
-                row = rows.begin("decode", name, point, found[name, where], config.noise)
+                outcome = found[name, where]
+                row = rows.begin("decode", name, points[where], outcome, config.noise)
                 row["baseline"] = name in others
-                rate = bench.machine["bandwidth"]
-                table.append(rows.of_decoding(row, found[name, where], rate))
+                made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
+        return made
+
+    bench.measure(found, jobs, points, config.rounds, table, without=without)
     why = "it has none of --kv_caches, or no logits processor, and --processors asks for it"
     idle = [name for name in others if all((name, where) in without for where in points)]
-    return table + [rows.unavailable("decode", name, why) for name in idle], {}
+    return table() + [rows.unavailable("decode", name, why) for name in idle]
 
 
-def converge(bench: Bench) -> Table:
+def converge(bench: Bench) -> list[rows.Row]:
     """The same training with every backend; a learning rate schedule that fits the steps."""
     config = bench.config
     part, rest = divmod(config.steps, CONVERGE_ROUNDS)
@@ -303,24 +236,31 @@ def converge(bench: Bench) -> Table:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    found: dict[str, Outcome] = {}  # its rounds are those of all seeds, in order
+    found: dict[Key, Outcome] = {}  # its rounds are those of all seeds, in order
+    planned = CONVERGE_ROUNDS * config.seeds
+    sequences = batch * config.train.gradient_accumulation_steps
+
+    def table() -> list[rows.Row]:
+        made = []
+        for name in jobs(0):
+            outcome = found[name, ""]
+            row = rows.begin("converge", name, {}, outcome, config.noise)
+            made.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
+            if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
+                row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
+        rows.of_convergence(made, next(iter(jobs(0))), config.tolerance, config.seeds)
+        return made
+
     for seed in range(config.seeds):
         everyone = jobs(seed)
         # One run is one process from its first step to its last: "fresh" is one after the other.
         groups = [{n: j} for n, j in everyone.items()] if config.fresh_rounds else [everyone]
+        for name in everyone:
+            found.setdefault((name, ""), Outcome())
         for group in groups:
-            done = bench.measure(group, {"": {"steps": part}}, CONVERGE_ROUNDS, fresh=False)
-            for (name, _), outcome in done.items():
-                if (first := found.setdefault(name, outcome)) is not outcome:
-                    first.rounds += outcome.rounds
-                    first.failure = first.failure or outcome.failure
-    table = []
-    sequences = batch * config.train.gradient_accumulation_steps
-    for name in jobs(0):
-        row = rows.begin("converge", name, {}, found[name], config.noise)
-        table.append(rows.of_training(row, found[name], bench.model, sequences, bench.peak, {}))
-    rows.of_convergence(table, next(iter(jobs(0))), config.tolerance, config.seeds)
-    return table, {}
+            ask = {"": {"steps": part}}
+            bench.measure(found, group, ask, CONVERGE_ROUNDS, table, fresh=False)
+    return table()
 
 
 def only_roofline(config: BenchConfig, gpu: str) -> int:
@@ -368,6 +308,14 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     return 0
 
 
+def points(bench: Bench) -> dict[str, dict[str, Any]]:
+    """All points of the run, as bench/plan.py reckons with them."""
+    if bench.mode == "decode":
+        return texts(bench)
+    alone = bench.mode == "kernel" or (bench.mode == "train" and bench.config.sweep)
+    return grid(bench) if alone else {}
+
+
 def specs(bench: Bench) -> list[dict[str, Any]]:
     """What will be asked of the backends, as fields of Spec: a backend that can do none of it has
     no process started."""
@@ -383,7 +331,7 @@ def specs(bench: Bench) -> list[dict[str, Any]]:
     return [{**own, "dropout": model.dropout}]
 
 
-MODES: dict[str, Callable[[Bench], Table]] = {
+MODES: dict[str, Callable[[Bench], list[rows.Row]]] = {
     "train": train,
     "kernel": kernel,
     "decode": decode,

@@ -5,10 +5,14 @@ stay apart. The processes are started one after another and warmed up; then each
 in turn, while the others sleep, so that a clock that drifts, or a neighbour who comes and goes,
 hits all alike. A sleeping worker still holds its weights: where all of them together would not fit
 into memory, every round gets new processes instead ("fresh"), which takes longer.
+
+A bench ends at Ctrl-C or SIGTERM at once, and at its deadline after the round at hand; what was
+measured so far is kept then. Whatever ends it, its processes end too (bench/guard.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -18,23 +22,78 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "worker.py"))
+from core.runtime import StopSignal
+
+HERE = Path(__file__).resolve().parent
+GUARD = (sys.executable, "-IS", str(HERE / "guard.py"))
+COMMAND = (sys.executable, str(HERE / "worker.py"))
+GRACE = 20.0  # seconds that a round which is begun may go on after the deadline
+LOOK = 0.2  # seconds between two looks at the signals while a worker works
 
 
 class Failure(Exception):
     """What a worker could not do.
 
-    kind: "unavailable" (refused, with reasons), "failed" (it raised), or "died": the process
-    can answer nothing more.
+    kind: "unavailable" (refused, with reasons), "failed" (it raised), "died" (the process can
+    answer nothing more), "skipped" (it would take too long), or "stopped": the bench is to end.
     """
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
         super().__init__("; ".join(why))
         self.kind, self.why = kind, tuple(why)
+
+
+@dataclass
+class Stop:
+    """When the bench is to end, and why it did."""
+
+    deadline: float | None = None  # time.monotonic(), after which nothing more begins
+    signals: StopSignal | None = None
+    why: str = ""  # once it was stopped
+
+    def check(self, late: float = 0.0) -> None:
+        """Raises: Failure, "stopped", at a signal, and `late` seconds after the deadline."""
+        number = self.signals.signal if self.signals else None
+        if number:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self.why = f"it was stopped by {name}"
+        elif self.deadline is not None and time.monotonic() > self.deadline + late:
+            self.why = self.why or "its time was over"
+        else:
+            return
+        raise Failure("stopped", [self.why])
+
+    @property
+    def code(self) -> int:
+        """The exit code of who was stopped by a signal, as shells have it; else 0."""
+        number = self.signals.signal if self.signals and self.why else None
+        return 128 + number if number else 0
+
+
+def start(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
+    """Start a command that ends when this process does, and all that it starts with it."""
+    return subprocess.Popen(
+        [*GUARD, *command],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is ours to handle
+        **pipes,
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End what start() started, and all that it started."""
+    assert process.stdin
+    if not process.stdin.closed:  # while it is open its guard lives, and the group is still its own
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+    process.wait()
 
 
 def result(answer: dict[str, Any]) -> dict[str, Any]:
@@ -50,22 +109,21 @@ class Worker:
     """One process, and the lines between it and us."""
 
     def __init__(
-        self, job: Mapping[str, Any], timeout: float, command: Sequence[str] = COMMAND
+        self,
+        job: Mapping[str, Any],
+        timeout: float,
+        command: Sequence[str] = COMMAND,
+        stop: Stop | None = None,
     ) -> None:
         """Start the process and set up its job; `about` is what it answers."""
-        self.timeout = timeout
+        self.timeout, self.stop = timeout, stop or Stop()
+        self.stop.check()
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
+        self.process = start(command, stdout=subprocess.PIPE, stderr=self.errors)
         began = time.perf_counter()
         try:
             self.about = self.ask(job)
-        except Failure:
+        except BaseException:
             self.close()
             raise
         self.setup_s = time.perf_counter() - began
@@ -80,10 +138,13 @@ class Worker:
             raise self._died() from None
         line, deadline = b"", time.monotonic() + self.timeout
         while not line.endswith(b"\n"):
+            self.stop.check(GRACE)
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            if left <= 0:
                 self.close()
                 raise Failure("died", [f"it gave no answer within {self.timeout:g} s (--timeout)"])
+            if not select.select([self.process.stdout], [], [], min(left, LOOK))[0]:
+                continue
             piece = os.read(self.process.stdout.fileno(), 2**16)
             if not piece:
                 raise self._died()
@@ -102,11 +163,10 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.errors):
-            if pipe:
-                pipe.close()
+        end(self.process)
+        assert self.process.stdout
+        self.process.stdout.close()
+        self.errors.close()
 
 
 @dataclass
@@ -134,30 +194,43 @@ def measure(
     points: Mapping[str, Mapping[str, Any]],
     rounds: int,
     *,
+    outcomes: dict[Key, Outcome] | None = None,
     without: Container[Key] = (),
     fresh: bool | None = None,
     budget: int = 0,
     timeout: float = 600.0,
+    stop: Stop | None = None,
+    skip: Callable[[str, str], str] = lambda name, point: "",
     watch: Callable[[str], None] = lambda what: None,
+    known: Callable[[str, str], None] = lambda name, point: None,
+    after_round: Callable[[], None] = lambda: None,
     command: Sequence[str] = COMMAND,
 ) -> tuple[dict[Key, Outcome], bool]:
     """Warm every job up at every point, then measure `rounds` rounds in turn.
 
     Args:
         jobs: name -> its worker's job; points: name -> what a round asks of a worker.
+        outcomes: of earlier rounds, to be added to, as soon as something is known.
         without: pairs of name and point to leave out.
         fresh: new processes in every round; None: only where they do not all fit into `budget`.
         budget: bytes for all workers together; 0: not known, so they all stay.
+        stop: when to end before all is done.
+        skip: why not to measure a pair, asked before it is warmed up; "": measure it.
         watch: told what is about to be done.
+        known: told of each pair whose last round is done, or that failed.
+        after_round: called after the warm-up, and after each round.
 
     Returns:
         the outcome of each pair, and whether rounds had fresh processes.
     """
-    pairs = ((name, point) for name in jobs for point in points)
-    outcomes = {pair: Outcome() for pair in pairs if pair not in without}
+    stop, outcomes = stop or Stop(), {} if outcomes is None else outcomes
+    pairs = [(n, p) for n, p in itertools.product(jobs, points) if (n, p) not in without]
+    for pair in pairs:
+        outcomes.setdefault(pair, Outcome())
     workers: dict[str, Worker] = {}
     held: dict[str, int] = {}  # bytes of a sleeping worker
     peak = 0  # the most that any worker needed
+    begun, of = 0, (rounds + 1) * len(pairs)
 
     def drop(*names: str) -> None:
         for name in names:
@@ -168,8 +241,10 @@ def measure(
         """Warm up (round 0, or a new process), measure (all other rounds)."""
         nonlocal peak
         outcome = outcomes[name, point]
+        if round_ == 0 and (why := skip(name, point)):
+            raise Failure("skipped", [why])
         if name not in workers:
-            workers[name] = Worker(jobs[name], timeout, command)
+            workers[name] = Worker(jobs[name], timeout, command, stop)
         worker = workers[name]
         outcome.about, outcome.setup_s = worker.about, outcome.setup_s or worker.setup_s
         if round_ == 0 or fresh:
@@ -182,27 +257,36 @@ def measure(
         if round_ > 0:
             outcome.rounds.append(worker.ask(points[point]))
 
+    def failed(name: str, point: str, e: Failure) -> None:
+        lives = name in workers or e.kind == "skipped"
+        for p in [point] if lives else points:  # not begun: it never will
+            if (name, p) in outcomes:
+                outcomes[name, p].failure = e
+        if e.kind == "died" and name in workers:
+            drop(name)
+
     try:
         for round_ in range(rounds + 1):
-            for point in points:
-                for name in jobs:
-                    if (name, point) not in outcomes or outcomes[name, point].failure:
-                        continue
-                    doing = f"round {round_} of {rounds}" if round_ else "warming up"
-                    watch(f"{doing}: {name} {point}".strip())
-                    try:
-                        one(name, point, round_)
-                    except Failure as e:
-                        begun = name in workers
-                        for p in [point] if begun else points:  # not begun: it never will
-                            if (name, p) in outcomes:
-                                outcomes[name, p].failure = e
-                        if e.kind == "died" and begun:
-                            drop(name)
-                    if fresh is None and budget and sum(held.values()) + peak > budget:
-                        fresh = True
-                    if fresh:
-                        drop(*workers)
+            doing = f"round {round_} of {rounds}" if round_ else "warming up"
+            for point, name in itertools.product(points, jobs):
+                if (name, point) not in pairs:
+                    continue
+                begun += 1
+                if outcomes[name, point].failure:
+                    continue
+                try:
+                    stop.check()
+                    watch(f"{doing}: {name} {point}".strip() + f" ({begun} of {of})")
+                    one(name, point, round_)
+                except Failure as e:
+                    failed(name, point, e)
+                if round_ == rounds or outcomes[name, point].failure:
+                    known(name, point)
+                if fresh is None and budget and sum(held.values()) + peak > budget:
+                    fresh = True
+                if fresh:
+                    drop(*workers)
+            after_round()
     finally:
         drop(*workers)
     return outcomes, bool(fresh)

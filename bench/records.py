@@ -159,7 +159,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def title(content: dict[str, Any]) -> str:
-    return f"{TITLES[content['mode']]}, {content['machine']['about']}"
+    title = f"{TITLES[content['mode']]}, {content['machine']['about']}"
+    return title if content.get("complete", True) else f"INCOMPLETE: {title}"
 
 
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
@@ -212,8 +213,10 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
             found.append((name, made))
     for row in content["rows"]:
         if "parts" in (p := row.get("profile", {})):
+            of = p.get("micro_batches", 1)
+            whole = f"One of {of} micro-batches, and the update," if of > 1 else "A step"
             name = (
-                f"A step of {row['backend']} by its parts, which are told by {p['by']} "
+                f"{whole} of {row['backend']} by its parts, which are told by {p['by']} "
                 f"({p['seen_ms']:,.4g} ms under the profiler, {p['plain_ms']:,.4g} without)"
             )
             found.append((name, tables.profile(p)))
@@ -225,6 +228,8 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
 def readme(content: dict[str, Any], pictures: list[str]) -> str:
     """A page of Markdown about a record."""
     parts = [f"# {title(content)}"]
+    if "incomplete" in content:
+        parts.append(f"**Incomplete**: {content['incomplete']}.")
     known = ((k, f"`{v}`" if k == "command" else v) for k, v in facts(content))
     parts.append("\n".join(f"- {name}: {value}" for name, value in known))
     parts += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]

@@ -1,7 +1,8 @@
 """What the workers measured -> the rows of a table.
 
 A row is a plain dict, as it stands in a record: what was measured (`mode`, `backend`, `point`),
-whether it was (`status`: ok, unavailable or failed, and `why`), every round, and what follows.
+whether it was (`status`: ok, or unavailable, failed, skipped, stopped, and `why`), every round, and
+what follows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from bench import roofline
 from bench.decoding import mbu
 from bench.kernels import flops_of
-from bench.process import Outcome
+from bench.process import Failure, Outcome
 from bench.stats import Summary
 from core import flops
 from model import GPTConfig
@@ -33,16 +34,16 @@ def unavailable(mode: str, backend: str, why: str) -> Row:
 def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, noise: float) -> Row:
     """What every row has."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
-    failure = outcome.failure
-    if failure or not outcome.rounds:
-        why = list(failure.why) if failure else ["no round was measured"]
-        refused = failure is not None and failure.kind == "unavailable"
-        return row | {"status": "unavailable" if refused else "failed", "why": why}
+    failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
+    if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
+        status = "failed" if failure.kind == "died" else failure.kind
+        return row | {"status": status, "why": list(failure.why)}
     row |= {
         "title": outcome.about.get("title", ""),
         "kernels": outcome.warm.get("kernels", outcome.about.get("kernels", [])),
         "events": outcome.warm.get("events", []),
         "device_kernels": outcome.warm.get("device_kernels", []),
+        "proof": outcome.warm.get("proof", outcome.about.get("proof")),
         "setup_s": outcome.setup_s,
         "warm_up_s": outcome.warm_up_s,
         "rounds": outcome.rounds,

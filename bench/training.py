@@ -124,7 +124,9 @@ class Training:
         else:
             self.batch = job.random_tokens(n)
         self.about = {"title": self.who.title, "compiled": self.compiled,
-                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
+                      "dtype": job.dtype, "base_bytes": self.base,
+                      "proof": getattr(self.ours.chosen, "proof", None) if self.ours else None,
+                      }  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         """One step as its own loop does it, `mark` told what begins; the loss, float32 ()."""
@@ -219,35 +221,42 @@ class Training:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Milliseconds of a step by its parts (bench/profiling.py), over `steps` steps whose
-        batches are drawn and copied as train.py's are."""
+        batches are drawn and copied as train.py's are.
+
+        A step here is one micro-batch and the update: the others are the same again, and the
+        profiler keeps every kernel of every one.
+        """
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
-        V, n = self.job.vocab_size, len(self.batch[0])
+        V, n = self.job.vocab_size, config.batch_size
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
         scopes = Scopes(self.who.model)
 
+        def one(x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> None:
+            self.who.step(x, y, 1, mark)
+
         def run(watching: Any) -> float:
             """Milliseconds of the steps."""
             ahead: Any = batches.prefetch(0, steps + 1)
             with closing(ahead):
-                self.step(*next(ahead))  # while it runs, the next batches are drawn
+                one(*next(ahead))  # while it runs, the next batches are drawn
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
                         with scopes.part("data"):
                             x, y = next(ahead)
                         with scopes.part("head and loss"):
-                            self.step(x, y, scopes.mark)
+                            one(x, y, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
         plain = run(nullcontext())
         looking = profiler(device, shapes=True)
         with nullcontext() if self.compiled else scopes.modules():
             seen = run(looking)
-        kernels, rows = device.type == "cuda", n // self.micro * config.block_size
+        kernels, rows = device.type == "cuda", n * config.block_size
         found = read(looking.events(), config.model(V), rows, self.compiled, device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}

@@ -206,8 +206,9 @@ def decide_onednn(
 class StopSignal:
     """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, says: str = "stopping after this step") -> None:
         self.signal: int | None = None
+        self.says = says
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, self._note)
 
@@ -215,7 +216,7 @@ class StopSignal:
         self.signal = signum
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step; once more stops at once\n")
+        os.write(2, f"\n{self.says}; once more stops at once\n".encode())
 
 
 def peak_memory(device: torch.device) -> int:

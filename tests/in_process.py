@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import fitting, modes, process, training, worker
+from bench import bench, fitting, process, training, worker
 
 
 class InProcess:
@@ -17,7 +17,9 @@ class InProcess:
 
     setup_s = 1.0
 
-    def __init__(self, job: Any, timeout: float, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self, job: Any, timeout: float, command: Sequence[str] = (), stop: Any = None
+    ) -> None:
         self.handler = worker.Handler()
         self.about = self.ask({**job, "memory_limit": None})  # it would be this process's
 
@@ -31,6 +33,6 @@ class InProcess:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
-    for module in (bench_mfu, fitting, modes, process):
+    for module in (bench_mfu, fitting, bench, process):
         patch.setattr(module, "Worker", kind)
     patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

@@ -31,6 +31,7 @@ import bench_mfu
 from attention.spec import Backend, Caps
 from bench import baselines, decoding, fitting, machine, modes, process, rows, training
 from bench import config as config_
+from bench.bench import Bench
 from bench.config import BenchConfig, Flat, load_config
 from bench.decoding import mbu
 from bench.job import Job
@@ -361,7 +362,7 @@ class NoWorker:
         "system": "none", "bandwidth": 1.0, "free_memory": 1,
     }  # fmt: skip
 
-    def __init__(self, job: dict[str, Any], timeout: float) -> None:
+    def __init__(self, job: dict[str, Any], timeout: float, stop: Any = None) -> None:
         self.about = dict(self.about)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -386,10 +387,10 @@ def test_a_final_loss_beyond_the_tolerance_is_a_fail_and_exit_code_1(monkeypatch
     broken = [made_up("manual", base), {"backend": "sdpa", "status": "failed", "why": ["x"]}]
     assert not rows.of_convergence(broken, "manual", 0.02) and broken[1]["verdict"] == "FAIL"
 
-    def fake(bench: modes.Bench) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def fake(bench: Bench) -> list[dict[str, Any]]:
         found = table()
         rows.of_convergence(found, "manual", bench.config.tolerance)
-        return found, {}
+        return found
 
     monkeypatch.setitem(modes.MODES, "converge", fake)
     in_process.use(monkeypatch, NoWorker)
@@ -419,26 +420,26 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
     config = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"]).settings
     here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops", "peak_measured": False}
-    bench = modes.Bench("train", config, "cpu", 77, ["sdpa"], None, print, here)
+    bench = Bench("train", config, "cpu", 77, ["sdpa"], None, print, {**here, "memory_limit": 1e9})
     found = {"batch_size": 16, "limit": "memory", "tried": {}}
     monkeypatch.setattr(fitting, "search", lambda *a: dict(found))
     tried: list[int] = []
 
     def fails(words: str) -> Callable[..., Any]:
-        def run(self: Any, jobs: Any, points: Any, rounds: int, fresh: Any) -> Any:
+        def run(self: Any, found: Any, jobs: Any, points: Any, *more: Any) -> None:
             (job,) = jobs.values()
             tried.append(job["train"]["batch_size"])
-            return {("sdpa", ""): Outcome(failure=Failure("failed", [words]))}
+            found["sdpa", ""] = Outcome(failure=Failure("failed", [words]))
 
         return run
 
-    monkeypatch.setattr(modes.Bench, "measure", fails("out of memory: 3 GB"))
-    ((row,), _) = modes.train(bench)
+    monkeypatch.setattr(Bench, "measure", fails("out of memory: 3 GB"))
+    (row,) = modes.train(bench)
     assert tried == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1]
     assert (row["status"], row["batch_size"], row["fits"]["batch_size"]) == ("failed", 1, 1)
     tried.clear()
-    monkeypatch.setattr(modes.Bench, "measure", fails("RuntimeError: boom"))
-    ((row,), _) = modes.train(bench)
+    monkeypatch.setattr(Bench, "measure", fails("RuntimeError: boom"))
+    (row,) = modes.train(bench)
     assert tried == [16] and row["batch_size"] == 16
     killed = Failure("died", ["its process died (killed by SIGKILL, as Linux does when memory runs "
                               "out)"])  # fmt: skip
@@ -447,7 +448,7 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
 
 def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
     config = BenchConfig(train=TrainConfig(attention_fallback=True, n_layer=3, compile=False))
-    bench = modes.Bench("train", config, "cpu", 77, ["sdpa"], 5, print, {})
+    bench = Bench("train", config, "cpu", 77, ["sdpa"], 5, print, {})
     told = bench.job("train", "sdpa", 9, grad_clip=0.5)
     assert told["train"]["attention_fallback"] is False
     assert told["train"]["attention_backend"] == "sdpa" == told["name"]
@@ -675,35 +676,67 @@ def test_no_worker_outlives_its_bench(stub, monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 16, 23, 64, 100, 1000])
-def test_the_largest_batch_is_found_to_an_eighth(most):
+@pytest.mark.parametrize("curved", [0.0, 0.2])
+def test_the_largest_batch_is_found_to_an_eighth(most, curved):
+    """By what two sizes foretell; also where memory grows a little faster than it foretells."""
     asked = []
 
-    def seconds_of(batch: int) -> float:
+    def step(batch: int) -> tuple[float, float]:
         asked.append(batch)
         if batch > most:
             raise Failure("failed", ["out of memory"])
-        return 0.1
+        return 0.1, 1e9 + batch * 1e8 * (1 + curved * batch / most)
 
-    batch, limit, tried = fitting.largest(seconds_of, slowest=10.0)
-    assert limit == "memory" and batch <= most < batch + max(2, batch // 8 + 1)
-    assert tried[batch] == "0.1 s" and len(asked) == len(set(asked)) <= 2 * most.bit_length() + 3
+    memory = step(most)[1] / fitting.SHARE
+    asked.clear()
+    batch, limit, tried = fitting.largest(step, 10.0, memory)
+    assert limit == "memory" and batch <= most <= batch + max(1, batch // 8)
+    assert tried[batch] == "0.1 s" and len(asked) == len(set(asked)) <= 10
 
 
 def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
-    batch, limit, _ = fitting.largest(lambda b: b * 1.0, slowest=10.0)
-    assert (batch, limit) == (16, "time")  # 8 s is quick enough to double, 16 s is not
+    batch, limit, tried = fitting.largest(lambda b: (0.5 + b * 1.0, 1e6), 10.0, 1e9)
+    assert (batch, limit, list(tried)) == (9, "time", [1, 2, 9])
+    assert fitting.largest(lambda b: (11.0 * b, 1e6), 10.0, 1e9)[:2] == (1, "time")
+    # what two sizes foretold was wrong: 16 takes 12.8 s, so it goes back
+    slower = fitting.largest(lambda b: (b * b * 0.05, 1e6), 10.0, 1e9)
+    assert slower[:2] == (14, "time") and list(slower[2]) == [1, 2, 16, 9, 12, 14]
 
-    def refuse(batch: int) -> float:
+    def refuse(batch: int) -> tuple[float, float]:
         raise Failure("unavailable", ["it may not"])
 
     with pytest.raises(Failure, match="it may not"):
-        fitting.largest(refuse, 10.0)
+        fitting.largest(refuse, 10.0, 1e9)
 
-    def too_large(batch: int) -> float:
+    def too_large(batch: int) -> tuple[float, float]:
         raise Failure("failed", ["out of memory"])
 
     with pytest.raises(Failure, match="out of memory"):  # not even one sequence fits
-        fitting.largest(too_large, 10.0)
+        fitting.largest(too_large, 10.0, 1e9)
+
+
+def test_the_search_takes_its_minute_and_one_process(monkeypatch):
+    clock = itertools.count(step=25.0)
+    batch, limit, tried = fitting.largest(lambda b: (0.1, b * 1.0), 10.0, 1e9, lambda: next(clock))
+    assert limit == "search" and list(tried) == [1, 2, 16] and batch == 16
+    begun: list[str] = []
+
+    class Counts:
+        def __init__(self, job: Any, timeout: float, stop: Any = None) -> None:
+            begun.append(job["name"])
+
+        def ask(self, request: Any) -> dict[str, Any]:
+            if request["fits"] > 40:
+                raise Failure("died" if request["fits"] > 100 else "failed", ["out of memory"])
+            return {"seconds": 0.1, "peak_bytes": 1000 + request["fits"]}
+
+        def close(self) -> None:
+            begun.append("closed")
+
+    monkeypatch.setattr(fitting, "Worker", Counts)
+    found = fitting.search({"name": "a"}, 10.0, 1e9, 60.0)
+    assert 36 <= found["batch_size"] <= 40 and found["limit"] == "memory"
+    assert "128" in found["tried"] and begun == ["a", "closed", "a", "closed"]  # 128 killed one
 
 
 def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from bench import (
     tables,
     training,
 )  # fmt: skip
+from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
@@ -152,7 +153,8 @@ def test_a_failure_is_no_figure():
         row = rows.begin("train", "a", {}, found, 0.1)
         assert row["status"] == status and row["why"] == ["why"] and "ms" not in row
         assert rows.of_training(row, found, GPTConfig(), 1, Peak(1, ""), {}) == row
-    assert rows.begin("train", "a", {}, Outcome(), 0.1)["why"] == ["no round was measured"]
+    row = rows.begin("train", "a", {}, Outcome(), 0.1)
+    assert (row["status"], row["why"]) == ("stopped", ["no round was measured yet"])
 
 
 def test_a_step_is_of_all_micro_batches(monkeypatch):
@@ -160,17 +162,17 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
                                            block_size=16, n_layer=1, n_head=2, n_embd=32),
                          batch_size=4, sweep=False)  # fmt: skip
     here = {"peak_tflops": 1.0, "peak_source": "given"}
-    bench = modes.Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
+    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
     asked = []
 
-    def measure(self: Any, jobs: Any, points: Any, *how: Any) -> Any:
+    def measure(self: Any, found: Any, jobs: Any, *how: Any) -> None:
         asked.append(jobs["sdpa"]["train"]["gradient_accumulation_steps"])
-        return {("sdpa", ""): outcome(10.0)}
+        found["sdpa", ""] = outcome(10.0)
 
-    monkeypatch.setattr(modes.Bench, "measure", measure)
-    monkeypatch.setattr(modes.Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
-    (row,), reference = modes.train(bench)
-    assert asked == [3] and reference == {"why": "reference 12"}
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
+    (row,) = modes.train(bench)
+    assert asked == [3] and bench.reference == {"why": "reference 12"}
     assert row["tokens_a_step"] == 4 * 3 * 16 and row["tokens_per_s"] == pytest.approx(19200)
 
 
@@ -180,7 +182,7 @@ def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
                 "bandwidth": gbs, "bandwidth_source": f"measured {when}"}  # fmt: skip
 
     here, looks = told(0.1, 5.0, "before"), iter([told(0.3, 4.0, "after"), told(9.0, 9.0, "late")])
-    bench = modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
+    bench = Bench("train", BenchConfig(), "cpu", 64, [], None, print, here)
     bench.ask_once = lambda kind, n=1: next(looks)  # type: ignore[method-assign]
     bench.look_again()
     bench.look_again()
@@ -188,7 +190,7 @@ def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     assert bench.peak == Peak(0.3, "measured after")
     assert here["bandwidth_source"] == "measured before"
     given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops", "bandwidth": None}
-    modes.Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
+    Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
     assert given["peak_tflops"] == 0.1
 
 

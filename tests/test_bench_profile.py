@@ -251,7 +251,10 @@ def test_hooks_are_there_only_while_the_profiler_looks():
 
 def test_the_profile_of_a_job():
     worker = training.Training(job(gradient_accumulation_steps=2))
+    sizes: list[Any] = []
+    worker.who.model.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))
     answer = worker.profile(2)
+    assert sizes == [(4, 16)] * 6  # of each step one micro-batch
     assert (answer["by"], answer["of"], answer["steps"]) == ("modules", "operators", 2)
     assert sum(answer["parts"].values()) == pytest.approx(answer["seen_ms"])
     assert all(ms >= 0 for ms in answer["parts"].values()) and answer["parts"]["gaps"] > 0
@@ -550,6 +553,7 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     argv = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16",
             "--vocab_size=64", "--batch_size=2", "--peak_tflops=0.5", "--rounds=1",
             "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", "--sweep=False",
+            "--gradient_accumulation_steps=3",
             "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
             "--bandwidth_gbs=20"]  # fmt: skip
     code, out = run(argv)
@@ -568,7 +572,8 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert over == sorted(over, reverse=True) and "unattributed" not in least
     page = (record / "README.md").read_text(encoding="utf-8")
     for text in (out, page):
-        assert "A step of manual by its parts" in text and "(largest gap)" in text
+        assert "One of 3 micro-batches, and the update, of manual by its parts" in text
+        assert "(largest gap)" in text
         assert "if every part ran at its roofline" in " ".join(text.split())
 
 

@@ -1,0 +1,153 @@
+"""One run of the bench: what all modes need, and the rounds as they ask for them."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench import plan, rows
+from bench.config import BenchConfig
+from bench.process import Failure, Key, Outcome, Stop, Worker, measure
+from core import flops
+from model import GPTConfig
+
+
+@dataclass
+class Bench:
+    """One run of the bench: what all modes need, and what they add to."""
+
+    mode: str
+    config: BenchConfig
+    device: str
+    vocab_size: int
+    backends: list[str]
+    memory_limit: int | None  # bytes that a worker may allocate; on the CPU only
+    watch: Callable[[str], None]
+    machine: dict[str, Any]
+    refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
+    fresh: bool = False
+    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are held against
+    earlier: list[rows.Row] = field(default_factory=list)  # those of the parts before
+    deadline: float | None = None  # time.monotonic(), after which no further round begins
+    stop: Stop = field(default_factory=Stop)  # what ends it; copies with its deadline share it
+    tell: Callable[[str], None] = lambda line: None  # of what is known
+    keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
+    run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
+
+    def __post_init__(self) -> None:
+        if self.deadline != self.stop.deadline:
+            self.stop = Stop(self.deadline, self.stop.signals)
+
+    @property
+    def peak(self) -> flops.Peak:
+        return flops.Peak(self.machine["peak_tflops"], self.machine["peak_source"])
+
+    @property
+    def model(self) -> GPTConfig:
+        return self.config.train.model(self.vocab_size)
+
+    def job(
+        self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
+    ) -> dict[str, Any]:
+        """What a worker is told: everything, so that it reads no settings of its own.
+
+        Args:
+            kind: of bench/worker.py's jobs.
+            name: of the row; without a baseline, also the attention backend to measure.
+            baseline: what bench/baselines.py builds instead of our model.
+            changes: of train.py's settings.
+        """
+        ours = {"attention_backend": name} if name and not baseline else {}
+        changes = {**ours, "attention_fallback": False, **changes}
+        return {
+            "job": kind,
+            "run": self.run,
+            "name": name,
+            "baseline": baseline,
+            "train": asdict(self.config.training(batch_size, **changes)),
+            "device": self.device,
+            "vocab_size": self.vocab_size,
+            "memory_limit": self.memory_limit,
+            "profile": self.config.profile,
+            "bandwidth_gbs": self.config.bandwidth_gbs,
+            "wants_bandwidth": self.mode == "decode" or self.config.profile,
+        }
+
+    def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
+        """The answer of a worker that only has to set up its job."""
+        self.watch(f"the {kind}")
+        worker = Worker(self.job(kind, "", batch_size), self.config.timeout, stop=self.stop)
+        worker.close()
+        return worker.about
+
+    def look_again(self) -> None:
+        """Measure the machine's rates once more, after the rounds, and keep the better of both.
+
+        A neighbour that was busy while the peak was measured makes it too low, and every MFU too
+        high. Once only, so that all rows have the same peak.
+        """
+        m = self.machine
+        source = m["bandwidth_source"] if self.mode == "decode" else m["peak_source"]
+        if m.get("looked_again") or self.stop.why or not source.startswith("measured"):
+            return
+        again, m["looked_again"] = self.ask_once("machine"), True
+        for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
+            if m.get(rate) and again[rate] > m[rate]:
+                m |= {rate: again[rate], source: again[source]}
+
+    def measure(
+        self,
+        found: dict[Key, Outcome],
+        jobs: dict[str, dict[str, Any]],
+        points: dict[str, dict[str, Any]],
+        rounds: int,
+        table: Callable[[], list[rows.Row]],
+        fresh: bool | None = None,
+        without: Container[Key] = (),
+    ) -> None:
+        """Run the rounds, as far as the bench is not stopped.
+
+        Args:
+            found: gets the outcome of each pair of job and point, as it becomes known.
+            table: makes the rows of what was found so far.
+        """
+        for name, point in itertools.product(jobs, points):
+            if name in self.refused:
+                found[name, point] = Outcome(failure=Failure("unavailable", self.refused[name]))
+        told = set[str]()
+
+        def known(name: str, point: str) -> None:
+            outcome, where = found[name, point], f"{name} {point}".strip()
+            if (e := outcome.failure) is None:
+                ms = rows.begin(self.mode, name, {}, outcome, self.config.noise)["ms"]
+                self.tell(f"{where}: {ms:.4g} ms, the median of {len(outcome.rounds)} rounds")
+            elif e.kind != "stopped" and str(e) not in told:
+                told.add(str(e))
+                self.tell(f"{where}: {e.kind}: {e}")
+
+        def after_round() -> None:
+            if not self.stop.why:
+                self.keep(self, [*self.earlier, *table()])
+
+        _, used = measure(
+            {name: job for name, job in jobs.items() if name not in self.refused},
+            points,
+            rounds,
+            outcomes=found,
+            without=without,
+            fresh=self.config.fresh_rounds if fresh is None else fresh,
+            budget=int(0.9 * self.machine["memory_limit"]),
+            timeout=self.config.timeout,
+            stop=self.stop,
+            skip=lambda name, point: plan.too_long(self, name, points[point], found),
+            watch=self.watch,
+            known=known,
+            after_round=after_round,
+        )
+        self.fresh = self.fresh or used
+        with suppress(Failure):  # the bench was stopped
+            self.look_again()

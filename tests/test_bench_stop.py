@@ -1,0 +1,412 @@
+"""A bench that is stopped, by whatever: what it keeps, and that nothing of it goes on.
+
+And what keeps it short: the plan, and what takes too long to be run at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import in_process
+import pytest
+from test_bench import SMALL, write_tokens
+
+import bench_mfu
+from bench import config as config_
+from bench import modes, plan, process, rows
+from bench.bench import Bench
+from bench.config import BenchConfig, load_config
+from bench.process import Failure, Outcome, Stop, Worker, measure
+from core import flops
+from model import GPTConfig
+
+# A worker that answers once, and then is in one long call that lets no other thread run; and a
+# child of its own.
+STUCK = """
+import json, os, re, subprocess, sys
+child = subprocess.Popen(["sleep", "1000"])
+with open(sys.argv[1], "w") as f: f.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1], sys.argv[1] + ".there")
+if sys.argv[2:] == ["worker"]:
+    sys.stdin.readline()
+    print(json.dumps({"ok": {}}), flush=True)
+    sys.stdin.readline()
+re.match("(a+)+b", "a" * 99)
+"""
+
+
+def lives(pid: int) -> bool:
+    """Does it still run? Who waits to be buried does not."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(found.stdout.strip()) and "Z" not in found.stdout
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["Worker({}, 600, [*command, 'worker']).ask({})", "run(command, folder)"],
+    ids=["worker", "against_nanogpt"],
+)
+def test_nothing_outlives_a_bench_that_is_killed(tmp_path, call):
+    """kill -9, while a child is in the middle of a step."""
+    (tmp_path / "stuck.py").write_text(STUCK, encoding="utf-8")
+    note = tmp_path / "note"
+    program = (
+        "import sys; from pathlib import Path; from bench.process import Worker; "
+        "from bench.against_nanogpt import run; "
+        f"folder = Path({str(tmp_path)!r}); "
+        f"command = [sys.executable, str(folder / 'stuck.py'), {str(note)!r}]; {call}"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=config_.ROOT)
+    there = Path(f"{note}.there")
+    try:
+        assert wait_for(there.exists), "the worker did not start"
+        pids = [int(pid) for pid in there.read_text().split()]
+        assert all(lives(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.wait()
+    left = wait_for(lambda: not any(lives(pid) for pid in pids)) or [p for p in pids if lives(p)]
+    for pid in [] if left is True else left:
+        os.kill(pid, signal.SIGKILL)
+    assert left is True, "a child outlived its parent"
+
+
+def test_the_guard_starts_nothing_where_its_group_is_somebody_elses():
+    done = subprocess.run([*process.GUARD, "echo", "no"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and "a session of its own" in done.stderr
+
+
+# ----------------------------------------------------------------------------- the rounds
+
+STUB = """
+import json, sys
+sys.stdin.readline(); print(json.dumps({"ok": {}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("hangs") and not asked.get("warm_up"): sys.stdin.read()
+    print(json.dumps({"ok": {"ms": 1.0}}), flush=True)
+"""
+
+
+def rounds_of(
+    tmp_path: Path, stop: Stop, watch: Any, names: str = "ab", **at: Any
+) -> tuple[dict[Any, Outcome], list[str]]:
+    """Two rounds with workers that measure nothing; and what was begun."""
+    (tmp_path / "stub.py").write_text(STUB, encoding="utf-8")
+    begun: list[str] = []
+
+    def both(what: str) -> None:
+        begun.append(what)
+        watch(what)
+
+    jobs: dict[str, dict[str, Any]] = {name: {} for name in names}
+    command = (sys.executable, "-S", str(tmp_path / "stub.py"))
+    outcomes, _ = measure(jobs, {"": at}, 2, timeout=60.0, stop=stop, watch=both, command=command)
+    return outcomes, begun
+
+
+def test_nothing_begins_after_a_signal_and_what_there_is_stays(tmp_path):
+    signals: Any = SimpleNamespace(signal=None)
+
+    def watch(what: str) -> None:
+        if what.startswith("round 1 of 2: b"):
+            signals.signal = signal.SIGTERM
+
+    stop = Stop(signals=signals)
+    outcomes, begun = rounds_of(tmp_path, stop, watch)
+    assert begun[-1] == "round 1 of 2: b (4 of 6)" and stop.code == 143
+    assert [len(outcomes[n, ""].rounds) for n in "ab"] == [1, 0]
+    for name, status in (("a", "ok"), ("b", "stopped")):
+        row = rows.begin("train", name, {}, outcomes[name, ""], 0.05)
+        assert row["status"] == status
+    assert row["why"] == ["it was stopped by SIGTERM"]
+    with pytest.raises(Failure, match="SIGTERM"):  # nor does a worker start
+        Worker({}, 60.0, ("never", "run"), stop)
+
+
+def test_a_part_of_a_run_may_have_a_deadline_of_its_own():
+    bench = on_gpu()
+    bench.stop.signals = SimpleNamespace(signal=None)  # type: ignore[assignment]
+    assert replace(bench, earlier=[]).stop is bench.stop
+    part = replace(bench, deadline=time.monotonic() - 1)
+    with pytest.raises(Failure, match="its time was over"):
+        part.stop.check()
+    bench.stop.check()
+    assert part.stop.why and not bench.stop.why
+    bench.stop.signals.signal = signal.SIGINT  # type: ignore[union-attr]
+    for each in (bench, part):
+        with pytest.raises(Failure, match="Ctrl-C"):
+            each.stop.check()
+
+
+def test_a_round_that_is_begun_before_the_deadline_ends(tmp_path):
+    stop = Stop()
+
+    def watch(what: str) -> None:
+        if what.startswith("round 1 of 2: a"):
+            stop.deadline = time.monotonic()
+
+    outcomes, begun = rounds_of(tmp_path, stop, watch)
+    assert begun[-1].startswith("round 1 of 2: a") and stop.code == 0
+    assert [len(outcomes[n, ""].rounds) for n in "ab"] == [1, 0]
+    assert stop.why == "its time was over"
+
+
+def test_a_worker_that_is_stuck_is_ended_after_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 0.5)
+    stop = Stop()
+
+    def watch(what: str) -> None:
+        if what.startswith("round 1"):  # the worker is there, and will not answer
+            stop.deadline = time.monotonic()
+
+    outcomes, begun = rounds_of(tmp_path, stop, watch, names="a", hangs=True)
+    failure = outcomes["a", ""].failure
+    assert failure and failure.kind == "stopped" and len(begun) == 2
+
+
+def test_a_pair_that_is_skipped_says_why_and_the_rest_goes_on(tmp_path):
+    (tmp_path / "stub.py").write_text(STUB, encoding="utf-8")
+    known: list[Any] = []
+    outcomes, _ = measure(
+        {"a": {}}, {"x": {}, "y": {}}, 1,
+        skip=lambda name, point: "too slow" * (point == "x"),
+        known=lambda *pair: known.append(pair),
+        command=(sys.executable, "-S", str(tmp_path / "stub.py")),
+    )  # fmt: skip
+    row = rows.begin("kernel", "a", {}, outcomes["a", "x"], 0.05)
+    assert (row["status"], row["why"]) == ("skipped", ["too slow"])
+    assert len(outcomes["a", "y"].rounds) == 1 and known == [("a", "x"), ("a", "y")]
+
+
+# ----------------------------------------------------------------------------- a whole run
+
+
+def stopping(at: int, how: Callable[[Any], None]) -> type[in_process.InProcess]:
+    """Workers of which the `at`-th question to a backend's does something to the bench."""
+    asked = [0]
+
+    class Stops(in_process.InProcess):
+        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None) -> None:
+            self.stop, self.counts = stop, job["job"] in ("train", "kernel", "converge")
+            super().__init__(job, timeout, command, stop)
+
+        def ask(self, request: Any) -> dict[str, Any]:
+            answer = super().ask(request)
+            asked[0] += self.counts and "job" not in request
+            if self.counts and asked[0] == at:
+                how(self.stop)
+            return answer
+
+    return Stops
+
+
+def run(argv: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = bench_mfu.main(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+def send(number: int) -> Callable[[Any], None]:
+    return lambda stop: os.kill(os.getpid(), number)
+
+
+def end_time(stop: Stop) -> None:
+    stop.deadline = time.monotonic() - 1
+
+
+ENDS = [
+    (send(signal.SIGINT), 130, "it was stopped by Ctrl-C"),
+    (send(signal.SIGTERM), 143, "it was stopped by SIGTERM"),
+    (end_time, 0, "its time was over"),
+]
+
+
+@pytest.mark.parametrize("how, code, why", ENDS, ids=["Ctrl-C", "SIGTERM", "deadline"])
+def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, how, code, why):
+    """After the warm-up of both and the first round of manual."""
+    in_process.use(monkeypatch, stopping(3, how))
+    before = signal.getsignal(signal.SIGTERM)
+    argv = [*SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1", "--record=cut",
+            f"--records_dir={tmp_path}", "--json"]  # fmt: skip
+    ended, out, _ = run(argv)
+    content = json.loads(out.splitlines()[-1])
+    assert ended == code and signal.getsignal(signal.SIGTERM) is before
+    assert content["complete"] is False and content["incomplete"].startswith(why)
+    assert content["incomplete"].endswith(
+        "3 of 4 rows were not measured; 1 have fewer than 2 rounds"
+    )
+    of = {(r["mode"], r["backend"]): r for r in content["rows"]}
+    assert len(of["train", "manual"]["rounds"]) == 1 and of["train", "manual"]["mfu"] > 0
+    for which in (("train", "sdpa"), ("kernel", "manual"), ("kernel", "sdpa")):
+        assert of[which]["status"] == "stopped" and of[which]["why"] == [why]
+    (record,) = tmp_path.glob("*_cut")
+    assert json.loads((record / "record.json").read_text(encoding="utf-8")) == content
+    page = (record / "README.md").read_text(encoding="utf-8")
+    assert page.startswith("# INCOMPLETE: Training steps") and f"**Incomplete**: {why}" in page
+    assert "INCOMPLETE: Training steps" in out and f"incomplete: {why}" in out
+    assert not list(record.glob("*.part"))
+
+
+def test_a_run_that_is_killed_leaves_the_rounds_that_had_ended(tmp_path, monkeypatch):
+    def die(stop: Stop) -> None:
+        raise MemoryError  # no more than kill -9 does the bench do anything about it
+
+    in_process.use(monkeypatch, stopping(6, die))
+    with pytest.raises(MemoryError):
+        run(["kernel", *SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1",
+             "--record=k", f"--records_dir={tmp_path}"])  # fmt: skip
+    (record,) = tmp_path.glob("*_k/record.json")
+    content = json.loads(record.read_text(encoding="utf-8"))
+    assert content["complete"] is False and "had not ended" in content["incomplete"]
+    assert [len(r["rounds"]) for r in content["rows"]] == [1, 1]
+
+
+def test_a_run_that_ends_says_so_in_plain_lines(monkeypatch):
+    in_process.use(monkeypatch)
+    argv = ["kernel", *SMALL, "--backends=sdpa,sdpa_cudnn", "--lengths=16", "--batch_sizes=1"]
+    code, out, err = run([*argv, "--json"])
+    content = json.loads(out.splitlines()[-1])
+    assert code == 0 and content["complete"] is True and "incomplete" not in content
+    lines = [line.partition("] ")[2] for line in err.splitlines() if line.startswith("[")]
+    told = next(line for line in lines if line.startswith("sdpa B1 T16: "))
+    assert told.endswith(" ms, the median of 2 rounds")
+    begun = ["warming up: sdpa B1 T16 (1 of 3)", "round 1 of 2: sdpa B1 T16 (2 of 3)",
+             "round 2 of 2: sdpa B1 T16 (3 of 3)", told]  # fmt: skip
+    assert [line for line in lines if "sdpa B1" in line] == begun and lines[0] == "the machine"
+    assert "INCOMPLETE" not in out and "\x1b" not in err
+
+
+def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
+    in_process.use(monkeypatch, stopping(2 + 2 * 9, end_time))  # in the last round but one
+    argv = ["converge", *SMALL, "--backends=sdpa", "--steps=10", "--dataset=tiny", "--json"]
+    code, out, _ = run([*argv, f"--data_dir={write_tokens(tmp_path)}"])
+    content = json.loads(out.splitlines()[-1])
+    assert code == 1 and not any("verdict" in r for r in content["rows"])
+    assert [(r["status"], r["why"]) for r in content["rows"]] == [
+        ("stopped", ["9 of 10 parts"])
+    ] * 2
+
+
+def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
+    class Refuses(in_process.InProcess):
+        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stop.check()
+
+    in_process.use(monkeypatch, Refuses)
+    assert bench_mfu.main([*SMALL, "--backends=sdpa"]) == 143
+    assert "it was stopped by SIGTERM; nothing was measured" in capsys.readouterr().err
+
+
+def test_a_row_keeps_the_proof_of_its_kernel(monkeypatch):
+    proof = {"error": 1e-7, "allowed": 2e-7, "canary": True}
+    from bench import kernels
+
+    real = kernels.select
+    monkeypatch.setattr(
+        kernels, "select", lambda *how: SimpleNamespace(kernels=real(*how).kernels, proof=proof)
+    )
+    in_process.use(monkeypatch)
+    argv = ["kernel", *SMALL, "--backends=sdpa", "--lengths=16", "--batch_sizes=1", "--json"]
+    (row,) = json.loads(run(argv)[1].splitlines()[-1])["rows"]
+    assert row["proof"] == proof
+
+
+# ----------------------------------------------------------------------------- a GPU's ten minutes
+
+
+def on_gpu(*argv: str, mode: str = "train", backends: str = "manual tiled sdpa sdpa_math") -> Bench:
+    """A run on an H200 that is not here."""
+    config = load_config(["--device=cpu", "config/train_gpt2.py", *argv]).settings
+    here = {"peak_tflops": 989.4, "peak_source": "datasheet", "memory_limit": 140e9}
+    return Bench(mode, config, "cuda", 50304, backends.split(), None, print, here)
+
+
+def test_what_takes_too_long_is_left_out_unless_it_is_named():
+    bench, T = on_gpu(), {"B": 1, "T": 8192, "window": None}
+    assert "beyond 256 tokens" in plan.too_long(bench, "tiled", {})
+    assert "as a compiled step" in plan.too_long(bench, "sdpa_math", {})
+    assert plan.too_long(bench, "manual", {}) == "" == plan.too_long(bench, "sdpa", {})
+    for name in ("manual", "tiled", "sdpa_math"):
+        assert "name it in --backends, and --lengths" in plan.too_long(bench, name, T)
+    assert plan.too_long(bench, "sdpa", T) == ""
+    named = on_gpu("--backends=tiled", "--lengths=8192")
+    assert plan.too_long(named, "tiled", T) == "" == plan.too_long(named, "tiled", {})
+    # naming the backend alone asks for none of the default lengths
+    assert plan.too_long(on_gpu("--backends=tiled"), "tiled", T)
+    # what all are held against is never left out
+    assert not plan.too_long(on_gpu("--block_size=8192", mode="converge"), "manual", {})
+    cpu = replace(bench, device="cpu", config=BenchConfig())
+    assert plan.too_long(cpu, "tiled", {}) == ""
+
+
+def test_a_call_that_takes_long_leaves_out_the_next_length():
+    bench = on_gpu()
+
+    def known(T: int, seconds: float) -> dict[Any, Outcome]:
+        point = {"B": 1, "T": T, "window": None}
+        return {("flex", f"B1 T{T}"): Outcome(warm={"call_s": seconds, "point": point})}
+
+    ask = {"B": 1, "T": 8192, "window": None}
+    why = plan.too_long(bench, "flex", ask, known(4096, 0.6))
+    assert why.startswith("a call would take about 2.4 s, by 0.6 s at B1 T4096")
+    assert plan.too_long(bench, "flex", ask, known(4096, 0.4)) == ""
+    assert plan.too_long(bench, "flex", ask, known(64, 0.01)) == ""  # launches, no work
+    assert plan.too_long(bench, "sdpa", ask, known(4096, 0.6)) == ""
+    assert plan.too_long(bench, "flex", {**ask, "window": 512}, known(4096, 0.6)) == ""
+
+
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_the_default_run_on_a_gpu_is_planned_for_less_than_ten_minutes(mode):
+    everyone = "manual tiled sdpa sdpa_flash sdpa_efficient sdpa_cudnn sdpa_math flex triton"
+    bench = replace(on_gpu(mode=mode, backends=everyone), config=BenchConfig())
+    assert 60 < sum(plan.seconds(bench, modes.points(bench)).values()) < 600
+
+
+def test_the_plan_of_a_run_on_a_gpu():
+    everyone = "manual tiled sdpa sdpa_flash sdpa_efficient sdpa_cudnn sdpa_math flex triton"
+    bench = on_gpu(backends=everyone)
+    each = plan.seconds(bench, modes.points(bench))
+    assert set(each) == set(everyone.split()) - {"tiled", "sdpa_math"}
+    told = plan.told(bench, modes.points(bench))
+    assert "reckoned, not measured" in told and "left out: sdpa_math, tiled" in told
+    tokens = bench.config.train.batch_size * bench.config.train.gradient_accumulation_steps * 1024
+    step = flops.flops_per_token(GPTConfig(1024, 50304, 12, 12, 768), 1024) * tokens / 989.4e12
+    longer = on_gpu("--rounds=105", backends=everyone)
+    more = plan.seconds(longer, {})["sdpa"] - plan.seconds(bench, {})["sdpa"]
+    assert more == pytest.approx(100 * (max(1.0, step / plan.SHARE) + step / plan.SHARE), rel=0.01)
+    decode = on_gpu(mode="decode", backends="sdpa")
+    assert len(modes.points(decode)) == 16 and plan.seconds(decode, modes.points(decode))
+    refused = replace(bench, refused={"flex": ["no"]})
+    assert "flex" not in plan.seconds(refused, {})
+
+
+def test_a_call_is_timed_for_the_plan():
+    from test_bench import job
+
+    from bench.kernels import Kernels
+
+    point = {"B": 2, "T": 24, "H": 4, "Hkv": 2, "D": 8, "window": None}
+    answer = Kernels(job("kernel", "sdpa")).round({**point, "warm_up": True})
+    assert answer["call_s"] > 0 and answer["point"] == {"B": 2, "T": 24, "window": None}
