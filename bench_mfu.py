@@ -41,7 +41,6 @@ from bench.compare import compare as compare_records
 from bench.config import BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Stop, Worker
-from core import flops
 from core.runtime import StopSignal, pick_device
 from core.settings import Texts, UserError, exit_on_user_error, read
 
@@ -76,12 +75,12 @@ def run(mode: str, argv: list[str]) -> int:
 
     def content_of(bench: Bench, table: list[rows.Row], why: str) -> dict[str, Any]:
         table = table + [rows.unavailable(mode, name, w) for name, w in left_out.items()]
-        content = contents(told, bench, table, time.perf_counter() - began)
-        return content | finished(table, config.rounds, why)
+        return {**told, **bench.content(table, time.perf_counter() - began, why)}
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
-            write_rows(folder, content_of(bench, table, "it had not ended when this was written"))
+            content = content_of(bench, table, "it had not ended when this was written")
+            records.save(folder, records.seal(content))
 
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     stop = Stop(deadline)
@@ -118,49 +117,6 @@ def run(mode: str, argv: list[str]) -> int:
     if mode == "converge" and any(r.get("verdict") == "FAIL" for r in table):
         return stop.code or 1
     return stop.code or (0 if any(r["status"] == "ok" for r in table) else 1)
-
-
-def contents(
-    told: dict[str, Any], bench: Bench, table: list[rows.Row], seconds: float
-) -> dict[str, Any]:
-    """All of a record but its answers."""
-    return {
-        **told,
-        "seconds": seconds,
-        "machine": bench.machine,
-        "vocab_size": bench.vocab_size,
-        "settings": bench.config.flat(),
-        "fresh_rounds": bench.fresh,
-        "flops_per_token": {
-            name: flops.flops_per_token(bench.model, bench.model.block_size, causal)
-            for name, causal in (("mfu", False), ("mfu_causal", True))
-        },
-        "reference": bench.reference,
-        "rows": table,
-        "answers": [],
-    }
-
-
-def finished(table: list[rows.Row], rounds: int, why: str) -> dict[str, Any]:
-    """Whether all was measured that was asked for; where it was not, why, and what is missing."""
-    if not why:
-        return {"complete": True}
-    none = sum(r["status"] == "stopped" for r in table)
-    few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
-    missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
-    missing += [f"{few} have fewer than {rounds} rounds"] * bool(few)
-    return {"complete": False, "incomplete": "; ".join([why, *missing])}
-
-
-def write_rows(folder: Path, content: dict[str, Any]) -> None:
-    """record.json in one stroke, so that whenever this process is killed, one of them is there."""
-    part = folder / "record.json.part"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(folder / "record.json")
-    except OSError as e:
-        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
 
 
 def check(mode: str, config: BenchConfig) -> None:

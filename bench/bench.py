@@ -50,6 +50,38 @@ class Bench:
     def model(self) -> GPTConfig:
         return self.config.train.model(self.vocab_size)
 
+    def content(self, table: list[rows.Row], seconds: float, why: str) -> dict[str, Any]:
+        """What a record has of this run, but its answers.
+
+        Args:
+            seconds: that it took.
+            why: it ended before all was measured; empty where it did not.
+        """
+        model, rounds = self.model, self.config.rounds
+        content = {
+            "mode": self.mode,
+            "seconds": seconds,
+            "machine": self.machine,
+            "vocab_size": self.vocab_size,
+            "settings": self.config.flat(),
+            "fresh_rounds": self.fresh,
+            "flops_per_token": {
+                name: flops.flops_per_token(model, model.block_size, causal)
+                for name, causal in (("mfu", False), ("mfu_causal", True))
+            },
+            "reference": self.reference,
+            "rows": table,
+            "answers": [],
+            "complete": not why,
+        }
+        if why:
+            none = sum(r["status"] == "stopped" for r in table)
+            few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
+            missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
+            missing += [f"{few} have fewer than {rounds} rounds"] * bool(few)
+            content["incomplete"] = "; ".join([why, *missing])
+        return content
+
     def job(
         self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
     ) -> dict[str, Any]:

@@ -121,18 +121,23 @@ def check_slug(slug: str) -> None:
 def write(folder: Path, content: dict[str, Any]) -> None:
     """Seal the content; write record.json, the pictures and README.md."""
     drawn = pictures.draw(content)
-    save(folder, seal(content), readme(content, list(drawn)), drawn)
+    seal(content)
+    save(folder, content, readme(content, list(drawn)), drawn)
 
 
 def save(
-    folder: Path, content: dict[str, Any], page: str, drawn: Mapping[str, bytes] | None = None
+    folder: Path, content: dict[str, Any], page: str = "", drawn: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a record's files."""
+    """Write a record's files; record.json in one stroke, so that whenever this process is killed
+    there is a whole one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        part = folder / "record.json.part"
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        (folder / "record.json").write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(page, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / "record.json")
+        if page:
+            (folder / "README.md").write_text(page, encoding="utf-8")
         for name, picture in (drawn or {}).items():
             (folder / f"{name}.png").write_bytes(picture)
     except OSError as e:
