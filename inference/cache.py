@@ -240,14 +240,21 @@ class StaticCache(Cache):
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len = max_len
         shape = (batch, max_len + 1, n_kv_head, head_dim)
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.start = torch.empty(batch, dtype=torch.int32, device=device)
+        self.count = torch.empty(batch, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the cache where it lies: a CUDA graph that was recorded with it stays right."""
         # Zeros, since 0 * NaN is NaN: a place that is masked must hold finite values all the same.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.start = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.count = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.lengths = [0] * batch  # `start`, on the host
-        self.counts = (0,) * batch  # `count`, on the host
-        self.ended: set[int] = set()
+        torch._foreach_zero_([*self.k, *self.v])
+        self.start.zero_()
+        self.count.zero_()
+        self.lengths = [0] * len(self.start)  # `start`, on the host
+        self.counts = (0,) * len(self.start)  # `count`, on the host
+        self.ended = set()
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
         """Begin a step of T columns.
@@ -264,7 +271,10 @@ class StaticCache(Cache):
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:  # once before the prompt, and once after it
-            self.count.copy_(torch.tensor(counts, dtype=torch.int32))
+            if len(set(counts)) == 1:  # a copy from the host would wait for the device
+                self.count.fill_(counts[0])
+            else:
+                self.count.copy_(torch.tensor(counts, dtype=torch.int32))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
         return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -707,13 +709,18 @@ def test_a_constraint_where_the_context_ends() -> None:
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The graphs that torch.compile makes, run as they are."""
+    """The graphs that torch.compile makes, run as they are; each has the addresses of its calls."""
     graphs: list[Any] = []
     torch_compile = torch.compile
 
     def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            graph.addresses.append([t.data_ptr() for t in args])
+            return graph(*args)
+
+        graph.addresses = []
         graphs.append(graph)
-        return graph
+        return run
 
     def compile(function: Any, **how: Any) -> Any:
         assert how["fullgraph"] and how["dynamic"] is False
@@ -776,6 +783,94 @@ def test_a_constraint_is_part_of_the_graph(eager_graphs) -> None:
     assert constrained(constraint, kv_cache="static", compile=True) == want
     assert constrained(constraint, 30, kv_cache="static", compile=True) != want
     assert len(eager_graphs) == 1
+
+
+def recordings(graph: Any) -> tuple[int, int]:
+    """CUDA graphs that torch would record, one for each set of addresses of the static inputs; and
+    how many inputs are not static: they are copied to a fixed place at each call."""
+    kinds = [
+        bool(node.meta["tensor_dict"].get("_dynamo_static_input_type"))
+        for node in graph.graph.nodes
+        if node.op == "placeholder"
+    ]
+    assert all(len(call) == len(kinds) for call in graph.addresses) and any(kinds)
+    fixed = {tuple(p for p, static in zip(call, kinds) if static) for call in graph.addresses}
+    return len(fixed), kinds.count(False)
+
+
+@pytest.mark.parametrize(
+    "options, new_each_step",
+    [
+        ({"temperature": 0}, 1),  # the token before
+        ({"top_p": 0.9}, 4),  # it, a random number, temperature, top_p
+    ],
+    ids=str,
+)
+def test_every_call_finds_the_graph_that_was_recorded(options, new_each_step, eager_graphs) -> None:
+    """A CUDA graph holds the addresses of the weights, of the cache and of the constraint."""
+    model = lively()
+    kept = []  # memory that is not free at the next call
+    for T in (5, 9, 3):
+        how = {**options, "generator": torch.Generator().manual_seed(1)}
+        want = engine.generate(model, tokens(T=T), 7, **how)
+        how["generator"] = torch.Generator().manual_seed(1)
+        got = engine.generate(model, tokens(T=T), 7, kv_cache="static", compile=True, **how)
+        assert torch.equal(got, want)
+        kept.append(torch.empty(2**16))
+    (graph,) = eager_graphs
+    assert len(graph.addresses) == 3 * 6 and recordings(graph) == (1, new_each_step)
+
+
+def test_a_constraints_tables_stay_where_they_are(eager_graphs) -> None:
+    """They are a module's buffers, which torch.compile takes for static by itself."""
+    constraint = constrain.choices(["yes", "no", "perhaps"], Bytes())
+    constrained(constraint, kv_cache="static", compile=True)
+    (graph,) = eager_graphs
+    # the token before, a random number, temperature, the state
+    assert len(graph.addresses) > 2 and recordings(graph) == (1, 4)
+
+
+def test_a_cache_that_was_used_before_is_empty(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    want = engine.generate(model, tokens(T=5), 9, **how)
+    (cache,) = engine._idle[model].values()
+    for t in (*cache.k, *cache.v, cache.start, cache.count):
+        t.fill_(7 if t.dtype == torch.int32 else torch.nan)
+    cache.end(0)
+    assert torch.equal(engine.generate(model, tokens(T=5), 9, **how), want)
+    assert [*engine._idle[model].values()] == [cache]
+
+
+def test_two_texts_at_once_have_a_cache_each(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    prompts = [tokens(T=5, seed=seed) for seed in (1, 2)]
+    want = [list(engine.stream(model, prompt, 9, temperature=0)) for prompt in prompts]
+    both = zip(*(engine.stream(model, prompt, 9, **how) for prompt in prompts), strict=True)
+    got = [*zip(*both, strict=True)]
+    assert all(torch.equal(torch.stack(g), torch.stack(w)) for g, w in zip(got, want, strict=True))
+    assert len(engine._idle[model]) == 1  # of one size one is kept
+
+    broken_off = engine.stream(model, prompts[0], 9, **how)
+    next(broken_off)
+    assert not engine._idle[model]
+    broken_off.close()
+    assert len(engine._idle[model]) == 1
+
+
+def test_a_cache_is_kept_as_long_as_its_model_and_in_every_mode(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    with torch.inference_mode():
+        want = engine.generate(model, tokens(T=5), 9, **how)
+    assert torch.equal(engine.generate(model, tokens(T=5), 9, **how), want)
+    (cache,) = map(weakref.ref, engine._idle[model].values())
+    del model
+    torch._dynamo.reset()
+    eager_graphs.clear()
+    gc.collect()
+    assert cache() is None
 
 
 def test_the_compiler_gives_the_same_tokens() -> None:
