@@ -223,9 +223,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         model.train()
     peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
     module = setup.compiled(model, config.gradient_accumulation_steps // distributed.world_size)
-    if distributed.world_size > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        module = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    module = distributed.share(module)
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, step, best_loss)  # fmt: skip
 

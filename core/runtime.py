@@ -99,7 +99,7 @@ class Setup:
         deterministic: bool = False,
         sdpa_flash_impl: str = "FA2",
     ) -> Setup:
-        """Decide; and throw the process's switches: TF32, determinism, whose flash kernel.
+        """Decide; and throw the process's switches: device, TF32, determinism, whose flash kernel.
 
         Args:
             dtype: "auto", "float32", "bfloat16" or "float16".
@@ -107,6 +107,9 @@ class Setup:
             deterministic: torch.use_deterministic_algorithms, for every operator.
             sdpa_flash_impl: what PyTorch's flash kernel on CUDA is: attention.use_flash_impl().
         """
+        if device.type == "cuda" and device.index is not None:
+            # Triton's kernels, events and pinned memory go to the current device, which is 0.
+            torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
             use_flash_impl(sdpa_flash_impl)

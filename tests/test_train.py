@@ -1005,3 +1005,12 @@ def test_the_switches_of_the_process() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_device_of_a_run_is_the_current_one(monkeypatch) -> None:
+    """Triton launches its kernels there, wherever their tensors are."""
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        runtime.Setup.of(torch.device(name), "float32")
+    assert current == [torch.device("cuda:1")]
