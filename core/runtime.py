@@ -256,6 +256,12 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device; on CUDA its copy is not waited for."""
+    cuda = device.type == "cuda"
+    return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

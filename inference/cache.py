@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from attention.views import PagedView, StaticView
+from core.runtime import to_device
 from inference.pages import PagePool
 
 Appended = tuple[Tensor, Tensor, Any]  # keys, values and the view of them, for a kernel to read
@@ -271,10 +272,7 @@ class StaticCache(Cache):
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:  # once before the prompt, and once after it
-            if len(set(counts)) == 1:  # a copy from the host would wait for the device
-                self.count.fill_(counts[0])
-            else:
-                self.count.copy_(torch.tensor(counts, dtype=torch.int32))
+            self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
         return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
@@ -390,10 +388,7 @@ class PagedCache(Cache):
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
         packed = torch.tensor([*numbers, *start, *counts], dtype=torch.int32)
-        if self.k.is_cuda:
-            packed = packed.pin_memory()
-        packed = packed.to(self.k.device, non_blocking=True)
-        table, starts, new = packed.split([B * width, B, B])
+        table, starts, new = to_device(packed, self.k.device).split([B * width, B, B])
         size = self.pool.page_size
         return PagedStep(self, step, start, table.view(B, width), starts, new, size)
 

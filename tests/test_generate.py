@@ -884,3 +884,65 @@ def test_the_compiler_gives_the_same_tokens() -> None:
         return engine.generate(model, tokens(T=5), 9, top_k=5, generator=generator, **how)
 
     assert torch.equal(text(kv_cache="static", compile=True), text())
+
+
+# --- on a GPU ---
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("kv", CACHES)
+def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
+    model, prompts = lively(block_size=64).cuda(), [p.cuda() for p in ragged()]
+    want = engine.generate(model, prompts, 50, temperature=0, kv_cache="none")
+    for compile in (False, True)[: 1 + (kv == "static")]:
+        how = {"kv_cache": kv, "compile": compile, "temperature": 0}
+        got = engine.generate(model, prompts, 50, **how)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_on_a_gpu_nothing_is_waited_for_between_two_tokens(kv, on) -> None:
+    """Whatever device the random numbers come from; they are drawn 64 steps at a time."""
+    model, prompts = lively(block_size=128).cuda(), [p.cuda() for p in ragged()]
+    generators = [torch.Generator(on).manual_seed(row) for row in range(4)]
+    how = {"kv_cache": kv, "top_k": 5, "generator": generators}
+    list(engine.stream(model, prompts, 100, **how))  # the kernels are chosen
+    steps = engine.stream(model, prompts, 100, **how)
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(steps)) == 99
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@cuda
+def test_on_a_gpu_later_calls_find_the_cuda_graphs_of_the_first() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    def recorded() -> int:
+        manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        return -1 if manager is None else manager.new_graph_id().id  # each look counts as one
+
+    torch._dynamo.reset()
+    engine.compiled.cache_clear()
+    counters.clear()
+    model = lively(block_size=256).cuda()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    want = engine.generate(model, tokens(T=5).cuda(), 40, kv_cache="dynamic", temperature=0)
+    assert torch.equal(engine.generate(model, tokens(T=5).cuda(), 40, **how), want)
+    before, kept = recorded(), []
+    assert before > 0 and counters["inductor"]["cudagraph_skips"] == 0
+    for T in (5, 9, 3):
+        engine.generate(model, tokens(T=T).cuda(), 40, **how)
+        kept.append(torch.empty(2**20, device="cuda"))  # memory that is not free at the next call
+    assert recorded() == before + 1

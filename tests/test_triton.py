@@ -28,6 +28,7 @@ from attention.triton_kernels import HALF, KERNELS, SINGLE, TILES, Tile, default
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
+pytestmark = [pytest.mark.gpu] * HAS_CUDA
 interpreted = pytest.mark.skipif(HAS_CUDA, reason="sets the interpreter's tiles; CUDA has its own")
 
 # BLOCK_M, BLOCK_N: square, wide, tall
