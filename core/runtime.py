@@ -29,6 +29,9 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 def pick_device(wanted: str) -> torch.device:
     """A device that is there, by its name; "auto" is CUDA, else Apple's Metal, else the CPU.
 
+    A GPU that is named becomes the current one: Triton's kernels, events and pinned memory go to
+    that, wherever the tensors are.
+
     Raises:
         UserError: it is not there.
     """
@@ -38,7 +41,10 @@ def pick_device(wanted: str) -> torch.device:
     here = ["cpu"] + ["mps"] * mps + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if wanted not in here and not (wanted == "cuda" and cuda):
         raise UserError(f"there is no device {wanted!r} here; there is {', '.join(here)}")
-    return torch.device(wanted)
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
@@ -99,7 +105,7 @@ class Setup:
         deterministic: bool = False,
         sdpa_flash_impl: str = "FA2",
     ) -> Setup:
-        """Decide; and throw the process's switches: device, TF32, determinism, whose flash kernel.
+        """Decide; and throw the process's switches: TF32, determinism, whose flash kernel.
 
         Args:
             dtype: "auto", "float32", "bfloat16" or "float16".
@@ -107,9 +113,6 @@ class Setup:
             deterministic: torch.use_deterministic_algorithms, for every operator.
             sdpa_flash_impl: what PyTorch's flash kernel on CUDA is: attention.use_flash_impl().
         """
-        if device.type == "cuda" and device.index is not None:
-            # Triton's kernels, events and pinned memory go to the current device, which is 0.
-            torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
             use_flash_impl(sdpa_flash_impl)

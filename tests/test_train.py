@@ -906,7 +906,11 @@ def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert str(runtime.pick_device(wanted)) == device
+    # Triton launches its kernels on the current one, wherever their tensors are.
+    assert current == [torch.device(device)] * (device == "cuda:1")
 
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
@@ -1005,12 +1009,3 @@ def test_the_switches_of_the_process() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
-
-
-def test_the_device_of_a_run_is_the_current_one(monkeypatch) -> None:
-    """Triton launches its kernels there, wherever their tensors are."""
-    current: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name in ("cpu", "cuda", "cuda:1"):
-        runtime.Setup.of(torch.device(name), "float32")
-    assert current == [torch.device("cuda:1")]
