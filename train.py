@@ -207,9 +207,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
             model.eval().attention(shape=(config.batch_size, T))
         model.train()
     peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
-    module = setup.compiled(model, micro_steps)
-    if distributed.world_size > 1:
-        module = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    module = distributed.share(setup.compiled(model, micro_steps))
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, micro_steps, step, best_loss)  # fmt: skip
 

@@ -46,7 +46,7 @@ class Knobs:
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
     processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
-    new_tokens: Annotated[int, Field(ge=2)] = 16  # decode: tokens to generate after the prompt
+    new_tokens: Annotated[int, Field(ge=2)] | None = None  # decode: none: 16, on CUDA 128
     steps: PositiveInt = 100  # converge: steps that each one trains; a multiple of 10
     seeds: PositiveInt = 1  # converge: runs of each; from 2 on, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # converge: beside a plain float32 one; none: backends

@@ -165,8 +165,9 @@ def kernel(bench: Bench) -> list[rows.Row]:
 def texts(bench: Bench) -> dict[str, dict[str, Any]]:
     """The points of the mode decode, by name."""
     config = bench.config
-    new, T = config.new_tokens, bench.model.block_size
-    batch_sizes = config.batch_sizes or ((1, 8) if bench.device.startswith("cuda") else (1, 4))
+    cuda, T = bench.device.startswith("cuda"), bench.model.block_size
+    new = config.new_tokens or (128 if cuda else 16)  # a CUDA graph is recorded in the first three
+    batch_sizes = config.batch_sizes or ((1, 8) if cuda else (1, 4))
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T or min(prompts) < 1:
         raise UserError(

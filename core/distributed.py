@@ -8,9 +8,12 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from core.runtime import pick_device
 from core.settings import UserError
+
+BUCKET_MB = 100  # of gradients that are sent at once; PyTorch's own is 25
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,21 @@ class DistInfo:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         control = dist.new_group(backend="gloo")
         return cls(device, dist.get_rank(), dist.get_world_size(), control)
+
+    def share(self, module: Any) -> Any:
+        """The module, plain or compiled, its gradients averaged over all processes in backward.
+
+        PyTorch cuts a compiled module's graph at the borders of the buckets, so that a bucket is
+        sent while the rest of backward runs. Larger buckets are fewer and longer graphs.
+        """
+        if self.world_size == 1:
+            return module
+        if isinstance(module, torch._dynamo.OptimizedModule) and not _can_cut():
+            torch._dynamo.config.optimize_ddp = False
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(
+            module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
+        )
 
     @property
     def main(self) -> bool:
@@ -68,3 +86,11 @@ class DistInfo:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+
+def _can_cut() -> bool:
+    """Whether this PyTorch can cut a graph that holds an autograd.Function, as that of our loss
+    does: some releases refuse it (PyTorch issue 104674)."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    return "has_higher_order_op" not in DDPOptimizer.compile_fn.__code__.co_names

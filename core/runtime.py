@@ -29,6 +29,9 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 def pick_device(wanted: str) -> torch.device:
     """A device that is there, by its name; "auto" is CUDA, else Apple's Metal, else the CPU.
 
+    A GPU that is named becomes the current one: Triton's kernels, events and pinned memory go to
+    that, wherever the tensors are.
+
     Raises:
         UserError: it is not there.
     """
@@ -38,7 +41,10 @@ def pick_device(wanted: str) -> torch.device:
     here = ["cpu"] + ["mps"] * mps + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if wanted not in here and not (wanted == "cuda" and cuda):
         raise UserError(f"there is no device {wanted!r} here; there is {', '.join(here)}")
-    return torch.device(wanted)
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
@@ -252,6 +258,12 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device; on CUDA its copy is not waited for."""
+    cuda = device.type == "cuda"
+    return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
 
 
 def synchronize(device: torch.device) -> None:

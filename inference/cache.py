@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from attention.views import PagedView, StaticView
+from core.runtime import to_device
 from inference.pages import PagePool
 
 Appended = tuple[Tensor, Tensor, Any]  # keys, values and the view of them, for a kernel to read
@@ -240,14 +241,21 @@ class StaticCache(Cache):
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len = max_len
         shape = (batch, max_len + 1, n_kv_head, head_dim)
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.start = torch.empty(batch, dtype=torch.int32, device=device)
+        self.count = torch.empty(batch, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the cache where it lies: a CUDA graph that was recorded with it stays right."""
         # Zeros, since 0 * NaN is NaN: a place that is masked must hold finite values all the same.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.start = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.count = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.lengths = [0] * batch  # `start`, on the host
-        self.counts = (0,) * batch  # `count`, on the host
-        self.ended: set[int] = set()
+        torch._foreach_zero_([*self.k, *self.v])
+        self.start.zero_()
+        self.count.zero_()
+        self.lengths = [0] * len(self.start)  # `start`, on the host
+        self.counts = (0,) * len(self.start)  # `count`, on the host
+        self.ended = set()
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
         """Begin a step of T columns.
@@ -264,7 +272,7 @@ class StaticCache(Cache):
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:  # once before the prompt, and once after it
-            self.count.copy_(torch.tensor(counts, dtype=torch.int32))
+            self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
         return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
@@ -380,10 +388,7 @@ class PagedCache(Cache):
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
         packed = torch.tensor([*numbers, *start, *counts], dtype=torch.int32)
-        if self.k.is_cuda:
-            packed = packed.pin_memory()
-        packed = packed.to(self.k.device, non_blocking=True)
-        table, starts, new = packed.split([B * width, B, B])
+        table, starts, new = to_device(packed, self.k.device).split([B * width, B, B])
         size = self.pool.page_size
         return PagedStep(self, step, start, table.view(B, width), starts, new, size)
 

@@ -31,6 +31,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.runtime import to_device
 from core.settings import UserError
 from inference import json_schema
 
@@ -79,7 +80,7 @@ class Automaton(nn.Module):
                 f"the shortest text that matches the constraint has {self.shortest} tokens, and "
                 f"there is room for {min(left)}; raise max_new_tokens"
             )
-        room = torch.tensor(left, device=self.transition.device)
+        room = to_device(torch.tensor(left), self.transition.device)
         return self._at(torch.zeros_like(room), room)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:

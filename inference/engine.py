@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache as memoize
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -126,7 +127,10 @@ def stream(
         batch = _Batch(
             model, prompts, max_new_tokens, generator, kv_cache, compile, Options(**options)
         )
-        yield from batch.tokens()
+        try:
+            yield from batch.tokens()
+        finally:
+            batch.give_back()
 
 
 class _Batch:
@@ -176,6 +180,7 @@ class _Batch:
             self.state = self.constraint.start(self.room)
         self.token: Tensor | None = None  # (B,) the last that was drawn, in memory of its own
         self.cache: Any = None
+        self.lent: tuple[Any, StaticCache] | None = None  # to be given back
         if kv_cache != "none" and max_new_tokens > 1 and self.block_size > self.T:
             self.cache = self._new_cache(compile)
         # Compiled or not, from here on they are called alike. A processor comes between two graphs.
@@ -239,6 +244,11 @@ class _Batch:
         self.ends[row] = column
         if self.cache is not None:
             self.cache.end(row)
+
+    def give_back(self) -> None:
+        """Leave the static cache to the next call that needs one of its size."""
+        if self.lent is not None:
+            _idle[self.model].update([self.lent])
 
     # --- one token ---
 
@@ -314,20 +324,27 @@ class _Batch:
             )
         # Rounded up, so that texts of other lengths find the graphs that were compiled.
         max_len = bucket(min(self.T + self.max_new_tokens, self.block_size), self.block_size)
-        static = StaticCache(
-            config.n_layer,
-            self.B,
-            max_len,
-            config.kv_heads,
-            config.head_dim,
-            dtype=getattr(torch, spec.dtype),
-            device=self.device,
-        )
+        dtype, heads = getattr(torch, spec.dtype), (config.kv_heads, config.head_dim)
+        key = self.B, max_len, dtype, self.device
+        static = _idle.setdefault(model, {}).pop(key, None) if compile else None
+        if static is not None:
+            static.reset()
+        else:  # a tensor of inference mode could not be written to outside it
+            with torch.inference_mode(False):
+                static = StaticCache(
+                    config.n_layer, self.B, max_len, *heads, dtype=dtype, device=self.device
+                )
         if compile:
+            self.lent = key, static
             model.attention(False, (self.B, 1), "static", compiled=True)  # cannot be traced
             for t in (*static.k, *static.v, static.start, static.count):
                 torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
         return static
+
+
+# The caches of compiled steps that no call uses now. A CUDA graph is recorded for the addresses of
+# one cache and never given up: with a new cache for each call there would be new graphs, too.
+_idle: WeakKeyDictionary[GPT, dict[Any, StaticCache]] = WeakKeyDictionary()
 
 
 def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from core.runtime import to_device
+
 if TYPE_CHECKING:
     from inference.constrain import Automaton
 
@@ -212,7 +214,8 @@ class Uniform:
         rows = []
         for g in self.generators:
             on = self.device if g is None else g.device
-            rows.append(torch.rand(self.block, generator=g, dtype=dtype, device=on).to(self.device))
+            drawn = torch.rand(self.block, generator=g, dtype=dtype, device=on)
+            rows.append(to_device(drawn, self.device))
         return list(torch.stack(rows, dim=1).unbind())[::-1]
 
 
@@ -227,7 +230,7 @@ class Copy:
             self.host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
             self.host.copy_(drawn, non_blocking=True)
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(drawn.device))
 
     def wait(self) -> list[list[int]]:
         """Of each row its token and, with a constraint, whether the text is over: the one place

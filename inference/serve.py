@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
 from inference.sampling import ENDED, Copy, Options, SamplingParams, Uniform, sample_step
@@ -388,7 +389,4 @@ class _Server:
 
     def to_device(self, numbers: Sequence[int]) -> Tensor:
         """(n,) int64; on CUDA the copy is not waited for."""
-        there = torch.tensor(numbers, dtype=torch.int64)
-        if self.device.type == "cuda":
-            there = there.pin_memory()
-        return there.to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

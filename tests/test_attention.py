@@ -174,6 +174,12 @@ def _draw(case: Case, dtype: str) -> tuple[list[Tensor], Tensor | None, oracle.R
     return [q, k, v, dout], seg, truth
 
 
+def _on(device: str, t: Tensor) -> Tensor:
+    """A copy with the same strides and offset: to() makes what was cut from a tensor dense."""
+    room = torch.empty(t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype, device=device)
+    return room.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t)
+
+
 @lru_cache(maxsize=4)
 def _plain(case: Case, dtype: str, device: str) -> oracle.Result:
     inputs, seg, _ = _draw(case, dtype)
@@ -208,8 +214,7 @@ def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) ->
         return
     inputs, seg, truth = _draw(case, dtype)
     plain = _plain(case, dtype, device)
-    # detach() keeps the strides, which to() with a copy would not promise.
-    q, k, v, dout = (t.detach() if device == "cpu" else t.to(device) for t in inputs)
+    q, k, v, dout = (_on(device, t) for t in inputs)
     seg = None if seg is None else seg.to(device)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = BACKENDS[name].attend(q, k, v, spec, segments=seg)
@@ -241,7 +246,7 @@ def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> N
         q, k, v = (torch.randn(len(pads), T, h, 32, generator=draw).to(getattr(torch, dtype))
                    for h in (4, 2, 2))  # fmt: skip
         seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads])
-        on = [t.to(device) for t in (q[:, T - Tq :], k, v, seg)]
+        on = [_on(device, t) for t in (q[:, T - Tq :], k, v, seg)]
         with torch.no_grad():
             out = BACKENDS[name].attend(*on[:3], spec, segments=on[3]).cpu()
         for b, pad in enumerate(pads):
@@ -250,6 +255,16 @@ def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> N
             plain = oracle.plain(*(t.to(device) for t in row), row[0].to(device), window=window)
             got = oracle.Result(out[b : b + 1, -row[0].shape[1] :])
             oracle.check(got, plain, truth, getattr(torch, dtype))
+
+
+def test_a_device_gets_the_strides_of_the_model() -> None:
+    """q, k and v are cut from the output of one product."""
+    for case in CASES:
+        for t in _draw(case, "float16")[0]:
+            there = _on("meta", t)
+            assert there.stride() == t.stride() and there.storage_offset() == t.storage_offset()
+    split = next(c for c in CASES if c.name == "split")
+    assert not any(t.is_contiguous() for t in _draw(split, "float16")[0][:3])
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])

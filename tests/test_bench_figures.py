@@ -176,6 +176,24 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
     assert row["tokens_a_step"] == 4 * 3 * 16 and row["tokens_per_s"] == pytest.approx(19200)
 
 
+@pytest.mark.parametrize("device, given, tokens", [
+    ("cpu", None, 16), ("cuda:0", None, 128), ("cuda:0", 32, 32)])  # fmt: skip
+def test_a_text_on_cuda_is_longer_than_it_takes_to_record_a_graph(
+    device, given, tokens, monkeypatch
+):
+    config = BenchConfig(new_tokens=given, kv_caches=("static",), processors=(False,))
+    bench = modes.Bench("decode", config, device, 64, ["sdpa"], None, print, {"bandwidth": 1.0})
+    asked: list[Any] = []
+
+    def measure(self: Any, jobs: Any, points: Any, *how: Any, **more: Any) -> Any:
+        asked.extend((p["P"], p["new_tokens"]) for p in points.values())
+        return {(name, where): Outcome() for name in jobs for where in points}
+
+    monkeypatch.setattr(modes.Bench, "measure", measure)
+    modes.decode(bench)
+    assert asked == [(1024 // 2 - tokens, tokens)] * 2
+
+
 def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     def told(tflops: float, gbs: float | None, when: str) -> dict[str, Any]:
         return {"peak_tflops": tflops, "peak_source": f"measured {when}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -353,23 +355,34 @@ def test_classes_keep_the_tables_small():
     assert automaton.token_class.shape == (len(words) + 4,)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_tables_move_to_the_device_and_nothing_waits():
-    automaton = constrain.regex("[0-9]{3}-[0-9]{4}", BYTES)
+def by_hand(pattern: str) -> constrain.Bytes:
+    """The automaton of a text of digits (0) and themselves, without outlines-core."""
+    table = np.full((len(pattern) + 2, 256), len(pattern) + 1, dtype=np.int32)  # dead
+    for at, c in enumerate(pattern.encode()):
+        table[at, list(b"0123456789") if c == ord("0") else [c]] = at + 1
+    return constrain.Bytes(table, np.arange(len(table)) == len(pattern))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])  # fmt: skip
+def test_the_tables_move_to_the_device_and_nothing_waits(device):
+    automaton = constrain.over_tokens(by_hand("000-0000"), BYTES, "a telephone number")
     here = sample(automaton, BYTES, [8, 9], 0)
     assert all(matches("[0-9]{3}-[0-9]{4}", text) for text in here)
-    there = constrain.regex("[0-9]{3}-[0-9]{4}", BYTES).to("cuda")
-    state, state_cuda = automaton.start([8, 9]), there.start([8, 9])
-    torch.cuda.set_sync_debug_mode("error")
+    there = copy.deepcopy(automaton).to(device)
+    state, state_there = automaton.start([8, 9]), there.start([8, 9])
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     try:
         steps = []
         for _ in range(9):
-            token = there(torch.ones(2, 300, device="cuda"), state_cuda).argmax(1)
-            state_cuda = there.advance(state_cuda, token)
-            steps.append((token, state_cuda))
+            token = there(torch.ones(2, 300, device=device), state_there).argmax(1)
+            state_there = there.advance(state_there, token)
+            steps.append((token, state_there))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
     for token, after in steps:
         state = automaton.advance(state, token.cpu())
         assert torch.equal(state, after.cpu())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -707,13 +709,18 @@ def test_a_constraint_where_the_context_ends() -> None:
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The graphs that torch.compile makes, run as they are."""
+    """The graphs that torch.compile makes, run as they are; each has the addresses of its calls."""
     graphs: list[Any] = []
     torch_compile = torch.compile
 
     def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            graph.addresses.append([t.data_ptr() for t in args])
+            return graph(*args)
+
+        graph.addresses = []
         graphs.append(graph)
-        return graph
+        return run
 
     def compile(function: Any, **how: Any) -> Any:
         assert how["fullgraph"] and how["dynamic"] is False
@@ -778,6 +785,94 @@ def test_a_constraint_is_part_of_the_graph(eager_graphs) -> None:
     assert len(eager_graphs) == 1
 
 
+def recordings(graph: Any) -> tuple[int, int]:
+    """CUDA graphs that torch would record, one for each set of addresses of the static inputs; and
+    how many inputs are not static: they are copied to a fixed place at each call."""
+    kinds = [
+        bool(node.meta["tensor_dict"].get("_dynamo_static_input_type"))
+        for node in graph.graph.nodes
+        if node.op == "placeholder"
+    ]
+    assert all(len(call) == len(kinds) for call in graph.addresses) and any(kinds)
+    fixed = {tuple(p for p, static in zip(call, kinds) if static) for call in graph.addresses}
+    return len(fixed), kinds.count(False)
+
+
+@pytest.mark.parametrize(
+    "options, new_each_step",
+    [
+        ({"temperature": 0}, 1),  # the token before
+        ({"top_p": 0.9}, 4),  # it, a random number, temperature, top_p
+    ],
+    ids=str,
+)
+def test_every_call_finds_the_graph_that_was_recorded(options, new_each_step, eager_graphs) -> None:
+    """A CUDA graph holds the addresses of the weights, of the cache and of the constraint."""
+    model = lively()
+    kept = []  # memory that is not free at the next call
+    for T in (5, 9, 3):
+        how = {**options, "generator": torch.Generator().manual_seed(1)}
+        want = engine.generate(model, tokens(T=T), 7, **how)
+        how["generator"] = torch.Generator().manual_seed(1)
+        got = engine.generate(model, tokens(T=T), 7, kv_cache="static", compile=True, **how)
+        assert torch.equal(got, want)
+        kept.append(torch.empty(2**16))
+    (graph,) = eager_graphs
+    assert len(graph.addresses) == 3 * 6 and recordings(graph) == (1, new_each_step)
+
+
+def test_a_constraints_tables_stay_where_they_are(eager_graphs) -> None:
+    """They are a module's buffers, which torch.compile takes for static by itself."""
+    constraint = constrain.choices(["yes", "no", "perhaps"], Bytes())
+    constrained(constraint, kv_cache="static", compile=True)
+    (graph,) = eager_graphs
+    # the token before, a random number, temperature, the state
+    assert len(graph.addresses) > 2 and recordings(graph) == (1, 4)
+
+
+def test_a_cache_that_was_used_before_is_empty(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    want = engine.generate(model, tokens(T=5), 9, **how)
+    (cache,) = engine._idle[model].values()
+    for t in (*cache.k, *cache.v, cache.start, cache.count):
+        t.fill_(7 if t.dtype == torch.int32 else torch.nan)
+    cache.end(0)
+    assert torch.equal(engine.generate(model, tokens(T=5), 9, **how), want)
+    assert [*engine._idle[model].values()] == [cache]
+
+
+def test_two_texts_at_once_have_a_cache_each(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    prompts = [tokens(T=5, seed=seed) for seed in (1, 2)]
+    want = [list(engine.stream(model, prompt, 9, temperature=0)) for prompt in prompts]
+    both = zip(*(engine.stream(model, prompt, 9, **how) for prompt in prompts), strict=True)
+    got = [*zip(*both, strict=True)]
+    assert all(torch.equal(torch.stack(g), torch.stack(w)) for g, w in zip(got, want, strict=True))
+    assert len(engine._idle[model]) == 1  # of one size one is kept
+
+    broken_off = engine.stream(model, prompts[0], 9, **how)
+    next(broken_off)
+    assert not engine._idle[model]
+    broken_off.close()
+    assert len(engine._idle[model]) == 1
+
+
+def test_a_cache_is_kept_as_long_as_its_model_and_in_every_mode(eager_graphs) -> None:
+    model = lively()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    with torch.inference_mode():
+        want = engine.generate(model, tokens(T=5), 9, **how)
+    assert torch.equal(engine.generate(model, tokens(T=5), 9, **how), want)
+    (cache,) = map(weakref.ref, engine._idle[model].values())
+    del model
+    torch._dynamo.reset()
+    eager_graphs.clear()
+    gc.collect()
+    assert cache() is None
+
+
 def test_the_compiler_gives_the_same_tokens() -> None:
     """inductor itself, on a small model."""
     torch._dynamo.reset()
@@ -789,3 +884,65 @@ def test_the_compiler_gives_the_same_tokens() -> None:
         return engine.generate(model, tokens(T=5), 9, top_k=5, generator=generator, **how)
 
     assert torch.equal(text(kv_cache="static", compile=True), text())
+
+
+# --- on a GPU ---
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("kv", CACHES)
+def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
+    model, prompts = lively(block_size=64).cuda(), [p.cuda() for p in ragged()]
+    want = engine.generate(model, prompts, 50, temperature=0, kv_cache="none")
+    for compile in (False, True)[: 1 + (kv == "static")]:
+        how = {"kv_cache": kv, "compile": compile, "temperature": 0}
+        got = engine.generate(model, prompts, 50, **how)
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_on_a_gpu_nothing_is_waited_for_between_two_tokens(kv, on) -> None:
+    """Whatever device the random numbers come from; they are drawn 64 steps at a time."""
+    model, prompts = lively(block_size=128).cuda(), [p.cuda() for p in ragged()]
+    generators = [torch.Generator(on).manual_seed(row) for row in range(4)]
+    how = {"kv_cache": kv, "top_k": 5, "generator": generators}
+    list(engine.stream(model, prompts, 100, **how))  # the kernels are chosen
+    steps = engine.stream(model, prompts, 100, **how)
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(steps)) == 99
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@cuda
+def test_on_a_gpu_later_calls_find_the_cuda_graphs_of_the_first() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    def recorded() -> int:
+        manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        return -1 if manager is None else manager.new_graph_id().id  # each look counts as one
+
+    torch._dynamo.reset()
+    engine.compiled.cache_clear()
+    counters.clear()
+    model = lively(block_size=256).cuda()
+    how = {"kv_cache": "static", "compile": True, "temperature": 0}
+    want = engine.generate(model, tokens(T=5).cuda(), 40, kv_cache="dynamic", temperature=0)
+    assert torch.equal(engine.generate(model, tokens(T=5).cuda(), 40, **how), want)
+    before, kept = recorded(), []
+    assert before > 0 and counters["inductor"]["cudagraph_skips"] == 0
+    for T in (5, 9, 3):
+        engine.generate(model, tokens(T=T).cuda(), 40, **how)
+        kept.append(torch.empty(2**20, device="cuda"))  # memory that is not free at the next call
+    assert recorded() == before + 1

@@ -33,6 +33,7 @@ STRICT = Policy(fallback=False)
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if HAS_CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] * HAS_CUDA
 SPEC = Spec(4, 2, 32, "float32", grad=False, cache="paged", page_size=4)
 Attend = Callable[..., Tensor]
 

@@ -375,6 +375,12 @@ def test_bfloat16_weights(trained):
     assert len(text) == 41
 
 
+def test_float32_is_tf32_on_cuda_as_in_training(trained):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sample.load(sample.SampleConfig(out_dir=str(trained), device="cpu"))
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
 def test_compile_without_a_compiler_is_one_sentence(trained, monkeypatch):
     monkeypatch.setattr("core.runtime.shutil.which", lambda name: None)
     said = refused(*of(trained, "--compile", "--kv_cache=static"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core import runtime
 from inference.sampling import SamplingParams, Uniform, _likeliest, sample_token
 
 
@@ -168,3 +169,36 @@ def test_top_p_looks_further_where_the_likeliest_do_not_sum_to_it() -> None:
     u = torch.tensor([0.9999], dtype=torch.float64)  # of what is kept, near the end
     assert int(pick(p.log()[None], u, top_p=0.9)) >= 64
     assert int(pick(p.log()[None], u, top_p=0.89)) < 64
+
+
+def test_random_numbers_of_the_host_are_not_waited_for(monkeypatch) -> None:
+    """On CUDA a copy from memory that is not pinned would wait for all that was launched."""
+    asked: list[Any] = []
+
+    class Host:
+        """A tensor of the host."""
+
+        device = torch.device("cpu")
+
+        def pin_memory(self) -> Host:
+            asked.append("pinned")
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool) -> Host:
+            asked.append((device.type, non_blocking))
+            return self
+
+    host: Any = Host()
+    for name in ("cuda", "mps", "cpu"):
+        runtime.to_device(host, torch.device(name))
+    assert asked == ["pinned", ("cuda", True), ("mps", False), ("cpu", False)]
+
+    moved: list[torch.Size] = []
+
+    def note(t: Tensor, device: torch.device) -> Tensor:
+        moved.append(t.shape)
+        return t
+
+    monkeypatch.setattr("inference.sampling.to_device", note)
+    uniform = Uniform(3, torch.device("cpu"), torch.Generator(), block=4)
+    assert [len(uniform.next()) for _ in range(4)] == [3] * 4 and moved == [(4,)] * 3

@@ -963,7 +963,11 @@ def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert str(runtime.pick_device(wanted)) == device
+    # Triton launches its kernels on the current one, wherever their tensors are.
+    assert current == [torch.device(device)] * (device == "cuda:1")
 
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])

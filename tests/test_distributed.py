@@ -1,0 +1,108 @@
+"""Processes under torchrun: their group, and a compiled model that they share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.distributed import DDPOptimizer
+
+from core.distributed import BUCKET_MB, DistInfo
+from core.optimizer import build_optimizer
+from core.runtime import Setup
+from model import GPT, GPTConfig
+from train import train_step
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun --nproc_per_node=1 tells its one process."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
+    distributed = DistInfo.join("cpu")
+    assert dist.is_initialized() and distributed.world_size == 1
+    assert distributed.sum([2.0]) == [2.0] and distributed.gather("x") == ["x"]
+    module = torch.nn.Linear(1, 1)
+    assert distributed.share(module) is module
+    distributed.leave()
+    assert not dist.is_initialized()
+
+
+# More than 1 MB of parameters in a block, where PyTorch cuts first.
+CONFIG = GPTConfig(block_size=16, vocab_size=64, n_layer=3, n_head=2, n_embd=256,
+                   attention_backend="sdpa")  # fmt: skip
+
+
+def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, Any]:
+    """The weights after two steps; of a compiled model that processes share, or of a plain one."""
+    torch.manual_seed(0)
+    model, device = GPT(CONFIG), torch.device("cpu")
+    module: Any = model
+    if shared:
+        model.compiled = True
+        model.attention(shape=(2, 16))
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        module = torch.compile(model, backend=backend)
+        module = DistInfo(device, world_size=2, control=dist.group.WORLD).share(module)
+        assert module.bucket_bytes_cap == BUCKET_MB * 2**20
+    how: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
+    optimizer, setup = build_optimizer(model, how, device), Setup.of(device, "float32")
+    for _ in range(2):
+        x, y = torch.randint(64, (2, 2 * micro_steps, 16))
+        train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1.0,
+                   torch.zeros(()))  # fmt: skip
+    return dict(model.named_parameters())
+
+
+def test_a_compiled_model_is_cut_at_its_buckets_and_learns_the_same(torchrun) -> None:
+    distributed = DistInfo.join("cpu")
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    got, want = trained(True, graphs), trained(False, [])
+    assert len(graphs) == 2  # the first cut is at 1 MB, the next would be at 100
+    for name, p in want.items():
+        torch.testing.assert_close(got[name], p, msg=name)
+    distributed.leave()
+
+
+def has_higher_order_op(graph: Any) -> bool:
+    return any(n.op == "get_attr" for n in graph.graph.nodes)
+
+
+def refusing(self: Any, graph: Any, inputs: Any) -> Any:
+    """DDPOptimizer.compile_fn as in torch 2.5: no graph with an autograd.Function."""
+    if has_higher_order_op(graph):
+        raise NotImplementedError("Found a higher order op in the graph")
+    return graph
+
+
+def test_where_pytorch_cannot_cut_the_loss_it_stays_whole(torchrun, monkeypatch) -> None:
+    distributed = DistInfo.join("cpu")
+    torch._dynamo.reset()
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", refusing)
+    graphs: list[Any] = []
+    with torch._dynamo.config.patch(optimize_ddp=True):  # and back as it was
+        trained(True, graphs, micro_steps=1)
+        assert not torch._dynamo.config.optimize_ddp
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+    distributed.leave()
