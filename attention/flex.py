@@ -86,8 +86,8 @@ def compiled(spec: Spec, kind: tuple[int, ...],
     name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
     own = own_code(flex, name)
     # Training keeps to few lengths, which are best compiled in: a kernel for a multiple of 128
-    # tests no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). By itself, dynamic=None, PyTorch
-    # makes the second length a symbol: slow from then on. Evaluation and sampling have many.
+    # tests no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). One function for all of them
+    # would make a symbol of the second, slow from then on. Evaluation and sampling have many.
     return torch.compile(own, fullgraph=True, dynamic=not spec.grad)
 
 
