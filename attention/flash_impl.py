@@ -1,17 +1,24 @@
 """Which flash kernel PyTorch's own scaled_dot_product_attention has on CUDA: --sdpa_flash_impl.
 
-From torch 2.12 on the kernel behind its flash can be swapped, for the whole process, for that of
+From torch 2.11 on the kernel behind its flash can be swapped, for the whole process, for that of
 the package FlashAttention-3 or -4. They have no dropout; the report then names them: "flash (FA3)".
+What PyTorch calls there is private, and FlashAttention-4 changes it between its pre-releases.
 """
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from attention.spec import BackendUnavailable
+from attention.spec import BackendUnavailable, version
+from attention.system import import_version
 
 # Capabilities (major) that each is made for: _fa3.py and _fa4.py of torch/nn/attention in 2.13.
 FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}
+# torch 2.11 to 2.13 take two values of flash-attn-4's _flash_attn_fwd, which gives four or five
+# since its pull request 2674, 4.0.0b19 (pytorch issue 190212; torch/nn/attention/_fa4.py).
+FA4_TAKES_TWO, FA4_GIVES_TWO = (2, 13), 18  # the last torch, the last pre-release of 4.0.0
 
 
 def flash_impl() -> str:
@@ -37,7 +44,7 @@ def use_flash_impl(impl: str) -> None:
         return
     why = f"PyTorch's flash kernel cannot be {impl} here: "
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        raise BackendUnavailable(f"{why}that needs torch >= 2.12, this is {torch.__version__}")
+        raise BackendUnavailable(f"{why}that needs torch >= 2.11, this is {torch.__version__}")
     if not torch.cuda.is_available():
         raise BackendUnavailable(f"{why}there is no CUDA device")
     major, minor = torch.cuda.get_device_capability()
@@ -45,6 +52,13 @@ def use_flash_impl(impl: str) -> None:
         need = "compute capability " + " and ".join(f"{m}.x" for m in FLASH_IMPLS[impl])
         has = f"{torch.cuda.get_device_name()} has {major}.{minor}"
         raise BackendUnavailable(f"{why}it is made for {need}, {has}")
+    found = import_version("flash_attn.cute") if impl == "FA4" else None
+    if found and version(torch.__version__)[:2] <= FA4_TAKES_TWO:
+        beta = re.match(r"4\.0\.0\.?b(?:eta)?(\d+)", found)
+        if version(found) >= (4,) and (not beta or int(beta[1]) > FA4_GIVES_TWO):
+            calls = f"torch {torch.__version__} calls flash-attn-4 as it was up to 4.0.0b18"
+            mend = "pip install flash-attn-4==4.0.0b17, or --attention_backend=flash_attn_4"
+            raise BackendUnavailable(f"{why}{calls}, this is {found} ({mend})")
     try:
         torch.nn.attention.activate_flash_attention_impl(impl)
     except Exception as e:  # whatever the import of its package raises

@@ -17,8 +17,9 @@ FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the t
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Compile Uncompiled, flex_attention holds all scores, so it never runs so. In a compiled model it is
         traced into the model's graph, with the lists, which cost little, made anew for each layer.
-        Else it is compiled here, and the lists are kept. Lengths are symbols then and the mask's
-        own numbers are tensors, since a Python number is compiled in: a new length costs nothing.
+        Else it is compiled here, and the lists are kept. Without a gradient lengths are symbols
+        then and the mask's own numbers are tensors, since a Python number is compiled in: a new
+        length costs nothing. With one each shape is compiled by itself.
 Refuses dropout, float64, and gradients on the CPU and on Apple's Metal (torch/_inductor/kernel/flex
         of PyTorch 2.13). More the probe finds out: CUDA takes a head_dim from 16, torch before 2.7
         only powers of two; a CPU must be x86 with AVX2.
@@ -55,7 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
-        kind = (q.shape[0] == 1, Tq == 1, Tq <= TILE, Tk <= TILE)
+        kind: tuple[int, ...] = (q.shape[0] == 1, Tq == 1, Tq <= TILE, Tk <= TILE)
+        if spec.grad:
+            kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
         call, make = compiled(replace(spec, window=None), kind, size), kept_block_mask
     mask = make(Tq, Tk, spec.window, segments, q.device)
@@ -72,9 +75,9 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def compiled(spec: Spec, kind: tuple[bool, ...],
+def compiled(spec: Spec, kind: tuple[int, ...],
              size: tuple[int, int] | None) -> Callable[..., Tensor]:  # fmt: skip
-    """flex(), compiled for one Spec, whatever its window, and one kind of shape.
+    """flex(), compiled for one Spec, whatever its window, and one kind of shape, or one shape.
 
     torch.compile makes at most 8 versions of one piece of code, and then refuses. So each Spec gets
     a copy of flex(), and so does what makes a version of its own in any case: one sequence, query
@@ -82,9 +85,10 @@ def compiled(spec: Spec, kind: tuple[bool, ...],
     """
     name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
     own = own_code(flex, name)
-    # Training keeps to one length, which is best compiled in: a kernel for a multiple of 128 tests
-    # no bounds. Only a second length makes it a symbol. Evaluation and sampling have many.
-    return torch.compile(own, fullgraph=True, dynamic=None if spec.grad else True)
+    # Training keeps to few lengths, which are best compiled in: a kernel for a multiple of 128
+    # tests no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). One function for all of them
+    # would make a symbol of the second, slow from then on. Evaluation and sampling have many.
+    return torch.compile(own, fullgraph=True, dynamic=not spec.grad)
 
 
 def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,

@@ -145,15 +145,16 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
     BLOCK_N, BLOCK_D = block_sizes(D, q.element_size())
     partial = q.new_empty(B, H, splits, D, dtype=torch.float32)
     m, l = q.new_empty(2, B, H, splits, dtype=torch.float32)
-    decode_kernel[B, Hkv, splits](
-        q, k_pages, v_pages, page_table, start, count, partial, m, l, 1 / math.sqrt(D), window,
-        page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
-        R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
-        BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)  # fmt: skip
     out = q.new_empty(B, 1, H, D)
-    combine_kernel[B * H,](
-        partial, m, l, out, splits, HEAD_DIM=D, BLOCK_S=triton.next_power_of_2(splits),
-        BLOCK_D=BLOCK_D)  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+        decode_kernel[B, Hkv, splits](
+            q, k_pages, v_pages, page_table, start, count, partial, m, l, 1 / math.sqrt(D), window,
+            page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
+            R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)  # fmt: skip
+        combine_kernel[B * H,](
+            partial, m, l, out, splits, HEAD_DIM=D, BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_D=BLOCK_D)  # fmt: skip
     return out
 
 

@@ -6,9 +6,8 @@ The same formula as manual.py, computed by a fused kernel where there is one:
                     CPU. O(T) memory. On CUDA it takes no mask: causal only.
     sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
     sdpa_cudnn      cuDNN's fused attention, CUDA.
-    sdpa_math       the formula in several steps, O(T^2) memory, everywhere. In half precision it
-                    computes in float32 inside.
-    sdpa            whichever of these PyTorch picks; the probe reads what ran from the profiler.
+    sdpa_math       the formula in steps, O(T^2) memory, everywhere; in float32 for half precision.
+    sdpa            whichever of these PyTorch picks (see permitted()); the profiler tells which.
 
 FLOPs   4 * Tq * Tk * D a head forward, about half of it where a causal kernel skips masked tiles;
         a flash-type backward recomputes S, so 2.5 times the forward instead of 2.
@@ -16,12 +15,11 @@ Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk, where that is the
         same thing. A lone query sees every key: no mask. All else gets an explicit bool mask,
         except that pinned flash on CUDA takes none and gets torch's own bottom-right bias object.
-Bits    On CUDA the backward of flash and efficient adds up in no fixed order, unless PyTorch's
-        switch, torch.use_deterministic_algorithms(True), is on when it runs; cuDNN's never does
-        (attention_backward.cu beside the files below).
+Bits    On CUDA the backward of flash and efficient adds up in no fixed order, unless
+        torch.use_deterministic_algorithms(True) is on; cuDNN's never does (attention_backward.cu).
 Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
-        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). Limits that they do not know,
-        those of an older release for example, the probe finds.
+        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13); what they miss, as limits of
+        an older release, the probe finds.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,6 +37,7 @@ from attention.spec import Backend, Caps, Spec
 from attention.views import StaticView, mask, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
+CUDNN_DROPOUT_STEP = 1 / 16
 
 
 @zeros_before_the_first_key
@@ -47,12 +47,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     """Attention by F.scaled_dot_product_attention; shapes as in spec.Backend.
 
     Args:
-        kernel: the one kernel that may run; None leaves the choice to PyTorch.
-
-    Raises:
-        RuntimeError: the pinned kernel cannot run these inputs (PyTorch's own words).
+        kernel: the one that may run, or RuntimeError (PyTorch's words); None leaves the choice.
     """
     Tq, Tk = q.shape[1], k.shape[1]
+    if Tk == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
+        return _only_key(q, k, v, spec)
     window = None if spec.window is None or spec.window >= Tk else spec.window
     attn_mask: Tensor | None = None
     is_causal = False
@@ -78,12 +77,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         grouped = False
 
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # A list given to sdpa_kernel is a set of permissions; one element is a pin.
-    with sdpa_kernel([kernel]) if kernel is not None else nullcontext():
+    kernels = permitted(spec, q.is_cuda) if kernel is None else [kernel]
+    with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal, enable_gqa=grouped
         )
     return out.transpose(1, 2)
+
+
+def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
+    """The kernels that PyTorch may choose from; None: all that it has.
+
+    On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
+    That is right for training. But cuDNN builds a plan for each new length, tens of ms of the
+    host's time: too dear where each token of a text makes one. And some of its kernels round
+    dropout to sixteenths, which torch 2.11 does not guard against (pytorch pull request 174245).
+    """
+    if on_cuda and (not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return None
+
+
+def _only_key(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+    """Attention to one key, which cuDNN is never given: P = 1, and q and k have zero gradients."""
+    k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+    return F.dropout(torch.ones_like(v[..., :1]), spec.dropout) * v + 0 * (q + k)
 
 
 BACKEND = Backend(
@@ -122,7 +140,7 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.5", head_dim_max=128,
-         head_dim_multiple=8, dropout_step=1 / 16, deterministic=False),
+         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False),
 )  # fmt: skip
 MATH = _pinned(
     "sdpa_math",

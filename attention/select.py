@@ -4,9 +4,10 @@ resolve()  is pure: it decides from what the backends declare, for a machine tha
            anywhere, so that what an RTX 4090 or an Apple laptop does is tested on any machine.
 probe()    asks the kernel itself. A package that is installed may not import, one that imports
            may not run, and a kernel that runs may not be the one that a flag named. So it is
-           run once, forward and backward, at the real dtype, head_dim and head counts, its
-           numbers are held against manual's, and the names of the kernels that ran are read
-           from the profiler.
+           run once, forward and backward, at the real dtype, head_dim and head counts, on
+           ordinary and on large scores; its numbers are held against manual's, a later token is
+           changed to see that no earlier output moves, and the names of the kernels that ran
+           are read from the profiler.
 select()   is both, until a backend has proved itself: what a model calls.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,7 +140,7 @@ def select(
         tried = probe(chosen.backend, spec, device)
         if not tried.why:
             note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
-            return replace(chosen, kernels=tried.kernels, note=note)
+            return replace(chosen, kernels=tried.kernels, note=note, proof=tried.proof)
         failed[chosen.backend.name] = tried.why
 
 
@@ -190,6 +191,13 @@ KERNELS = {
 }
 
 
+# Queries of the probe's second sequence are this many times as long: scores with a standard
+# deviation of LARGE, some beyond 88, where exp() overflows in float32, and in most rows one key
+# dominates. Trained models have such scores, and kernels have failed on them alone
+# (NVIDIA/TransformerEngine issue 3216).
+LARGE = 32
+
+
 @dataclass(frozen=True)
 class Probe:
     """What a backend did when it was run."""
@@ -197,7 +205,14 @@ class Probe:
     why: tuple[str, ...] = ()  # why it cannot be used; empty: it ran and its numbers are right
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
-    error: float | None = None  # max |out - float64| over max |float64|
+    # "error": max |out - float64| over max |float64| on ordinary scores, and "allowed", in the same
+    # unit; "grad_error" and "grad_allowed": the same of that gradient which comes nearest to what
+    # is allowed, None without; "canary": did earlier outputs stay when the last token changed?
+    proof: dict[str, Any] | None = None  # None: it failed before there were numbers
+
+    @property
+    def error(self) -> float | None:
+        return self.proof["error"] if self.proof else None
 
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64) -> Probe:
@@ -215,12 +230,16 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     cached = spec.cache in ("static", "paged")
     run = _run_cached if cached else _run
-    out, plain, truth = [], [], []
+    out, plain, truth, changed = [], [], [], []
     events: list[str] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
         # Inference also goes on from a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
+            exact = [t.to(exact_on).double() for t in inputs]
+            exact_seg = None if seg is None else seg.to(exact_on)
+            plain += _run(manual.attend, inputs, seg, quiet)
+            truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
             try:
                 # The last run is the one that tells its kernels: as many queries as keys, dropout.
                 with nullcontext() if Tq < T or spec.dropout else profiled(events):
@@ -230,25 +249,54 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
                         tried = run(backend.attend, inputs, seg, spec)
                     if not all(bool(t.isfinite().all()) for t in tried):
                         raise FloatingPointError("not finite with dropout")
+                if Tq == T:
+                    for t in inputs[:3]:  # q, k and v of the last token, all else as it was
+                        t[:, -1] = 3 - t[:, -1]
+                    changed = run(backend.attend, inputs, seg, quiet, backward=False)
             except Exception as e:  # any failure of a kernel is its refusal, in its own words
                 words = f"{type(e).__name__}: {first_line(e)}"
                 return Probe(why=(f"it failed when it was tried ({words})",))
-            exact = [t.to(exact_on).double() for t in inputs]
-            exact_seg = None if seg is None else seg.to(exact_on)
-            plain += _run(manual.attend, inputs, seg, quiet)
-            truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
     names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
-    out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
-    why = _wrong(names, out, plain, truth, inputs[0].dtype)
-    o, t = out[names.index("out")], truth[names.index("out")]
+    out, plain, truth, changed = (
+        [x.double().cpu() for x in xs] for xs in (out, plain, truth, changed)
+    )
+    found, large = (
+        _deviations(names, *([x[b] for x in xs] for xs in (out, plain, truth)),
+                    dtype=inputs[0].dtype, scale=scale)
+        for b, scale in enumerate((1, LARGE)))  # fmt: skip
+    why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
+    leak = float((changed[0] - out[names.index("out")])[:, :-1].abs().max())
+    if not why and leak != 0:
+        why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
+    most = [d for d in found if not d.where and d.size]
+    o = next(d for d in most if d.name == "out")
+    g = max((d for d in most if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
+    proof = {
+        "error": o.off / o.size,
+        "allowed": o.allowed / o.size,
+        "grad_error": g and g.off / g.size,
+        "grad_allowed": g and g.allowed / g.size,
+        "canary": leak == 0,
+    }
     kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
-    return Probe(why, kernels, tuple(events), float((o - t).abs().max() / t.abs().max()))
+    return Probe(tuple(f"its numbers are wrong ({w})" for w in why), kernels, tuple(events), proof)
 
 
-def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
-           dtype: torch.dtype) -> tuple[str, ...]:  # fmt: skip
-    """Which tensors are wrong; empty: none. By largest error, and by root mean square: large
-    values, of rows that see few keys, would hide what is wrong by a few percent in the others."""
+class Deviation(NamedTuple):
+    """How far one tensor is from the truth, by its largest error or by root mean square."""
+
+    name: str
+    where: str  # "", or " in the mean"
+    off: float
+    allowed: float
+    size: float  # of the truth
+
+
+def _deviations(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor],
+                truth: list[Tensor], *, dtype: torch.dtype,
+                scale: float) -> list[Deviation]:  # fmt: skip
+    """Of each tensor, first by largest error, then by root mean square: large values, of rows that
+    see few keys, would hide what is wrong by a few percent in the others."""
 
     def most(x: Tensor) -> float:
         return float(x.abs().max())
@@ -257,16 +305,23 @@ def _wrong(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor], truth
         return float(x.square().mean().sqrt())
 
     largest = max(map(most, truth))
-    why = []
+    found = []
     for name, o, p, t in zip(names, out, plain, truth, strict=True):
         m = 3 if name.startswith("d") else 2
         for size, where in ((most, ""), (root_mean_square, " in the mean")):
-            off, allowed = size(o - t), allowed_error(size(p - t), size(t), largest, dtype, m)
-            if not off <= allowed:  # written so that NaN fails
-                text = f"{name} is off by {off:.2g}{where}, {allowed:.2g} is allowed"
-                why.append(f"its numbers are wrong ({text})")
-                break
-    return tuple(why)
+            allowed = allowed_error(size(p - t), size(t), scale * largest, dtype, m)
+            found.append(Deviation(name, where, size(o - t), allowed, size(t)))
+    return found
+
+
+def _wrong(found: list[Deviation]) -> list[str]:
+    """What is off by more than is allowed, once for each tensor; empty: nothing."""
+    texts: dict[str, str] = {}
+    for d in found:
+        if not d.off <= d.allowed:  # written so that NaN fails
+            text = f"{d.name} is off by {d.off:.2g}{d.where}, {d.allowed:.2g} is allowed"
+            texts.setdefault(d.name, text)
+    return list(texts.values())
 
 
 def allowed_error(
@@ -276,7 +331,8 @@ def allowed_error(
 
     m times the error of manual in the same dtype, and one rounding of the values of this size, and
     32 roundings of the largest value in the precision that kernels compute in, which is float32 for
-    half precision: manual may be exact by luck where an honest kernel rounds.
+    half precision: manual may be exact by luck where an honest kernel rounds. Scores that are LARGE
+    times as large round LARGE times as far: there `largest` is so much larger.
     """
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
@@ -287,7 +343,9 @@ def _inputs(spec: Spec, device: Any, Tq: int, T: int,
     """q, k, v and the gradient of the output, cut from one tensor as a model does; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
-    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw).to(device, dtype)
+    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
+    qkv[1, :, : H * D] *= LARGE
+    qkv = qkv.to(device, dtype)
     q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
     seg = (torch.arange(T) >= T // 3).int().expand(B, T).contiguous() if spec.segments else None
     dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
@@ -295,18 +353,18 @@ def _inputs(spec: Spec, device: Any, Tq: int, T: int,
 
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
-         spec: Spec) -> list[Tensor]:  # fmt: skip
-    """The output, and with spec.grad the gradients of q, k and v."""
+         spec: Spec, backward: bool = True) -> list[Tensor]:  # fmt: skip
+    """The output, and with spec.grad, unless told otherwise, the gradients of q, k and v."""
     q, k, v = (t.detach().requires_grad_(spec.grad) for t in inputs[:3])
     out = attend(q, k, v, spec, segments=seg)
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
-    grads = torch.autograd.grad(out, (q, k, v), inputs[3]) if spec.grad else ()
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3]) if spec.grad and backward else ()
     return [out.detach(), *grads]
 
 
 @torch.no_grad()
 def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
-                spec: Spec) -> list[Tensor]:  # fmt: skip
+                spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
     """The same output by way of a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _ = inputs
     T, out = q.shape[1], torch.empty_like(q)

@@ -278,8 +278,8 @@ class Backend:
             return [Refusal(text, "device")]
 
         def distance(why: list[Refusal]) -> tuple[int, bool]:
-            # Where two rows are as near, a dtype can be changed and a GPU cannot.
-            return len(why), any(w.kind == "capability" for w in why)
+            # Where two rows are as near: a dtype can be changed, a GPU or training as such cannot.
+            return len(why), any(w.kind in ("capability", "grad") for w in why)
 
         why = min((c.why_not(spec, machine) for c in rows), key=distance)
         return [Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages"
@@ -298,6 +298,7 @@ class Resolution:
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # what ran in the probe, by the profiler; empty: not probed
+    proof: dict[str, Any] | None = None  # select.Probe.proof; None: not probed
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:

@@ -252,7 +252,7 @@ def test_a_call_longer_than_the_budget_is_not_repeated_for_nothing(clock, monkey
     only(monkeypatch, sdpa=takes(clock, 4000.0), slow=takes(clock, 8000.0, calls))
     began = clock.now
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
-    assert len(calls) == 2 and clock.now - began < 60
+    assert len(calls) == 2 and clock.now - began < 80  # of which 40 are two calls in each probe
 
 
 # --- what is measured ---

@@ -754,16 +754,33 @@ def test_head_dims() -> None:
     for D in (20, 36):
         assert why("flash_attn_2", wide(D), H100) == []
         for name in ("flash_attn_3", "flash_attn_4"):
-            assert why(name, wide(D), H100) == [f"head_dim must be a multiple of 8, not {D}"]
+            reason = [f"head_dim must be a multiple of 8, not {D}"]
+            assert why(name, wide(D, grad=False), H100) == reason
     for D in (8, 64, 80, 96, 128):
-        assert all(why(name, wide(D), H100) == [] for name in GENERATIONS)
+        assert all(why(name, wide(D, grad=False), H100) == [] for name in GENERATIONS)
+        assert all(why(name, wide(D), H100) == [] for name in GENERATIONS[:2])
     for D in (136, 192, 256):
         assert why("flash_attn_3", wide(D), H100) == why("flash_attn_2", wide(D), RTX4090) == []
         assert why("flash_attn_4", wide(D), H100) != []  # no backward there
         assert why("flash_attn_4", wide(D, grad=False), H100) == []
-    assert why("flash_attn_4", wide(256), B200) == []
-    assert why("flash_attn_4", wide(192), B200) != []
-    assert why("flash_attn_4", wide(256, window=9), B200) != []
+    assert why("flash_attn_4", wide(256, grad=False), B200) == []
+    assert why("flash_attn_4", wide(192, grad=False), B200) != []
+    assert why("flash_attn_4", wide(256, window=9, grad=False), B200) != []
+
+
+@pytest.mark.parametrize("there", [H100, B200], ids=lambda m: m.name)
+def test_flash_attn_4_takes_no_gradient_that_is_known_to_be_wrong(there) -> None:
+    """flash-attention pull requests 2896 and 2698, TransformerEngine issue 3216."""
+    for D in (72, 80, 104, 112):
+        reason = [f"head_dim must be a multiple of 32, not {D}"]
+        assert why("flash_attn_4", replace(BF16, head_dim=D), there) == reason
+    reason = ["it takes a head_dim up to 128, not 256"]
+    assert why("flash_attn_4", replace(BF16, head_dim=256), there) == reason
+    for D in (32, 64, 96, 128):
+        assert why("flash_attn_4", replace(BF16, head_dim=D), there) == []
+    # auto goes on to the next that is installed.
+    assert resolve("auto", replace(BF16, head_dim=80), H100).backend.name == "flash_attn_3"
+    assert resolve("auto", replace(BF16, head_dim=64), H100).backend.name == "flash_attn_4"
 
 
 @pytest.mark.parametrize("there, fine", [
@@ -782,7 +799,7 @@ def test_deterministic() -> None:
     assert all(why(name, BF16, h100) == [] for name in GENERATIONS)
     wide = replace(BF16, head_dim=256)
     assert why("flash_attn_2", wide, h100) == []
-    assert why("flash_attn_3", wide, h100) != [] and why("flash_attn_4", wide, b200) != []
+    assert why("flash_attn_3", wide, h100) != [] and why("flash_attn_4", BF16, b200) == []
     assert why("flash_attn_3", replace(wide, head_dim=192), h100) == []
 
 
@@ -905,7 +922,7 @@ class Handle:
 
 def test_the_switch(hopper, monkeypatch) -> None:
     if not hasattr(torch.nn.attention, "_registry"):
-        pytest.skip("torch < 2.12 has no switch")
+        pytest.skip("torch < 2.11 has no switch")
     known = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS
     for impl in ("FA3", "FA4"):
         monkeypatch.setitem(known, impl, Handle)
@@ -957,8 +974,30 @@ def test_the_switch_says_why_not(hopper, monkeypatch) -> None:
         assert refused("FA4") == here.format("FA4") + "there is no CUDA device"
     for name in ("activate", "current"):
         monkeypatch.delattr(torch.nn.attention, f"{name}_flash_attention_impl", raising=False)
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    assert refused("FA3") == here.format("FA3") + "that needs torch >= 2.12, this is 2.11.0"
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert refused("FA3") == here.format("FA3") + "that needs torch >= 2.11, this is 2.10.0"
+
+
+@pytest.mark.parametrize("torch_, found, works", [
+    ("2.11.0", "4.0.0b17", True), ("2.13.0+cu130", "4.0.0.beta18", True),
+    ("2.11.0+cu130", "4.0.0b36", False), ("2.13.0", "4.0.0b19", False), ("2.13.0", "4.0.0", False),
+    ("2.14.0", "4.0.0b36", True)])  # fmt: skip
+def test_torch_calls_only_a_flash_attn_4_of_its_day(
+    torch_, found, works, hopper, monkeypatch
+) -> None:
+    """torch 2.11 to 2.13 unpack two values of a function that returns four since 4.0.0b19."""
+    if not hasattr(torch.nn.attention, "_registry"):
+        pytest.skip("torch < 2.11 has no switch")
+    monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
+    monkeypatch.setattr(torch, "__version__", torch_)
+    monkeypatch.setattr(flash_impl, "import_version", lambda package: found)
+    if works:
+        flash_impl.use_flash_impl("FA4")
+        assert flash_impl.flash_impl() == "FA4"
+    else:
+        said = refused("FA4")
+        assert f"torch {torch_} calls flash-attn-4 as it was up to 4.0.0b18" in said
+        assert f"this is {found} (pip install flash-attn-4==4.0.0b17" in said
 
 
 # --- the real packages ---

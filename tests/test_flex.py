@@ -147,6 +147,27 @@ def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_t
             check(inputs(Tq, Tk, spec, B), spec, packed(B, Tk))
 
 
+def test_in_training_each_length_is_compiled_in(monkeypatch) -> None:
+    """A symbol would cost the kernel for whole tiles, and a bench has many lengths in a process."""
+    sizes: list[list[Any]] = []
+
+    def traced(graph: Any, given: list[Any]) -> Any:
+        sizes.append([size for t in given if isinstance(t, Tensor) for size in t.shape])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=traced))
+    flex.compiled.cache_clear()
+    spec = Spec(2, 2, 8, "float32")
+    lengths = [(1, 128), (2, 128), (2, 256), (2, 384), (2, 512), (2, 640)]
+    for B, T in (*lengths, *lengths):  # a second time nothing is left to compile
+        qkv = inputs(T, T, spec, B)
+        with torch._dynamo.config.patch(recompile_limit=3):
+            flex.attend(*qkv, spec)
+    flex.compiled.cache_clear()
+    assert len(sizes) == len(lengths)
+    assert all(type(size) is int for graph in sizes for size in graph)
+
+
 def test_the_model_compiles_into_one_graph(graphs) -> None:
     config = GPTConfig(block_size=256, vocab_size=64, n_layer=1, n_head=2, n_embd=32,
                        attention_window=100)  # fmt: skip

@@ -5,6 +5,7 @@ The gather path runs on any device. The Triton kernels run where CUDA is, else i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -221,6 +222,33 @@ def test_however_many_runs_the_keys_are_split_into(splits, window) -> None:
         assert 1 <= n <= 64 and n & (n - 1) == 0, (programs, keys, n)
     assert paged_kernels.choose_splits(1, 100) == paged_kernels.choose_splits(600, 10**6) == 1
     assert paged_kernels.choose_splits(8, 10**6) == 64
+
+
+def test_the_kernels_are_launched_on_the_device_of_the_query(monkeypatch) -> None:
+    """Triton launches on the current device: cuda:0, also where the model is on another."""
+    pytest.importorskip("triton", reason="package 'triton' is not installed")
+    from attention import paged_kernels
+
+    held: list[Tensor] = []
+    launched: list[list[Tensor]] = []
+
+    @contextlib.contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        held.append(x)
+        yield
+        held.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: launched.append(list(held))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("decode_kernel", "combine_kernel"):
+        monkeypatch.setattr(paged_kernels, name, Kernel())
+    q, pages = torch.randn(2, 1, 4, 16), torch.randn(3, 16, 2, 16)
+    table = torch.ones(2, 1, dtype=torch.int32)
+    paged_kernels.decode._init_fn(q, pages, pages, table, table[:, 0], table[:, 0], 0, 0)
+    assert [[x is q for x in on] for on in launched] == [[True], [True]]
 
 
 # --- what a row does not depend on, to the bit ---

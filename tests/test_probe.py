@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 import sys
@@ -168,6 +169,32 @@ def made_up(attend: Any) -> Backend:
     )
 
 
+def seen_scores(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Scores (B, H, T, T), -inf where nothing is seen, and v (B, H, T, D), in float32."""
+    k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k).float() / spec.head_dim**0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf), v.transpose(1, 2).float()
+
+
+def exp_without_the_maximum(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+    """Right as long as no exp() overflows: from a score of 89 on."""
+    scores, v_BHTD = seen_scores(q, k, v, spec)
+    P = scores.exp()
+    return (P @ v_BHTD / P.sum(dim=-1, keepdim=True)).transpose(1, 2).to(q.dtype)
+
+
+def scores_cut_off_at_30(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+    scores, v_BHTD = seen_scores(q, k, v, spec)
+    return (scores.clamp(max=30).softmax(dim=-1) @ v_BHTD).transpose(1, 2).to(q.dtype)
+
+
+def leaking_within_tolerance(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+    """Right to a rounding, and the last token shows in every output."""
+    seen = v[:, -1:].mean() * 4 * torch.finfo(v.dtype).eps
+    return manual.attend(q, k, v, spec, **kw) * (1 + seen)
+
+
 WINDOW = dataclasses.replace(SPEC, window=9)
 BROKEN = [
     (raises, SPEC, r"it failed when it was tried \(RuntimeError: CUDA error: no kernel image"),
@@ -183,6 +210,10 @@ BROKEN = [
     (wrong_gradient, SPEC, r"^its numbers are wrong \(dk is off by 0\.\d+, .* is allowed\)$"),
     (no_gradient, SPEC, r"it failed when it was tried \(RuntimeError: .*require grad"),
     (silent_cast, SPEC, r"it failed when it was tried \(AssertionError: .*float16"),
+    (exp_without_the_maximum, SPEC, r"\(out is off by nan.*, on large scores\)$"),
+    (scores_cut_off_at_30, SPEC, r"\(out is off by \d.*, on large scores\)$"),
+    (leaking_within_tolerance, SPEC,
+     r"^its numbers are wrong \(a later token moves earlier outputs, by up to \de-0\d\)$"),
     (nan_with_dropout, dataclasses.replace(SPEC, dropout=0.1), r"not finite with dropout"),
 ]  # fmt: skip
 
@@ -259,6 +290,42 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
     assert info.startswith(
         "Attention backend: sdpa (PyTorch scaled_dot_product_attention; kernel: "
     )
+
+
+@pytest.mark.parametrize("cache", ["none", "static", "paged"])
+def test_a_leak_of_the_future_is_found_however_small(cache) -> None:
+    """The numbers are within the tolerance; the canary alone tells."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
+        out = real.attend(q, k, v, spec, **kw)
+        return out * (1 + v.mean() * 64 * torch.finfo(torch.float32).eps)
+
+    real = BACKENDS["paged" if cache == "paged" else "manual"]
+    spec = Spec(4, 2, 32, "float32", grad=False, cache=cache,
+                page_size=16 if cache == "paged" else None)  # fmt: skip
+    honest, leaking = (probe(dataclasses.replace(real, attend=a), spec, "cpu")
+                       for a in (real.attend, attend))  # fmt: skip
+    assert honest.why == () and honest.proof and honest.proof["canary"]
+    assert "a later token moves earlier outputs" in leaking.why[0] and len(leaking.why) == 1
+    assert leaking.proof and not leaking.proof["canary"]
+    assert leaking.proof["error"] <= leaking.proof["allowed"]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_proof_is_kept_as_plain_data(grad) -> None:
+    for name in ("manual", "sdpa"):
+        proof = select(name, dataclasses.replace(SPEC, grad=grad), "cpu").proof
+        assert proof is not None and json.loads(json.dumps(proof)) == proof
+        assert list(proof) == ["error", "allowed", "grad_error", "grad_allowed", "canary"]
+        assert 0 < proof["error"] <= proof["allowed"] < 1e-4 and proof["canary"] is True
+        if grad:
+            assert 0 < proof["grad_error"] <= proof["grad_allowed"] < 1e-4
+        else:
+            assert proof["grad_error"] is proof["grad_allowed"] is None
+    wrong = probe(made_up(wrong_gradient), SPEC, "cpu").proof
+    assert wrong is not None and wrong["grad_error"] > wrong["grad_allowed"] > 0
+    assert wrong["error"] <= wrong["allowed"]
+    assert probe(made_up(raises), SPEC, "cpu").proof is None
 
 
 def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:

@@ -1,13 +1,12 @@
 """triton_flash.py beyond the matrix of test_attention.py: tiles, masks at their borders, dropout,
-the operators under torch.compile, offsets beyond 32 bits, and the kernels compiled for real GPUs.
+the operators under torch.compile, offsets beyond 32 bits. What a compiler says of the kernels, and
+the table of tiles, are in test_triton_compiled.py.
 
 Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here are small.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +22,7 @@ from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
 from attention import triton_kernels
-from attention.gpus import SHARED
-from attention.triton_kernels import HALF, KERNELS, SINGLE, TILES, Tile, default_tile
+from attention.triton_kernels import KERNELS, TILES
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
@@ -313,132 +311,6 @@ def test_importing_attention_imports_no_kernels_and_the_first_call_may_be_compil
         torch.testing.assert_close(call(q, q, q, spec), want)
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
-
-
-# --- tiles ---
-
-
-def shared_bytes(kernel: str, tile: Tile, capability: tuple[int, int], head_dim: int,
-                 itemsize: int) -> int:  # fmt: skip
-    """What the tiles take in shared memory, estimated: those that stay, and each stage's own."""
-    M, N, _, stages = tile
-    tensor_cores = itemsize == HALF and capability >= (8, 0)
-    itemsize = HALF if tensor_cores else SINGLE
-    stay, streamed = {"forward": (M, 2 * N), "dq": (2 * M, 2 * N), "dkdv": (2 * N, 2 * M)}[kernel]
-    vectors = 2 * M * 4 if kernel == "dkdv" else 0  # L_i and D_i
-    through = 0 if tensor_cores else M * N * SINGLE  # P_ij or dS_ij on its way to the next product
-    return (
-        (stay + stages * streamed) * triton_kernels._padded(head_dim) * itemsize
-        + stages * vectors
-        + through
-    )
-
-
-def test_every_tile_of_the_tables_is_a_power_of_two_and_fits_its_shared_memory() -> None:
-    assert set(TILES) == set(SHARED)
-    for capability in TILES:
-        for itemsize in (2, 4):
-            for head_dim in range(1, 129):
-                for kernel in KERNELS:
-                    tile = default_tile(kernel, capability, head_dim, itemsize)
-                    M, N, warps, stages = tile
-                    assert M in (16, 32, 64, 128) and N in (16, 32, 64, 128), tile
-                    assert warps in (4, 8) and 1 <= stages <= 4, tile
-                    used = shared_bytes(kernel, tile, capability, head_dim, itemsize)
-                    assert used <= SHARED[capability], (capability, kernel, tile, head_dim)
-
-
-@pytest.mark.parametrize(
-    "capability, like",
-    [
-        ((8, 7), (8, 6)),
-        ((9, 0), (9, 0)),
-        ((10, 3), (10, 0)),
-        ((11, 0), (10, 0)),
-        ((12, 1), (12, 0)),
-    ],
-)
-def test_an_unknown_gpu_takes_the_tiles_of_the_nearest_below(capability, like) -> None:
-    for kernel in KERNELS:
-        assert default_tile(kernel, capability, 80, 2) == default_tile(kernel, like, 128, 2)
-
-
-# Compiled to machine code, which Triton can without a GPU: capability, dtype, D, kernel, features
-COMPILED = [
-    (75, "fp16", 64, "forward", ""),
-    (75, "fp16", 128, "dkdv", ""),
-    (80, "bf16", 64, "forward", ""),
-    (80, "fp32", 64, "dq", ""),
-    (86, "bf16", 128, "dkdv", ""),
-    (90, "bf16", 64, "forward", ""),
-    (90, "bf16", 128, "dq", ""),
-    (90, "bf16", 128, "dkdv", "group"),
-    (90, "fp16", 80, "dkdv", "window first last seed group"),
-    (90, "bf16", 64, "forward", "window first seed"),
-    (100, "bf16", 128, "forward", ""),
-]
-COMPILER = r"""
-import json, re, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from attention.triton_kernels import KERNELS, _padded, default_tile
-
-for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
-    fn = KERNELS[kernel]
-    M, N, warps, stages = default_tile(
-        kernel, divmod(capability, 10), head_dim, 4 if dtype == "fp32" else 2)
-    given = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
-             "GROUP": 4 if "group" in features else 1}
-    given |= {name: None for name in ("First", "Last", "Seed", "window")
-              if name in fn.arg_names and name.lower() not in features}
-    types = {"L": "*fp32", "D": "*fp32", "First": "*i32", "Last": "*i32", "Seed": "*i64",
-             "tau": "fp32", "keep": "fp32"}
-    types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")}
-    signature = {name: types.get(name, "i32") for name in fn.arg_names}
-    # What the launcher finds out: pointers and strides are multiples of 16.
-    aligned = [n for n, name in enumerate(fn.arg_names)
-               if signature[name][0] == "*" or name[-2:] in ("_b", "_t", "_h")]
-    signature |= dict.fromkeys(given, "constexpr")
-    aligned = {(n,): [["tt.divisibility", 16]] for n in aligned
-               if signature[fn.arg_names[n]] != "constexpr"}
-    source = ASTSource(fn, signature, constexprs=given, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = done.asm["ptx"]
-    print(json.dumps({"shared": done.metadata.shared, "cubin": len(done.asm["cubin"]),
-                      "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
-                      "tensor_cores": sum(ptx.count(x) for x in (
-                          "mma.sync", "wgmma.mma_async", "tcgen05.mma"))}), flush=True)
-"""
-
-
-@pytest.mark.parametrize("cases", [
-    pytest.param(COMPILED[-3:], id="three"),
-    pytest.param(COMPILED[:-3], id="others", marks=pytest.mark.slow)])  # fmt: skip
-def test_the_kernels_compile_for_real_gpus(cases) -> None:
-    import triton
-
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 3):
-        pytest.skip(f"triton {triton.__version__} has another compiler interface, this is of 3.3")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILER, json.dumps(cases)],
-        capture_output=True, text=True, cwd=root, env=environment | {"PYTHONPATH": root},
-    )  # fmt: skip
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, (cases[len(results)], done.stderr[-2000:])
-    for (capability, dtype, head_dim, kernel, features), got in zip(cases, results, strict=True):
-        at = divmod(capability, 10)
-        itemsize = 4 if dtype == "fp32" else 2
-        tile = default_tile(kernel, at, head_dim, itemsize)
-        estimate = shared_bytes(kernel, tile, at, head_dim, itemsize)
-        assert 0 < got["shared"] <= SHARED[at], (capability, dtype, head_dim, kernel, got)
-        if not features:  # a dropout mask passes through it too; 1024 for Blackwell's barriers
-            assert got["shared"] <= estimate + 1024, (at, dtype, head_dim, kernel, got, estimate)
-        assert got["cubin"] and not got["atomics"]
-        assert bool(got["tensor_cores"]) == (dtype != "fp32" and capability >= 80), (at, dtype)
 
 
 # --- what is refused ---

@@ -1,0 +1,188 @@
+"""The Triton kernels compiled for GPUs that are not here: their tiles, shared memory, registers.
+
+Triton and the ptxas in its package make machine code for any GPU on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="package 'triton' is not installed")
+from attention import triton_kernels
+from attention.gpus import SHARED
+from attention.triton_kernels import HALF, KERNELS, SINGLE, TILES, Tile, default_tile
+
+
+def shared_bytes(kernel: str, tile: Tile, capability: tuple[int, int], head_dim: int,
+                 itemsize: int) -> int:  # fmt: skip
+    """What the tiles take in shared memory, estimated: those that stay, and each stage's own."""
+    M, N, _, stages = tile
+    tensor_cores = itemsize == HALF and capability >= (8, 0)
+    itemsize = HALF if tensor_cores else SINGLE
+    stay, streamed = {"forward": (M, 2 * N), "dq": (2 * M, 2 * N), "dkdv": (2 * N, 2 * M)}[kernel]
+    vectors = 2 * M * 4 if kernel == "dkdv" else 0  # L_i and D_i
+    # P_ij or dS_ij on its way to the next product.
+    through = 0 if tensor_cores else M * N * SINGLE
+    if tensor_cores and capability >= (10, 0) and kernel != "forward":
+        through = M * N * HALF * (2 if kernel == "dkdv" else 1)  # dkdv: both
+    return (
+        (stay + stages * streamed) * triton_kernels._padded(head_dim) * itemsize
+        + stages * vectors
+        + through
+    )
+
+
+def test_every_tile_of_the_tables_is_a_power_of_two_and_fits_its_shared_memory() -> None:
+    assert set(TILES) == set(SHARED)
+    for capability in TILES:
+        for itemsize in (2, 4):
+            for head_dim in range(1, 129):
+                for kernel in KERNELS:
+                    tile = default_tile(kernel, capability, head_dim, itemsize)
+                    M, N, warps, stages = tile
+                    assert M in (16, 32, 64, 128) and N in (16, 32, 64, 128), tile
+                    assert warps in (4, 8) and 1 <= stages <= 4, tile
+                    used = shared_bytes(kernel, tile, capability, head_dim, itemsize)
+                    assert used <= SHARED[capability], (capability, kernel, tile, head_dim)
+
+
+@pytest.mark.parametrize(
+    "capability, like",
+    [
+        ((8, 7), (8, 6)),
+        ((9, 0), (9, 0)),
+        ((10, 3), (10, 0)),
+        ((11, 0), (10, 0)),
+        ((12, 1), (12, 0)),
+    ],
+)
+def test_an_unknown_gpu_takes_the_tiles_of_the_nearest_below(capability, like) -> None:
+    for kernel in KERNELS:
+        assert default_tile(kernel, capability, 80, 2) == default_tile(kernel, like, 128, 2)
+
+
+# Compiled to machine code: capability, dtype, D, kernel, features.
+Compiled = tuple[int, str, int, str, str]
+QUICK: list[Compiled] = [
+    (90, "bf16", 64, "forward", ""),
+    (90, "fp16", 80, "dkdv", "window first last seed group"),
+    (100, "bf16", 128, "forward", ""),
+]
+SLOW: list[Compiled] = [
+    *((c, "bf16", D, k, "") for c, D, k in product((80, 86, 90, 100), (64, 128), KERNELS)),
+    *((c, "bf16", 64, "forward", "seed") for c in (80, 90, 100)),
+    (75, "fp16", 64, "forward", ""),
+    (75, "fp16", 128, "dkdv", ""),
+    (80, "fp32", 64, "dq", ""),
+    (90, "bf16", 128, "dkdv", "group"),
+    (90, "bf16", 64, "forward", "window first seed"),
+]
+# Bytes of registers that a thread puts into memory, stores and loads together, by the ptxas of
+# Triton 3.7.1. What is not here spills nothing; what is may spill so much, and not more.
+SPILLS: dict[Compiled, int] = {
+    (75, "fp16", 128, "dkdv", ""): 3468,
+    (80, "fp32", 64, "dq", ""): 8,
+    (80, "bf16", 64, "forward", "seed"): 820,
+    (80, "bf16", 128, "forward", ""): 76,
+    (80, "bf16", 128, "dkdv", ""): 416,
+    (86, "bf16", 64, "forward", ""): 28,
+    (86, "bf16", 64, "dkdv", ""): 56,
+    (86, "bf16", 128, "forward", ""): 12,
+    (90, "bf16", 128, "dkdv", ""): 172,
+    (90, "bf16", 128, "dkdv", "group"): 176,
+    (90, "fp16", 80, "dkdv", "window first last seed group"): 636,
+}
+COMPILER = r"""
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attention.triton_kernels import KERNELS, _padded, default_tile
+
+def ptxas(ptx, capability):
+    # Registers of a thread, and the bytes that it spills.
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    names = ("ptxas-blackwell", "ptxas") if capability >= 100 else ("ptxas",)
+    found = [tools / name for name in names if (tools / name).exists()]
+    if not found:
+        return None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        target = re.search(r"\.target (\w+)", ptx)[1]
+        options = ["-v", f"--gpu-name={target}", f.name, "-o", "/dev/null"]
+        said = subprocess.run([found[0], *options], capture_output=True, text=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spills.groups()))
+
+for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
+    fn = KERNELS[kernel]
+    M, N, warps, stages = default_tile(
+        kernel, divmod(capability, 10), head_dim, 4 if dtype == "fp32" else 2)
+    given = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
+             "GROUP": 4 if "group" in features else 1}
+    given |= {name: None for name in ("First", "Last", "Seed", "window")
+              if name in fn.arg_names and name.lower() not in features}
+    types = {"L": "*fp32", "D": "*fp32", "First": "*i32", "Last": "*i32", "Seed": "*i64",
+             "tau": "fp32", "keep": "fp32"}
+    types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")}
+    signature = {name: types.get(name, "i32") for name in fn.arg_names}
+    # What the launcher finds out: pointers and strides are multiples of 16.
+    aligned = [n for n, name in enumerate(fn.arg_names)
+               if signature[name][0] == "*" or name[-2:] in ("_b", "_t", "_h")]
+    signature |= dict.fromkeys(given, "constexpr")
+    aligned = {(n,): [["tt.divisibility", 16]] for n in aligned
+               if signature[fn.arg_names[n]] != "constexpr"}
+    source = ASTSource(fn, signature, constexprs=given, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = done.asm["ptx"]
+    print(json.dumps({"ptxas": ptxas(ptx, capability),
+                      "shared": done.metadata.shared, "cubin": len(done.asm["cubin"]),
+                      "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
+                      "tensor_cores": sum(ptx.count(x) for x in (
+                          "mma.sync", "wgmma.mma_async", "tcgen05.mma"))}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("cases", [
+    pytest.param(QUICK, id="three"),
+    pytest.param(SLOW, id="others", marks=pytest.mark.slow)])  # fmt: skip
+def test_the_kernels_compile_for_real_gpus(cases) -> None:
+    import triton
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 3):
+        pytest.skip(f"triton {triton.__version__} has another compiler interface, this is of 3.3")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILER, json.dumps(cases)],
+        capture_output=True, text=True, cwd=root, env=environment | {"PYTHONPATH": root},
+    )  # fmt: skip
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (cases[len(results)], done.stderr[-2000:])
+    if results[0]["ptxas"] is None:
+        pytest.skip("this triton brings no ptxas: registers and spills are unknown")
+    for case, got in zip(cases, results, strict=True):
+        capability, dtype, head_dim, kernel, features = case
+        at = divmod(capability, 10)
+        itemsize = 4 if dtype == "fp32" else 2
+        tile = default_tile(kernel, at, head_dim, itemsize)
+        estimate = shared_bytes(kernel, tile, at, head_dim, itemsize)
+        assert 0 < got["shared"] <= SHARED[at], (capability, dtype, head_dim, kernel, got)
+        if not features:  # a dropout mask passes through it too; 1024 for Blackwell's barriers
+            assert got["shared"] <= estimate + 1024, (at, dtype, head_dim, kernel, got, estimate)
+        assert got["cubin"] and not got["atomics"]
+        assert bool(got["tensor_cores"]) == (dtype != "fp32" and capability >= 80), (at, dtype)
+        registers, spilled = got["ptxas"]
+        assert spilled <= SPILLS.get(case, 0), (case, tile, spilled)
+        # Registers are dealt out by eights, and an SM has 65,536: one block at least must fit.
+        assert -(-registers // 8) * 8 * 32 * tile[2] <= 65536, (case, tile, registers)
