@@ -19,7 +19,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from attention import (
     Machine,
     Policy,
     Spec,
+    oracle,
     packages,
     probe,
     resolve,

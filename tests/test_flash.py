@@ -21,7 +21,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ from attention import (
     flash,
     flash_impl,
     get,
+    oracle,
     probe,
     resolve,
 )
