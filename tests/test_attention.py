@@ -14,12 +14,11 @@ import math
 import os
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
@@ -31,12 +30,15 @@ from attention import (
     Machine,
     Policy,
     Spec,
+    matrix,
+    oracle,
     packages,
     probe,
     resolve,
     views,
     visible,
 )
+from attention.matrix import CASES, HUGE, PHASES, Case, call, canaries, canary, check, qkv
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)
@@ -45,68 +47,11 @@ HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One point of the matrix; the defaults are the plainest."""
-
-    name: str
-    Tq: int
-    Tk: int
-    H: int = 2
-    Hkv: int = 2
-    D: int = 32
-    B: int = 2
-    window: int | None = None
-    segments: str | None = None  # "packed": three documents; "padded": the right end is padding
-    layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
-    size: float = 1.0  # q, k and v are multiplied by this
-
-    def spec(self, dtype: str, **changes: Any) -> Spec:
-        has_segments = self.segments is not None
-        return Spec(self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments,
-                    **changes)  # fmt: skip
-
-
-def _square(T: int, **changes: Any) -> Case:
-    return Case(f"{T}", T, T, **changes)
-
-
-CASES = [
-    *(_square(T) for T in (1, 2, 17, 64, 97, 192)),
-    _square(1025, B=1, H=1, Hkv=1, D=64),
-    *(Case(f"{Tq}x{Tk}", Tq, Tk)
-      for Tq, Tk in ((113, 203), (128, 217), (1, 97), (2, 97), (63, 64),
-                     (203, 113), (64, 17), (97, 1), (65, 64))),
-    Case("gqa", 97, 97, H=4),
-    Case("mqa", 97, 97, H=4, Hkv=1),
-    Case("gqa-113x203", 113, 203, H=6, Hkv=3, B=1),
-    Case("mqa-64x17", 64, 17, H=3, Hkv=1),
-    Case("mqa-1x97", 1, 97, H=4, Hkv=1),
-    *(Case(f"window{w}", 97, 97, window=w) for w in (1, 2, 16, 64, 96, 97, 98, 500)),
-    *(Case(f"window{w}-113x203", 113, 203, B=1, window=w) for w in (16, 64, 113, 203, 500)),
-    Case("window16-1x97", 1, 97, window=16),
-    Case("window10-64x17", 64, 17, window=10),
-    Case("packed", 97, 97, segments="packed"),
-    Case("padded", 97, 97, segments="padded"),
-    Case("packed-43x97", 43, 97, segments="packed"),
-    Case("padded-43x97", 43, 97, segments="padded"),
-    Case("packed-1x97", 1, 97, segments="packed"),
-    Case("packed-97x43", 97, 43, segments="packed"),
-    Case("packed-window16-gqa", 97, 97, H=4, window=16, segments="packed"),
-    *(Case(f"D{D}", 33, 33, D=D) for D in (16, 20, 64, 80, 96, 128)),
-    Case("D80-mqa-window-17x33", 17, 33, H=3, Hkv=1, D=80, window=7),
-    *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
-    *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
-      for x in ("split", "BHTD")),
-    Case("large4", 97, 97, D=64, size=4),
-    Case("large", 97, 97, D=64, size=30),
-    Case("large-gqa-window-packed", 43, 97, H=4, D=64, window=30, segments="packed", size=30),
-]  # fmt: skip
 assert len({c.name for c in CASES}) == len(CASES)
 
 
 # Triton's interpreter takes up to seconds a case: these are always run, `slow` runs the others.
-SAMPLE = {
+FAST = {
     "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
                 "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
                 "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split",
@@ -118,7 +63,7 @@ SAMPLE = {
 def _grid() -> Iterator[Any]:
     """(backend, device, case, dtype); where there is no CUDA one case a backend says so."""
     for name, case, dtype in itertools.product(BACKENDS, CASES, DTYPES):
-        long = name == "triton" and dtype in SAMPLE and case.name not in SAMPLE[dtype]
+        long = name == "triton" and dtype in FAST and case.name not in FAST[dtype]
         yield pytest.param(name, "cpu", case, dtype, id=f"{name}-cpu-{case.name}-{dtype}",
                            marks=pytest.mark.slow if long else ())  # fmt: skip
     cases = CASES if HAS_CUDA else CASES[:1]
@@ -139,52 +84,6 @@ def _need(device: str, name: str) -> Machine:
             pytest.fail(f"REQUIRE_BACKENDS names {name}, but there is no CUDA device")
         pytest.skip("no CUDA device")
     return _machine(device)
-
-
-def _segments(case: Case) -> Tensor | None:
-    j = torch.arange(case.Tk)
-    rows = []
-    for b in range(case.B):  # the borders differ from row to row
-        if case.segments == "packed":
-            rows.append((j >= case.Tk // 3 + b).int() + (j >= case.Tk // 2 + 3 * b).int())
-        else:
-            rows.append((j >= case.Tk - 10 - 20 * b).int())
-    return torch.stack(rows).int() if case.segments else None
-
-
-@lru_cache(maxsize=4)
-def _draw(case: Case, dtype: str) -> tuple[list[Tensor], Tensor | None, oracle.Result]:
-    """q, k, v and the gradient of out, rounded to dtype and laid out; segments; the truth."""
-    draw = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
-
-    def tensor(T: int, H: int, size: float = 1.0) -> Tensor:
-        x = torch.randn(case.B, T, H, case.D, generator=draw, dtype=torch.float64)
-        return (x * size).to(getattr(torch, dtype))
-
-    q, k, v = (tensor(case.Tk, h, case.size) for h in (case.H, case.Hkv, case.Hkv))
-    if case.layout == "split":
-        q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
-    elif case.layout == "BHTD":
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    more = case.Tq - case.Tk  # queries cut from the same tensor as the keys, as a model does
-    q = q[:, -more:] if more <= 0 else tensor(case.Tq, case.H, case.size)
-    dout = tensor(case.Tq, case.H)
-    seg = _segments(case)
-    truth = oracle.attention(q, k, v, dout, window=case.window, segments=seg)
-    return [q, k, v, dout], seg, truth
-
-
-def _on(device: str, t: Tensor) -> Tensor:
-    """A copy with the same strides and offset: to() makes what was cut from a tensor dense."""
-    room = torch.empty(t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype, device=device)
-    return room.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t)
-
-
-@lru_cache(maxsize=4)
-def _plain(case: Case, dtype: str, device: str) -> oracle.Result:
-    inputs, seg, _ = _draw(case, dtype)
-    seg = None if seg is None else seg.to(device)
-    return oracle.plain(*(t.to(device) for t in inputs), window=case.window, segments=seg)
 
 
 def _assert_refused(name: str, spec: Spec, machine: Machine) -> None:
@@ -212,22 +111,7 @@ def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) ->
     if BACKENDS[name].why_not(spec, machine):
         _assert_refused(name, spec, machine)
         return
-    inputs, seg, truth = _draw(case, dtype)
-    plain = _plain(case, dtype, device)
-    q, k, v, dout = (_on(device, t) for t in inputs)
-    seg = None if seg is None else seg.to(device)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = BACKENDS[name].attend(q, k, v, spec, segments=seg)
-    grads = torch.autograd.grad(out, leaves, dout)
-    oracle.check(oracle.Result(out.detach(), *grads), plain, truth, getattr(torch, dtype))
-
-    blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
-    assert not out[:, :blind].any() and not grads[0][:, :blind].any()
-
-    with torch.no_grad():  # PyTorch may take another kernel here
-        out = BACKENDS[name].attend(q, k, v, replace(spec, grad=False), segments=seg)
-    assert not out.requires_grad
-    oracle.check(oracle.Result(out), plain, truth, getattr(torch, dtype))
+    check(BACKENDS[name], case, dtype, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -246,7 +130,7 @@ def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> N
         q, k, v = (torch.randn(len(pads), T, h, 32, generator=draw).to(getattr(torch, dtype))
                    for h in (4, 2, 2))  # fmt: skip
         seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads])
-        on = [_on(device, t) for t in (q[:, T - Tq :], k, v, seg)]
+        on = [q.to(device)[:, T - Tq :], *(t.to(device) for t in (k, v, seg))]
         with torch.no_grad():
             out = BACKENDS[name].attend(*on[:3], spec, segments=on[3]).cpu()
         for b, pad in enumerate(pads):
@@ -260,11 +144,11 @@ def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> N
 def test_a_device_gets_the_strides_of_the_model() -> None:
     """q, k and v are cut from the output of one product."""
     for case in CASES:
-        for t in _draw(case, "float16")[0]:
-            there = _on("meta", t)
-            assert there.stride() == t.stride() and there.storage_offset() == t.storage_offset()
+        here, there = (matrix.draw(case, "float16", device) for device in ("cpu", "meta"))
+        for t, same in zip(here, there, strict=True):
+            assert same.stride() == t.stride() and same.storage_offset() == t.storage_offset()
     split = next(c for c in CASES if c.name == "split")
-    assert not any(t.is_contiguous() for t in _draw(split, "float16")[0][:3])
+    assert not any(t.is_contiguous() for t in matrix.draw(split, "float16", "meta")[:3])
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
@@ -360,26 +244,6 @@ def test_on_cuda_the_switch_gives_the_same_bits(name, dropout) -> None:
 
 # --- the causality canary ---
 
-PHASES = {  # Tq, Tk, whether autograd records
-    "training": (33, 33, True),
-    "evaluation": (33, 33, False),
-    "chunked prefill": (20, 33, False),
-    "decode": (1, 33, False),
-}
-HUGE = 3000.0  # finite in float16, as are its products with values of size 1
-
-
-def _call(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-    with torch.set_grad_enabled(spec.grad):
-        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
-        return BACKENDS[name].attend(q, k, v, spec, **kw).detach()
-
-
-def _qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(7)
-    return [torch.randn(2, T, h, 32, generator=draw).to(device, getattr(torch, dtype))
-            for h in (H, Hkv, Hkv)]  # fmt: skip
-
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("phase", PHASES)
@@ -396,32 +260,16 @@ def test_canary_of_triton_in_float16(phase) -> None:
 
 def _canary(name: str, phase: str, device: str, dtypes: tuple[str, ...]) -> None:
     machine = _need(device, name)
-    Tq, Tk, grad = PHASES[phase]
     # Grouped heads with the window, all heads without: in the interpreter that must do.
     slow = name == "triton" and device == "cpu" and dtypes != ("float16",)
-    kinds = [(None, 4), (9, 2)] if slow else list(itertools.product((None, 9), (4, 2)))
-    for dtype, (window, Hkv) in itertools.product(dtypes, kinds):
-        spec = Spec(4, Hkv, 32, dtype, window=window, grad=grad)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        q, k, v = _qkv(4, Hkv, Tk, dtype, device)
-        first = Tk - Tq  # the position of the first query
-        before = _call(name, q[:, first:], k, v, spec)
-        places = {(first + Tk) // 2} if slow else {first + 1, (first + Tk) // 2, Tk - 1}
-        for changed in places & set(range(first + 1, Tk)):
-            for which in range(3):
-                qkv = [t.clone() for t in (q, k, v)]
-                qkv[which][:, changed] *= HUGE
-                after = _call(name, qkv[0][:, first:], *qkv[1:], spec)
-                moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten() + first
-                assert moved.numel() and moved.min() >= changed, (spec, changed, which, moved)
-        if window is not None:  # nor does what lies before the window of the first query
-            k, v = k.clone(), v.clone()
-            seen_from = first - window + 1
-            for t in (k, v):
-                t[:, : max(seen_from, 0)] *= HUGE
-            assert torch.equal(before, _call(name, q[:, first:], k, v, spec))
+    for dtype in dtypes:
+        for spec in canaries(dtype, phase):
+            if slow and (spec.window is None) == (spec.n_kv_head == 2):
+                continue
+            if BACKENDS[name].why_not(spec, machine):
+                _assert_refused(name, spec, machine)
+            else:
+                canary(BACKENDS[name], spec, phase, device, few=slow)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -438,7 +286,7 @@ def test_canary_huge_negative_scores(name, device) -> None:
         q = torch.full((1, Tq, 2, 32), -10500.0, dtype=getattr(torch, dtype), device=device)
         k = torch.ones(1, Tk, 1, 32, dtype=q.dtype, device=device)
         v = torch.arange(Tk, dtype=q.dtype, device=device)[None, :, None, None].expand(k.shape)
-        out = _call(name, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
+        out = call(BACKENDS[name], q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
         last = torch.arange(Tk - Tq, Tk)  # the mean of the numbers of the keys that are seen
         first = torch.zeros_like(last) if window is None else (last - window + 1).clamp(min=0)
         torch.testing.assert_close(out, (first + last) / 2, rtol=0.02, atol=0.02, check_dtype=False)
@@ -454,11 +302,11 @@ def test_canary_decode_reads_nothing_behind_its_view(name, device) -> None:
         if BACKENDS[name].why_not(spec, machine):
             _assert_refused(name, spec, machine)
             continue
-        q, k, v = _qkv(4, 2, 40, dtype, device)
+        q, k, v = qkv(4, 2, 40, dtype, device)
         T = 33
-        clean = _call(name, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
+        clean = call(BACKENDS[name], q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
         k[:, T:], v[:, T:] = float("nan"), float("nan")
-        got = _call(name, q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
+        got = call(BACKENDS[name], q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
         assert got.isfinite().all()
         torch.testing.assert_close(got, clean)
 
@@ -472,7 +320,7 @@ def test_canary_earlier_outputs_send_no_gradient_to_later_tokens(name, device) -
         if BACKENDS[name].why_not(spec, machine):
             _assert_refused(name, spec, machine)
             continue
-        q, k, v = (t.requires_grad_() for t in _qkv(4, 2, 33, dtype, device))
+        q, k, v = (t.requires_grad_() for t in qkv(4, 2, 33, dtype, device))
         out = BACKENDS[name].attend(q, k, v, spec)
         dout = torch.randn_like(out)
         dout[:, 20:] = 0
@@ -491,24 +339,24 @@ def test_canary_another_segment_moves_nothing(name, phase, device) -> None:
         if BACKENDS[name].why_not(spec, machine):
             _assert_refused(name, spec, machine)
             continue
-        q, k, v = _qkv(4, 2, Tk, dtype, device)
+        q, k, v = qkv(4, 2, Tk, dtype, device)
         seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
         first = Tk - Tq
-        before = _call(name, q[:, first:], k, v, spec, segments=seg)
+        before = call(BACKENDS[name], q[:, first:], k, v, spec, segments=seg)
         for changed in (0, 1, 2):
             inside = seg[0] == changed
             other = ~inside[first:]
-            qkv = [t.clone() for t in (q, k, v)]
-            for t in qkv:
+            louder = [t.clone() for t in (q, k, v)]
+            for t in louder:
                 t[:, inside] *= HUGE / 30  # q . k grows by the square
-            after = _call(name, qkv[0][:, first:], *qkv[1:], spec, segments=seg)
+            after = call(BACKENDS[name], louder[0][:, first:], *louder[1:], spec, segments=seg)
             assert torch.equal(before[:, other], after[:, other])
             assert other.all() or not torch.equal(before[:, ~other], after[:, ~other])
 
 
 def test_the_canary_would_catch_a_leak() -> None:
     """The same question to a call that is not causal, and to one that is aligned top-left."""
-    q, k, v = (t.transpose(1, 2) for t in _qkv(4, 4, 33, "float32", "cpu"))
+    q, k, v = (t.transpose(1, 2) for t in qkv(4, 4, 33, "float32", "cpu"))
     louder = v.clone()
     louder[:, :, 32] *= HUGE
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -550,12 +398,12 @@ def test_dropout_drops_a_share_p_and_scales_what_stays(name, device, p) -> None:
         return
     B = 16
     q, k, v = _revealing(spec, device, B)
-    probs = _call(name, q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
+    probs = call(BACKENDS[name], q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
     torch.manual_seed(0)
     total, n, shares = torch.zeros_like(probs[:1]), 0, []
     # An entry that is never dropped is p / (1 - p) too large: with so many draws that is 6 sigma.
     for _ in range(math.ceil(40 * (1 - p) / p / B)):
-        got = _call(name, q, k, v, spec).cpu()
+        got = call(BACKENDS[name], q, k, v, spec).cpu()
         kept = got != 0
         tolerance = 8 * torch.finfo(got.dtype).eps
         torch.testing.assert_close(
@@ -581,10 +429,12 @@ def test_dropout_repeats_with_the_seed_and_backward_uses_the_same_mask(name, dev
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
     torch.manual_seed(5)
-    mask = (_call(name, q, k, eye, spec) != 0).double()  # (B, T, H, T)
+    mask = (call(BACKENDS[name], q, k, eye, spec) != 0).double()  # (B, T, H, T)
     torch.manual_seed(5)
-    assert torch.equal(mask, (_call(name, q, k, eye, spec) != 0).double())
-    assert not torch.equal(mask, (_call(name, q, k, eye, spec) != 0).double())  # the seed moved on
+    assert torch.equal(mask, (call(BACKENDS[name], q, k, eye, spec) != 0).double())
+    assert not torch.equal(
+        mask, (call(BACKENDS[name], q, k, eye, spec) != 0).double()
+    )  # the seed moved on
 
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     torch.manual_seed(5)
@@ -657,7 +507,8 @@ def test_the_oracle_against_torch_softmax() -> None:
     Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed")],
     ids=lambda c: c.name)  # fmt: skip
 def test_the_oracle_gradients_against_finite_differences(case) -> None:
-    inputs, seg, truth = _draw(case, "float64")
+    inputs, seg = matrix.draw(case, "float64"), matrix.segments(case)
+    truth = matrix.truth(case, "float64")
     q, k, v, dout = (t.clone() for t in inputs)
 
     def loss() -> float:
@@ -687,8 +538,7 @@ def test_the_oracle_reads_the_right_key_value_head() -> None:
 
 def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
     case = next(c for c in CASES if c.name == "97")
-    _, _, truth = _draw(case, "bfloat16")
-    plain = _plain(case, "bfloat16", "cpu")
+    truth, plain = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
     oracle.check(plain, plain, truth, torch.bfloat16)
     nan = plain.out.clone()
     nan[0, 0, 0, 0] = torch.nan

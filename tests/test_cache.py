@@ -6,14 +6,13 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import BACKENDS, Backend, Machine, Spec, packages, probe, visible
+from attention import BACKENDS, Backend, Machine, Spec, oracle, packages, probe, visible
 from attention.spec import DTYPES
 from attention.views import StaticView
 from inference.cache import DynamicCache, PagedCache, StaticCache, StaticStep, bucket

@@ -13,13 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from test_course import ANSWERS, COURSE, TEXT, cells, written
 
-from attention import BACKENDS, Machine, Spec, resolve, visible
+from attention import BACKENDS, Machine, Spec, oracle, resolve, visible
 from attention.__main__ import main as attention_main
 from attention.views import PagedView
 from core import flops

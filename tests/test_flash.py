@@ -21,11 +21,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from test_attention import CASES, REQUIRED, Case, _draw, _need, _plain
+from test_attention import REQUIRED, _need
 from torch import Tensor
 
 from attention import (
@@ -37,9 +36,12 @@ from attention import (
     flash,
     flash_impl,
     get,
+    matrix,
+    oracle,
     probe,
     resolve,
 )
+from attention.matrix import CASES, Case
 from attention.views import PagedView, StaticView
 
 HALF = (torch.float16, torch.bfloat16)
@@ -298,8 +300,8 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
     for label, (name, make) in STAND_INS.items():
         if label != "flash_attn_2" and case.D % 8:
             continue  # Caps refuse it: test_head_dims
-        inputs, seg, truth = _draw(case, dtype)
-        plain = _plain(case, dtype, "cpu")
+        inputs, seg = matrix.draw(case, dtype), matrix.segments(case)
+        plain, truth = matrix.plain(case, dtype), matrix.truth(case, dtype)
         module = make()
         monkeypatch.setattr(flash, "_loaded", {})
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -317,11 +319,11 @@ def test_every_case_of_the_matrix_against_the_oracle(case, monkeypatch) -> None:
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_what_is_not_contiguous_in_the_last_dimension_is_made_so(name, installed) -> None:
     case = next(c for c in CASES if c.name == "113x203")
-    inputs, _, truth = _draw(case, "float16")
+    inputs, truth = matrix.draw(case, "float16"), matrix.truth(case, "float16")
     q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in inputs[:3])
     assert q.stride(-1) != 1
     out = BACKENDS[name].attend(q, k, v, case.spec("float16", grad=False))
-    oracle.check(oracle.Result(out), _plain(case, "float16", "cpu"), truth, torch.float16)
+    oracle.check(oracle.Result(out), matrix.plain(case, "float16"), truth, torch.float16)
 
 
 @pytest.mark.parametrize("name", GENERATIONS)

@@ -16,13 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from attention import BackendUnavailable, Machine, Policy, Spec, flex, get, resolve, visible
+from attention import BackendUnavailable, Machine, Policy, Spec, flex, get, oracle, resolve, visible
 from attention.flex import TILE, block_mask, kept_block_mask
 from model import GPT, GPTConfig
 

@@ -17,12 +17,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, packages, probe, select
+from attention import (
+    BACKENDS,
+    BackendUnavailable,
+    Machine,
+    Policy,
+    Spec,
+    oracle,
+    packages,
+    probe,
+    select,
+)
 from attention import paged as kernels
 from attention.paged import gather
 from attention.spec import DTYPES

@@ -7,14 +7,13 @@ from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import Spec, tiled, visible
+from attention import Spec, oracle, tiled, visible
 from attention.spec import DTYPES
 from attention.tiled import Tiled
 from viewer import tiles as shown

@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Spec, visible
+from attention import BACKENDS, Machine, Spec, oracle, visible
 from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")

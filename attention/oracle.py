@@ -137,11 +137,11 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
         g, p, t = (getattr(r, name) for r in (got, plain, truth))
         if g is None:
             continue
-        assert g.dtype == dtype, f"{name} is {g.dtype}, not {dtype}"
-        assert g.shape == t.shape, f"{name} has shape {tuple(g.shape)}, not {tuple(t.shape)}"
+        require(g.dtype == dtype, f"{name} is {g.dtype}, not {dtype}")
+        require(g.shape == t.shape, f"{name} has shape {tuple(g.shape)}, not {tuple(t.shape)}")
         g, p = g.detach().cpu().double(), p.detach().cpu().double()
-        assert p.isfinite().all(), f"{name} of plain PyTorch is not finite: no yardstick"
-        assert g.isfinite().all(), f"{name} is not finite"
+        require(p.isfinite().all(), f"{name} of plain PyTorch is not finite: no yardstick")
+        require(g.isfinite().all(), f"{name} is not finite")
         allowed = m * float((p - t).abs().max()) + eps * float(t.abs().max())
         allowed = factor * (allowed + eps_compute * truth.condition[name])
         error = (g - t).abs()
@@ -151,3 +151,9 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
                 f"{name} is off by {float(error[at]):.3g} at {list(at)}: {float(g[at]):.6g}, the "
                 f"truth is {float(t[at]):.6g}; allowed is {allowed:.3g}"
             )
+
+
+def require(ok: bool | Tensor, text: str) -> None:
+    """An assertion that `python -O` keeps."""
+    if not ok:
+        raise AssertionError(text)

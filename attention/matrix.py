@@ -1,0 +1,229 @@
+"""What a backend must prove, whatever machine it runs on: the cases, and how one is judged.
+
+A case is a shape with heads, a mask and a layout of its inputs. `check()` runs one, forward and
+backward, and holds every number against attention/oracle.py; `canary()` asks whether anything that
+comes later reaches an earlier output. The tests run all of it, `bench_mfu.py qualify` runs it on
+the machine at hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import oracle
+from attention.spec import Backend, Spec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix; the defaults are the plainest."""
+
+    name: str
+    Tq: int
+    Tk: int
+    H: int = 2
+    Hkv: int = 2
+    D: int = 32
+    B: int = 2
+    window: int | None = None
+    segments: str | None = None  # "packed": three documents; "padded": the right end is padding
+    layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
+    size: float = 1.0  # q, k and v are multiplied by this
+
+    def spec(self, dtype: str, **changes: Any) -> Spec:
+        has_segments = self.segments is not None
+        return Spec(self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments,
+                    **changes)  # fmt: skip
+
+
+def _square(T: int, **changes: Any) -> Case:
+    return Case(f"{T}", T, T, **changes)
+
+
+CASES = [
+    *(_square(T) for T in (1, 2, 17, 64, 97, 192)),
+    _square(1025, B=1, H=1, Hkv=1, D=64),
+    *(Case(f"{Tq}x{Tk}", Tq, Tk)
+      for Tq, Tk in ((113, 203), (128, 217), (1, 97), (2, 97), (63, 64),
+                     (203, 113), (64, 17), (97, 1), (65, 64))),
+    Case("gqa", 97, 97, H=4),
+    Case("mqa", 97, 97, H=4, Hkv=1),
+    Case("gqa-113x203", 113, 203, H=6, Hkv=3, B=1),
+    Case("mqa-64x17", 64, 17, H=3, Hkv=1),
+    Case("mqa-1x97", 1, 97, H=4, Hkv=1),
+    *(Case(f"window{w}", 97, 97, window=w) for w in (1, 2, 16, 64, 96, 97, 98, 500)),
+    *(Case(f"window{w}-113x203", 113, 203, B=1, window=w) for w in (16, 64, 113, 203, 500)),
+    Case("window16-1x97", 1, 97, window=16),
+    Case("window10-64x17", 64, 17, window=10),
+    Case("packed", 97, 97, segments="packed"),
+    Case("padded", 97, 97, segments="padded"),
+    Case("packed-43x97", 43, 97, segments="packed"),
+    Case("padded-43x97", 43, 97, segments="padded"),
+    Case("packed-1x97", 1, 97, segments="packed"),
+    Case("packed-97x43", 97, 43, segments="packed"),
+    Case("packed-window16-gqa", 97, 97, H=4, window=16, segments="packed"),
+    *(Case(f"D{D}", 33, 33, D=D) for D in (16, 20, 64, 80, 96, 128)),
+    Case("D80-mqa-window-17x33", 17, 33, H=3, Hkv=1, D=80, window=7),
+    *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
+    *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
+      for x in ("split", "BHTD")),
+    Case("large4", 97, 97, D=64, size=4),
+    Case("large", 97, 97, D=64, size=30),
+    Case("large-gqa-window-packed", 43, 97, H=4, D=64, window=30, segments="packed", size=30),
+]  # fmt: skip
+
+# Where all of them take too long (Triton's interpreter, a GPU's first minutes): between them these
+# have every feature and every kind of border.
+SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", "D128", "64x17",
+          "large", "97", "1", "2", "window64-113x203", "padded-43x97", "D80-mqa-window-17x33",
+          "BHTD-31x64-window-packed", "mqa-64x17", "window10-64x17", "packed-97x43", "D20", "64",
+          "63x64", "packed", "large-gqa-window-packed")  # fmt: skip
+
+
+def in_order() -> list[Case]:
+    """All cases, those of SAMPLE first: whoever has to stop early has seen most."""
+    by_name = {case.name: case for case in CASES}
+    return list({name: by_name[name] for name in (*SAMPLE, *by_name)}.values())
+
+
+# --- numbers ---
+
+
+def segments(case: Case, device: str = "cpu") -> Tensor | None:
+    """(B, Tk) int32, or None; the borders differ from row to row."""
+    if not case.segments:
+        return None
+    j, rows = torch.arange(case.Tk), []
+    for b in range(case.B):
+        if case.segments == "packed":
+            rows.append((j >= case.Tk // 3 + b).int() + (j >= case.Tk // 2 + 3 * b).int())
+        else:
+            rows.append((j >= case.Tk - 10 - 20 * b).int())
+    return torch.stack(rows).int().to(device)
+
+
+@lru_cache(maxsize=8)
+def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of out, rounded to dtype, then laid out on the device as the case
+    asks: a copy of a view to another device would be dense."""
+    chance = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
+
+    def tensor(T: int, H: int, size: float = 1.0) -> Tensor:
+        x = torch.randn(case.B, T, H, case.D, generator=chance, dtype=torch.float64)
+        return (x * size).to(getattr(torch, dtype)).to(device)
+
+    q, k, v = (tensor(case.Tk, h, case.size) for h in (case.H, case.Hkv, case.Hkv))
+    if case.layout == "split":
+        q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
+    elif case.layout == "BHTD":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    more = case.Tq - case.Tk  # queries cut from the same tensor as the keys, as a model does
+    q = q[:, -more:] if more <= 0 else tensor(case.Tq, case.H, case.size)
+    return q, k, v, tensor(case.Tq, case.H)
+
+
+@lru_cache(maxsize=8)
+def truth(case: Case, dtype: str) -> oracle.Result:
+    """In float64, from the rounded inputs."""
+    return oracle.attention(*draw(case, dtype), window=case.window, segments=segments(case))
+
+
+@lru_cache(maxsize=8)
+def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
+    """The yardstick: what textbook PyTorch gives there in that dtype."""
+    inputs = draw(case, dtype, device)
+    return oracle.plain(*inputs, window=case.window, segments=segments(case, device))
+
+
+def check(backend: Backend, case: Case, dtype: str, device: str = "cpu") -> None:
+    """Run the case with gradients, then without, where a library may take another kernel.
+
+    Raises:
+        AssertionError: a number is further off than oracle.check allows, or a query that sees no
+            key did not give zeros; the text says which, where and by how much.
+    """
+    spec, seg = case.spec(dtype), segments(case, device)
+    q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = backend.attend(q, k, v, spec, segments=seg)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    exact, rough = truth(case, dtype), plain(case, dtype, device)
+    oracle.check(oracle.Result(out.detach(), dq, dk, dv), rough, exact, getattr(torch, dtype))
+    blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
+    zeros = not (out[:, :blind].any() or dq[:, :blind].any())
+    oracle.require(zeros, "queries that see no key must give zeros, and have no gradient")
+    with torch.no_grad():
+        out = backend.attend(q, k, v, replace(spec, grad=False), segments=seg)
+    oracle.require(not out.requires_grad, "the output requires a gradient where none is recorded")
+    oracle.check(oracle.Result(out), rough, exact, getattr(torch, dtype))
+
+
+# --- the causality canary ---
+
+PHASES = {  # Tq, Tk, whether autograd records
+    "training": (33, 33, True),
+    "evaluation": (33, 33, False),
+    "chunked prefill": (20, 33, False),
+    "decode": (1, 33, False),
+}
+HUGE = 3000.0  # finite in float16, as are its products with values of size 1
+
+
+def canaries(dtype: str, phase: str) -> Iterator[Spec]:
+    """All heads and grouped ones, without a window and with one."""
+    for window, Hkv in itertools.product((None, 9), (4, 2)):
+        yield Spec(4, Hkv, 32, dtype, window=window, grad=PHASES[phase][2])
+
+
+def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+    """The output alone, computed as the phase does it: with autograd or without."""
+    with torch.set_grad_enabled(spec.grad):
+        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
+        return backend.attend(q, k, v, spec, **more).detach()
+
+
+def qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
+    """(2, T, H or Hkv, 32) each, at random."""
+    chance = torch.Generator().manual_seed(7)
+    return [torch.randn(2, T, h, 32, generator=chance).to(device, getattr(torch, dtype))
+            for h in (H, Hkv, Hkv)]  # fmt: skip
+
+
+def canary(
+    backend: Backend, spec: Spec, phase: str, device: str = "cpu", few: bool = False
+) -> None:
+    """Make one position of q, k or v huge: no output before it may move by a bit, and some output
+    must, or the question was not heard. Nor may what lies before a window move anything.
+
+    Args:
+        few: one position instead of three, where each call takes long.
+
+    Raises:
+        AssertionError: something leaked; the text says from where to where.
+    """
+    Tq, Tk, _ = PHASES[phase]
+    q, k, v = qkv(spec.n_head, spec.n_kv_head, Tk, spec.dtype, device)
+    first = Tk - Tq  # the position of the first query
+    before = call(backend, q[:, first:], k, v, spec)
+    places = {(first + Tk) // 2} if few else {first + 1, (first + Tk) // 2, Tk - 1}
+    for changed in sorted(places & set(range(first + 1, Tk))):
+        for which, name in enumerate("qkv"):
+            Q, K, V = (t.clone() for t in (q, k, v))
+            (Q, K, V)[which][:, changed] *= HUGE
+            after = call(backend, Q[:, first:], K, V, spec)
+            moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten() + first
+            text = f"{name} changed at {changed}; moved: {moved.tolist() or 'nothing'} ({spec})"
+            oracle.require(bool(moved.numel()) and int(moved.min()) >= changed, text)
+    if spec.window is not None:
+        k, v = k.clone(), v.clone()
+        for t in (k, v):
+            t[:, : max(first - spec.window + 1, 0)] *= HUGE
+        same = torch.equal(before, call(backend, q[:, first:], k, v, spec))
+        oracle.require(same, f"keys before the window of every query moved an output ({spec})")
