@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec
+from attention import BACKENDS, Spec, oracle
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
