@@ -365,7 +365,11 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     sdpa = row(content, "sdpa")
     for page in (text, site):
         assert f"{sdpa['tokens_per_s']:,.0f}" in page and f"{sdpa['mfu']:.1%}" in page
-        assert f"{sdpa['proof']['error']:.1e}" in page and "of a given peak" in page and "bench/records/mine/" in page
+        assert (
+            f"{sdpa['proof']['error']:.1e}" in page
+            and "of a given peak" in page
+            and "bench/records/mine/" in page
+        )
         assert "2 layers, 32 wide, 2 heads, vocabulary 64, float32" in page
     ok = [r for r in content["rows"] if r["status"] == "ok"]
     assert text.count("](../bench/records/mine/README.md)") == len(ok)  # the slowest, too
