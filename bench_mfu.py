@@ -7,6 +7,7 @@
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
     python bench_mfu.py converge --paths=bfloat16          a precision beside plain float32
+    python bench_mfu.py qualify                            all of that here, in nine minutes
     python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
     python bench_mfu.py --help                             every knob
 
@@ -35,16 +36,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench import baselines, modes, plan, records, rows, tables
+from bench import baselines, modes, plan, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
-from bench.config import BenchConfig, load_config, names, vocabulary
+from bench.config import STAGES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.process import Failure, Stop, Worker
 from core.runtime import StopSignal, pick_device
 from core.settings import Texts, UserError, exit_on_user_error, read
 
-MODES = (*modes.MODES, "compare")
+MODES = (*modes.MODES, "qualify", "compare")
 
 
 def run(mode: str, argv: list[str]) -> int:
@@ -83,11 +84,15 @@ def run(mode: str, argv: list[str]) -> int:
             records.save(folder, records.seal(content))
 
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    if mode == "qualify":
+        deadline = None  # it gives each of its stages an end
     stop = Stop(deadline)
     with progress() as (watch, tell), signals() as stop.signals:
         how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
         bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {}, **how)
         try:
+            if mode == "qualify":
+                return proved(*qualify.run(bench, told, loaded.origins), stop.code)
             watch("the machine")
             probe = Worker(bench.job("machine", ""), config.timeout, stop=stop)
             bench.machine = probe.about
@@ -119,6 +124,15 @@ def run(mode: str, argv: list[str]) -> int:
     return stop.code or (0 if any(r["status"] == "ok" for r in table) else 1)
 
 
+def proved(content: dict[str, Any], folder: Path, code: int) -> int:
+    """Print what a qualification has come to; the exit code."""
+    print(records.title(content), *content["answers"], sep="\n")
+    print(f"record: {folder} (its README.md has the tables)")
+    wrong = any(line.startswith("Suspicious") and " is wrong in " in line
+                for line in content["answers"])  # fmt: skip
+    return code or int(wrong or not any(s["status"] == "done" for s in content["stages"]))
+
+
 def check(mode: str, config: BenchConfig) -> None:
     """Raises: UserError for knobs that this mode does not have, before anything is started."""
     if config.record is not None:
@@ -129,8 +143,10 @@ def check(mode: str, config: BenchConfig) -> None:
         raise UserError(f"--paths and --seeds are for the mode converge, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
-    if config.baseline and mode not in ("train", "decode"):
-        raise UserError(f"--rival is for the modes train and decode, not for {mode}")
+    if config.baseline and mode not in ("train", "decode", "qualify"):
+        raise UserError(f"--rival is for train, decode and qualify, not for {mode}")
+    if mode != "qualify" and (config.resume or config.stages != STAGES):
+        raise UserError(f"--stages and --resume are for the mode qualify, not for {mode}")
     baselines.parse(config.baseline)
 
 

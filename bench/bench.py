@@ -36,6 +36,7 @@ class Bench:
     stop: Stop = field(default_factory=Stop)  # what ends it; copies with its deadline share it
     tell: Callable[[str], None] = lambda line: None  # of what is known
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
+    points: dict[str, dict[str, Any]] = field(default_factory=dict)  # kernel: not the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ ALIASES = {"attn_implementation": "attention_backend", "backend": "backends", "r
            "rivals": "baseline", "baselines": "baseline"}  # fmt: skip
 
 
+STAGES = (1, 2, 3, 4, 5, 6)
 TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 KVCache = Literal["none", "dynamic", "static", "paged"]
 
@@ -29,8 +30,8 @@ KVCache = Literal["none", "dynamic", "static", "paged"]
 @dataclass(frozen=True)
 class Knobs:
     """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
-    kernel, decode, converge and compare. The model's knobs are train.py's, and its config files
-    serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
+    kernel, decode, converge, qualify and compare. The model's knobs are train.py's, and its config
+    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
 
     # --- what is measured ---
     batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
@@ -50,6 +51,8 @@ class Knobs:
     steps: PositiveInt = 100  # converge: steps that each one trains; a multiple of 10
     seeds: PositiveInt = 1  # converge: runs of each; from 2 on, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # converge: beside a plain float32 one; none: backends
+    stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = STAGES  # qualify: which of its stages
+    resume: bool = False  # qualify: go on with the newest record, with what is missing in it
     tolerance: PositiveFloat = 0.01  # converge: of one seed's final loss, relative
     # --- how it is measured ---
     rounds: PositiveInt = 5  # of each backend, in turn
@@ -60,7 +63,7 @@ class Knobs:
     memory_gb: PositiveFloat | None = None  # CPU: for a process; none: 70 % of what is free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
-    minutes: PositiveFloat | None = None  # begin no round later than that; what is there is kept
+    minutes: PositiveFloat | None = None  # end after that, with what is there; none: qualify: 9
     timeout: PositiveFloat = 900.0  # seconds that one answer of a process may take
     # --- what is kept ---
     json: bool = False  # one JSON object as the last line

@@ -119,6 +119,8 @@ def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int)
 
 def grid(bench: Bench) -> dict[str, dict[str, Any]]:
     """The points of the modes kernel and sweep, by name."""
+    if bench.points:
+        return bench.points
     config, model = bench.config, bench.model
     cuda = bench.device.startswith("cuda")
     default: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)

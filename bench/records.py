@@ -164,7 +164,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def title(content: dict[str, Any]) -> str:
-    title = f"{TITLES[content['mode']]}, {content['machine']['about']}"
+    what = TITLES.get(content["mode"], "What this machine can do")
+    title = f"{what}, {content['machine']['about']}"
     return title if content.get("complete", True) else f"INCOMPLETE: {title}"
 
 

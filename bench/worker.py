@@ -40,6 +40,7 @@ JOBS = {
     "converge": ("bench.training", "Training"),
     "kernel": ("bench.kernels", "Kernels"),
     "decode": ("bench.decoding", "Decoding"),
+    "proof": ("bench.proof", "Proof"),
 }
 
 

@@ -1,0 +1,77 @@
+"""What else goes on on a machine while it is measured: other processes, heat, a held-down clock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+# What nvidia-smi's clocks_event_reasons mean, of those that make a GPU slower than it could be.
+REASONS = {
+    0x4: "its power cap",
+    0x8: "a hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+
+
+def ask_nvidia_smi(query: str) -> list[list[str]]:
+    """The lines of one query, split; nothing where there is no nvidia-smi, or it does not know."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    if done.returncode:
+        return []
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+
+
+@contextmanager
+def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[dict[str, Any]]:
+    """Look at the GPU every two seconds while a stage runs; what was seen, filled at the end: why
+    its clock was held down, its hottest, its largest power, other people's processes."""
+    seen: dict[str, Any] = {}
+    over = threading.Event()
+    reasons, hot, watts = set[str](), [0.0], [0.0]
+
+    def look() -> None:
+        while True:
+            for line in ask("--query-gpu=clocks_event_reasons.active,temperature.gpu,power.draw"):
+                with suppress(ValueError):
+                    bits = int(line[0], 16)
+                    reasons.update(text for bit, text in REASONS.items() if bits & bit)
+                    hot.append(float(line[1]))
+                    watts.append(float(line[2]))
+            if over.wait(2):
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join(timeout=12)
+        if len(hot) > 1:
+            seen |= {"held_down_by": sorted(reasons), "celsius": max(hot), "watts": max(watts)}
+
+
+def busy(device: str, ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> list[str]:
+    """Who else is at work on this machine, before anything of ours is."""
+    found = []
+    if device == "cuda":
+        for i, line in enumerate(ask("--query-gpu=memory.used,utilization.gpu")):
+            with suppress(ValueError, IndexError):
+                used, share = float(line[0]), float(line[1])
+                if used > 1000 or share > 10:
+                    found.append(
+                        f"GPU {i} was in use before we began: {used:,.0f} MB, {share:.0f}%"
+                    )
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
+        found.append(f"the CPU was busy before we began: a load of {load:.1f}")
+    return found

@@ -1,0 +1,151 @@
+"""The matrix and the canary on the machine at hand: the job "proof", one case a request.
+
+All backends share one process, so that the truth of a case is computed once. Whoever breaks it, as
+a bad address on CUDA does, is noted, and another process goes on with the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attention
+from attention import matrix
+from attention.spec import Machine
+from bench.job import Job
+from bench.process import Failure, Stop, Worker
+
+Item = dict[str, str]  # of the job "proof": a case or a phase of the canary, and a dtype
+CASES = {case.name: case for case in matrix.CASES}
+
+
+class Proof:
+    """Judges one backend at one case."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.job = Job(told)
+        self.device = self.job.device
+        self.here = Machine.here(str(self.device), attention.packages())
+        self.about = {"cases": len(CASES)}
+
+    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+        """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel raises of its own
+        accord goes through, for the process may be broken by it."""
+        backend, dtype = attention.get(request["backend"]), request["dtype"]
+        case, phase = CASES.get(request.get("case", "")), request.get("phase", "")
+        specs = [case.spec(dtype)] if case else list(matrix.canaries(dtype, phase))
+        may = [spec for spec in specs if not backend.why_not(spec, self.here)]
+        if not may:
+            why = "; ".join(backend.why_not(specs[0], self.here))
+            return {"verdict": "refused", "why": why}
+        try:
+            if case:
+                matrix.check(backend, case, dtype, str(self.device))
+            else:
+                for spec in may:
+                    matrix.canary(backend, spec, phase, str(self.device), few=True)
+        except AssertionError as e:
+            return {"verdict": "wrong", "why": str(e)}
+        return {"verdict": "right", "why": ""}
+
+
+def items(dtypes: list[str]) -> list[Item]:
+    """What each backend is asked, the most telling first: the canary in each phase, the cases in
+    the dtype of the run, then both in the others."""
+    return [
+        item
+        for dtype in dtypes
+        for item in (
+            *({"phase": phase, "dtype": dtype} for phase in matrix.PHASES),
+            *({"case": case.name, "dtype": dtype} for case in matrix.in_order()),
+        )
+    ]
+
+
+def prove(
+    job: dict[str, Any],
+    backends: list[str],
+    dtypes: list[str],
+    stop: Stop,
+    timeout: float,
+    watch: Callable[[str], None] = lambda what: None,
+    start: Callable[..., Any] = Worker,
+) -> list[dict[str, Any]]:
+    """Ask until all is asked or the time is up; the backend that has used least is next, so that
+    one that compiles for minutes takes no time from the others.
+
+    Args:
+        stop: when to end.
+
+    Returns:
+        a row a backend: how many cases were right, wrong, refused and not reached, the canary, and
+        what was wrong.
+    """
+    asked = items(dtypes)
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in backends}
+    spent = dict.fromkeys(backends, 0.0)
+    worker = None
+    try:
+        while waiting := [name for name in backends if len(answers[name]) < len(asked)]:
+            stop.check()
+            name = min(waiting, key=spent.__getitem__)
+            item, began = asked[len(answers[name])], time.monotonic()
+            what = item.get("case") or f"canary, {item['phase']}"
+            watch(f"proof: {name}, {what}, {item['dtype']}")
+            try:
+                worker = worker or start(job, timeout, stop=stop)
+                answer = worker.ask({"backend": name, **item})
+            except Failure as e:
+                if e.kind == "stopped":
+                    raise
+                answer = {"verdict": "wrong", "why": str(e)}
+                if e.kind == "died":
+                    if worker is None:  # none can be started: nothing will get better
+                        raise
+                    worker.close()
+                    worker = None
+            answers[name].append({**item, **answer})
+            spent[name] += time.monotonic() - began
+    except Failure as e:
+        if e.kind != "stopped":
+            raise
+    finally:
+        if worker is not None:
+            worker.close()
+    return [row(name, answers[name], len(asked), spent[name]) for name in backends]
+
+
+def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
+    """What a backend's answers come to."""
+    by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
+    heard = [a["verdict"] for a in answers if "phase" in a and a["verdict"] != "refused"]
+    return {
+        "backend": name,
+        **{verdict: len(found) for verdict, found in by.items()},
+        "not_reached": asked - len(answers),
+        "canary": "wrong" not in heard if heard else None,
+        "failures": by["wrong"],
+        "last": answers[-1] if answers else None,
+        "seconds": seconds,
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """A backend's row in a line."""
+    said = f"{row['backend']}: {row['right']} right, {row['wrong']} wrong, {row['refused']} refused"
+    return said + f", {row['not_reached']} not reached" * bool(row["not_reached"])
+
+
+def cells(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The rows as a table."""
+    head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
+    lines = []
+    for r in found:
+        canary = {True: "ok", False: "LEAKS", None: "-"}[r["canary"]]
+        counts = [str(r[n]) for n in ("right", "wrong", "refused", "not_reached")]
+        first: dict[str, str] = next(iter(r["failures"]), {})
+        where = first.get("case") or first.get("phase", "")
+        why = f"{where} {first['dtype']}: {first['why']}" if first else "-"
+        lines.append([r["backend"], *counts, canary, why])
+    return head, lines

@@ -1,0 +1,329 @@
+"""bench_mfu.py qualify: one command that takes a machine from bare to a checked record.
+
+    python bench_mfu.py qualify                     nine minutes
+    python bench_mfu.py qualify --minutes=25        all of it
+    python bench_mfu.py qualify --stages=4,5        some stages
+    python bench_mfu.py qualify --resume            what the last one did not get to
+
+Six stages, each in a time box of its own: what a stage leaves over goes to those after it. A stage
+plans what fits into its box by what the machine can do and what compiling takes, says what it left
+out, and is cut off at the end of the box. The record is written anew after every stage.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import data
+from bench import modes, plan, proof, records, rows, tables, verdict
+from bench.bench import Bench
+from bench.compare import SAME
+from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
+from bench.health import busy, watched
+from bench.process import Failure, Worker
+from core.settings import UserError
+from data.prepare import PrepareConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+MINUTES = 9.0
+ROUNDS = 3
+STAGES = ("machine", "proof", "kernels", "training", "decode", "converge")
+# Of the whole time, stage by stage; what one leaves over is shared by those after it.
+SHARES = dict(zip(STAGES, (0.06, 0.17, 0.22, 0.32, 0.13, 0.10), strict=True))
+Content = dict[str, Any]
+
+
+# --- what fits ---
+
+
+def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
+    """Seconds for each of the stages that are wanted, of those that are left for all of them."""
+    total = sum(SHARES[name] for name in wanted)
+    return {name: seconds * SHARES[name] / total for name in wanted}
+
+
+def grid(cuda: bool) -> list[dict[str, Any]]:
+    """The standard grid of attention alone, the most telling points first: causal at head sizes of
+    64 and 128 from 512 to 16,384 tokens, with a window and grouped heads in between.
+
+    On a GPU the width and the tokens of a call are the FlashAttention papers', 2048 and 16,384;
+    elsewhere an eighth of the width and one sequence.
+    """
+    made = []
+
+    def add(T: int, D: int, window: int | None = None, group: int = 1) -> None:
+        H = (2048 if cuda else 256) // D
+        heads = {"H": H, "Hkv": max(1, H // group), "D": D}
+        made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
+
+    for T in (1024, 4096, 16384, 512, 2048, 8192):
+        for D in (64, 128):
+            add(T, D)
+        if T == 4096:
+            add(T, 64, window=1024)
+            add(T, 128, group=4)
+    add(16384, 128, window=1024)
+    return made
+
+
+def where(point: Mapping[str, Any]) -> str:
+    """A point's name: "T4096 D128 Hkv4 W1024"."""
+    grouped = f" Hkv{point['Hkv']}" * (point["Hkv"] != point["H"])
+    window = f" W{point['window']}" if point["window"] else ""
+    return f"T{point['T']} D{point['D']}{grouped}{window}"
+
+
+def that_fit(bench: Bench, box: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The points of the grid for which the box has time, by name; and the names of the others.
+
+    Raises:
+        Failure: it has time for none.
+    """
+    taken: dict[str, dict[str, Any]] = {}
+    dropped = []
+    for point in grid(bench.device.startswith("cuda")):
+        more = {**taken, where(point): point}
+        if sum(plan.seconds(bench, more).values()) <= box:
+            taken = more
+        else:
+            dropped.append(where(point))
+    if not taken:
+        raise Failure("skipped", [f"{box:.0f} s are too short for one point; --minutes gives more"])
+    return taken, dropped
+
+
+def contenders(bench: Bench, box: float) -> list[str]:
+    """As many of the backends as the box has time for, the first one in any case; none of those
+    that hold all scores or loop over tiles in Python, if there is another."""
+    able = [name for name in bench.backends if name not in bench.refused]
+    able = [name for name in able if name not in plan.LONGEST] or able
+    taken: list[str] = []
+    for name in able:
+        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), {})
+        if not taken or sum(reckoned.values()) <= box:
+            taken.append(name)
+    return taken
+
+
+def batch_for(free: float) -> int | None:
+    """Sequences of 1,024 tokens of GPT-2 124M in half precision that surely fit into so many bytes;
+    None where none do."""
+    fits = ((70, 64), (38, 32), (22, 16), (14, 8), (7, 4))
+    return next((batch for gb, batch in fits if free >= gb * 1e9), None)
+
+
+# --- the stages ---
+
+
+def machine(bench: Bench, box: float) -> Content:
+    """What is here has just been measured, and stands at the top of the record."""
+    return {"about": bench.machine["about"]}
+
+
+def numbers(bench: Bench, box: float) -> Content:
+    """The matrix and the canary of every backend that runs here, as far as the time goes."""
+    first = bench.machine["dtype"]
+    others = ("bfloat16", "float16", "float32") if bench.device.startswith("cuda") else ("float32",)
+    dtypes = list(dict.fromkeys((first, *others)))
+    made = proof.prove(bench.job("proof", ""), bench.backends, dtypes, bench.stop,
+                       bench.config.timeout, bench.watch)  # fmt: skip
+    for row in made:
+        bench.tell(proof.told(row))
+    return {"dtypes": dtypes, "rows": made}
+
+
+def kernels(bench: Bench, box: float) -> Content:
+    bench.points, dropped = that_fit(bench, box)
+    bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
+    return measured(bench, modes.kernel) | {"left_out": dropped}
+
+
+def training(bench: Bench, box: float) -> Content:
+    bench.backends = contenders(bench, box)
+    bench.tell(f"training: {', '.join(bench.backends)}")
+    return measured(bench, modes.train)
+
+
+def decoding(bench: Bench, box: float) -> Content:
+    bench.backends = contenders(bench, 0)
+    return measured(bench, modes.decode)
+
+
+def convergence(bench: Bench, box: float) -> Content:
+    """The fast path beside a plain one, on the text of docs/, which is always at hand."""
+    config = bench.config
+    with tempfile.TemporaryDirectory() as folder:
+        text = PrepareConfig(out_dir=f"{folder}/text", source=str(ROOT / "docs"), tokenizer="char")
+        with redirect_stdout(sys.stderr):
+            data.prepare("text", text)
+        V = data.read_meta(Path(folder) / "text")["vocab_size"]
+        train = replace(config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
+        bench.config, bench.vocab_size = replace(config, train=train), V
+        bench.backends = contenders(bench, 0)
+        return measured(bench, modes.converge)
+
+
+def measured(bench: Bench, mode: Callable[[Bench], list[rows.Row]]) -> Content:
+    """A mode's rows as a record has them."""
+    began = time.perf_counter()
+    table = mode(bench)
+    content = bench.content(table, time.perf_counter() - began, bench.stop.why)
+    return content | {"answers": tables.answers(content)}
+
+
+# A model that learns something in a minute, for converge.
+SMALL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64,
+                         "n_kv_head": None, "gradient_accumulation_steps": 1, "dropout": 0.0,
+                         "compile": False}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the six: what it does, in which mode of the bench, with which of its knobs."""
+
+    run: Callable[[Bench, float], Content]
+    mode: str = "kernel"
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+STAGE = {
+    "machine": Stage(machine),
+    "proof": Stage(numbers),
+    "kernels": Stage(kernels, "kernel", {"seconds": 0.5}),
+    "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
+    "decode": Stage(decoding, "decode", {"processors": (False,)}),
+    "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100}),
+}
+
+
+def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float) -> BenchConfig:
+    """The model to train: what was asked for; else GPT-2 124M at a batch that fits, in one piece;
+    else, on a CPU or a small GPU, that of bench/cpu.py."""
+    if not cuda or "batch_size" in given:
+        return config
+    if batch := batch_for(free):
+        train = replace(config.train, gradient_accumulation_steps=1)
+        return replace(config, train=train, batch_size=batch)
+    small = load_config([CPU_CONFIG]).settings
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    train = replace(config.train, **{name: getattr(small.train, name) for name in sizes})
+    return replace(config, train=train, batch_size=small.batch_size)
+
+
+def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Path]:
+    """All stages that are asked for.
+
+    Args:
+        bench: with everything but what the machine is; its stop ends the run.
+        told: what a record says of the command.
+        given: the names of the settings that the user gave.
+
+    Raises:
+        Failure: nothing can be measured here.
+        UserError: --resume, and there is nothing to go on with.
+    """
+    config, cuda = bench.config, bench.device.startswith("cuda")
+    end = time.monotonic() + 60 * (config.minutes or MINUTES)
+    wanted = [STAGES[n - 1] for n in sorted(set(config.stages))]
+    others = busy(bench.device.partition(":")[0])
+    bench.watch("the machine")
+    began = time.monotonic()
+    here = {**bench.job("machine", ""), "wants_bandwidth": True}
+    probe = Worker(here, config.timeout, stop=bench.stop)
+    bench.machine = probe.about
+    bench.machine["memory_limit"] = bench.memory_limit or bench.machine["free_memory"]
+    first_look = time.monotonic() - began
+    config = settled(config, given, cuda, bench.machine["free_memory"])
+    config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
+    bench.vocab_size, _ = vocabulary(config)
+    record: Content = {**told, "mode": "qualify", "machine": bench.machine, "stages": [],
+                       "vocab_size": bench.vocab_size, "settings": config.flat()}  # fmt: skip
+    slug = config.record or "qualify"
+    folder = records.folder_of(config.records_dir, slug, bench.machine)
+    if config.resume:
+        folder, record["stages"] = earlier(folder, slug, record)
+        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
+        wanted = [name for name in wanted if name not in done]
+        record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
+    bench.tell(outline(boxes(end - time.monotonic(), wanted), config))
+    for i, name in enumerate(wanted):
+        stage, left = STAGE[name], end - time.monotonic()
+        box = boxes(left, wanted[i:])[name]
+        own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
+                      deadline=time.monotonic() + box, earlier=[])  # fmt: skip
+        if name == "converge":
+            own.config = fast_path(own.config, cuda)
+        entry: Content = {"name": name, "box_s": box, "why": "", "record": {}}
+        began = time.monotonic()
+        bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
+        try:
+            own.stop.check()
+            asked = {"names": own.backends, "specs": modes.specs(own)}
+            own.refused = probe.ask(asked)["refused"]
+            with watched() as entry["watched"]:
+                entry["record"] = stage.run(own, box)
+            whole = entry["record"].get("complete", not own.stop.why)
+            entry["status"] = "done" if whole else "cut"
+            entry["why"] = "" if whole else entry["record"].get("incomplete", own.stop.why)
+        except (Failure, UserError) as e:
+            stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
+            entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
+        entry["seconds"] = time.monotonic() - began + first_look * (name == "machine")
+        if name == "machine":
+            entry["record"]["busy"] = others
+        record["stages"].append(entry)
+        record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
+        bench.stop.why = bench.stop.why or (own.stop.why if own.stop.code else "")
+        finish(record)
+        records.save(folder, records.seal(record))
+    probe.close()
+    records.save(folder, records.seal(record), verdict.page(record))
+    return record, folder
+
+
+def fast_path(config: BenchConfig, cuda: bool) -> BenchConfig:
+    """What converge holds against the plain one: bfloat16 on a GPU, else the fused kernels."""
+    return replace(config, paths=("bfloat16",), backends=("all",)) if cuda else config
+
+
+def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Content]]:
+    """The newest record of this slug and device, and its stages: --resume goes on with it."""
+    tail = folder.name.split("_", 1)[1]
+    found = sorted(folder.parent.glob(f"*_{tail}/record.json"))
+    if not found:
+        raise UserError(f"--resume: there is no record *_{tail} in {folder.parent}")
+    old = records.read(found[-1])
+    if old.get("mode") != "qualify":
+        raise UserError(f"--resume: {found[-1]} is no record of qualify")
+    for name, what in (("source_sha256", "source"), ("vocab_size", "vocabulary")):
+        if old.get(name) != record.get(name):
+            raise UserError(f"--resume: {found[-1].parent} was measured with another {what}")
+    if any(old["machine"].get(n) != record["machine"].get(n) for n in SAME):
+        raise UserError(f"--resume: {found[-1].parent} is of {old['machine']['about']}")
+    return found[-1].parent, old["stages"]
+
+
+def finish(record: Content) -> None:
+    """Say what the stages so far come to, and what is missing."""
+    have = {s["name"]: s["status"] for s in record["stages"]}
+    missing = [n for n in STAGES if have.get(n) != "done"]
+    record["complete"] = not missing
+    record.pop("incomplete", None)
+    if missing:
+        record["incomplete"] = "not done: " + ", ".join(missing)
+    record["answers"] = verdict.of(record)
+
+
+def outline(box: Mapping[str, float], config: BenchConfig) -> str:
+    """The plan, before it starts."""
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in box.items())
+    t = config.train
+    model = f"{t.n_layer} layers, {t.n_embd} wide, {t.block_size} tokens, batch {config.batch_size}"
+    return f"plan: {times}; what is left over goes to those after it. Training: {model}"
