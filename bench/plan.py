@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 # Tokens beyond which a backend is left out, unless both it and the length are named: its scores
 # fill the memory (manual, math), or its loops over tiles launch kernels by the ten thousand.
-LONGEST = {"manual": 4096, "sdpa_math": 4096, "tiled": 2048}
+LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 # And of a compiled step, which takes a minute each: math is manual once more, tiled is unrolled.
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}
 SURE = 0.1  # seconds from which on a call's time is its work, and not what launching it takes
 
-START_S = 12.0  # a process: imports, CUDA's context, the probe
+START_S = {"cuda": 12.0, "mps": 8.0, "cpu": 5.0}  # a process: imports, CUDA's context, the probe
 COMPILE_S = 3.0  # of a training step, a layer
 POINT_S = 1.5  # attention alone at a new shape: the probe, the error, a compiled kernel
 TOKEN_S = 0.006  # a decoding step of twelve layers, launched kernel by kernel
@@ -39,7 +39,8 @@ def compiled(bench: Bench) -> bool:
 
 def work(point: Mapping[str, Any]) -> int:
     """In proportion to the time of a call."""
-    return point["B"] * point["T"] * min(point["T"], point["window"] or point["T"])
+    heads = point["B"] * point["H"] * point["D"]
+    return heads * point["T"] * min(point["T"], point["window"] or point["T"])
 
 
 def too_long(
@@ -66,7 +67,9 @@ def too_long(
                 "memory; name it in --backends" + ", and --lengths" * alone)  # fmt: skip
     for (who, where), outcome in (found or {}).items():
         took = outcome.warm.get("call_s", 0.0)
-        if who == name and took >= SURE and alone:
+        if who != name or took < SURE or not alone:
+            continue
+        if bool(outcome.warm["point"]["window"]) == bool(point["window"]):  # else another kernel
             wait = took * work(point) / work(outcome.warm["point"])
             if wait > config.slowest_step:
                 return (f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
@@ -87,11 +90,11 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     if config.fixed_batch is None:
         step = config.slowest_step
     everyone = [*bench.backends, *baselines.parse(config.baseline)] if not config.paths else []
-    found = {}
+    found, start = {}, START_S[bench.device.partition(":")[0]]
     for name in dict.fromkeys(everyone or ["plain", *config.paths]):
         if name in bench.refused:
             continue
-        total = START_S
+        total = start
         if mode in ("train", "converge"):
             if too_long(bench, name, {}):
                 continue
@@ -99,7 +102,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if mode == "train":
             total += (4 + config.warm_up_steps) * step + SEARCH_S * (config.fixed_batch is None)
             total += config.rounds * (max(config.seconds, step) + step)
-            total += 10 * step * config.profile + START_S * bool(points)  # the sweep's own process
+            total += 10 * step * config.profile + start * bool(points)  # the sweep's own process
         elif mode == "converge":
             total = config.seeds * (total + config.steps * step)
         for p in points.values():

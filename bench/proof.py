@@ -126,7 +126,7 @@ def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) ->
         "not_reached": asked - len(answers),
         "canary": "wrong" not in heard if heard else None,
         "failures": by["wrong"],
-        "last": answers[-1] if answers else None,
+        "reached": [f"{a.get('case') or a['phase']} {a['dtype']}" for a in answers],
         "seconds": seconds,
     }
 

@@ -37,9 +37,10 @@ def of(record: Content) -> list[str]:
         )
         parts = best.get("profile", {}).get("parts")
         if parts:
+            worst, whole = parts[0], best["profile"]["ms"]
             said.append(
-                f"Largest gap: {parts[0]['part']}, {parts[0]['ms']:.3g} ms a step where "
-                f"{parts[0]['roofline_ms']:.3g} would do."
+                f"Largest gap: {worst['part']}, {worst['ms'] / whole:.0%} of a step under the "
+                f"profiler, {worst['over_ms'] / whole:.0%} of it beyond the roofline."
             )
     by_batch: dict[int, list[Content]] = {}
     for row in ok_rows(record, "decode"):
