@@ -122,7 +122,7 @@ class Kernels:
         start = self.clock.start()
         call([])
         answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for bench/plan.py
-        answer["point"] = {name: point[name] for name in ("B", "T", "window")}
+        answer["point"] = {name: point[name] for name in ("B", "T", "H", "D", "window")}
         if told:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer

@@ -70,7 +70,6 @@ def prove(
     stop: Stop,
     timeout: float,
     watch: Callable[[str], None] = lambda what: None,
-    start: Callable[..., Any] = Worker,
 ) -> list[dict[str, Any]]:
     """Ask until all is asked or the time is up; the backend that has used least is next, so that
     one that compiles for minutes takes no time from the others.
@@ -94,7 +93,7 @@ def prove(
             what = item.get("case") or f"canary, {item['phase']}"
             watch(f"proof: {name}, {what}, {item['dtype']}")
             try:
-                worker = worker or start(job, timeout, stop=stop)
+                worker = worker or Worker(job, timeout, stop=stop)
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":

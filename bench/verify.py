@@ -311,6 +311,8 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
     """Every candidate ended where its baseline did, and that follows from the losses."""
     settings, judged = part["settings"], [r for r in part["rows"] if r["mode"] == "converge"]
     base = next((r for r in judged if r.get("verdict") == "baseline"), None)
+    if base is None and not part.get("complete", True):
+        return  # it was cut off before its end: no row says that it has passed
     if base is None:
         yield "converge has no baseline, so nothing has passed"
         return

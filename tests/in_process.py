@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import bench, fitting, process, training, worker
+from bench import bench, fitting, process, proof, qualify, training, worker
 
 
 class InProcess:
@@ -33,6 +33,6 @@ class InProcess:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
-    for module in (bench_mfu, fitting, bench, process):
+    for module in (bench_mfu, fitting, bench, process, proof, qualify):
         patch.setattr(module, "Worker", kind)
     patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

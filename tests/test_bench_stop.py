@@ -363,18 +363,19 @@ def test_what_takes_too_long_is_left_out_unless_it_is_named():
 
 def test_a_call_that_takes_long_leaves_out_the_next_length():
     bench = on_gpu()
+    ask = {"B": 1, "T": 8192, "H": 12, "D": 64, "window": None}
 
     def known(T: int, seconds: float) -> dict[Any, Outcome]:
-        point = {"B": 1, "T": T, "window": None}
+        point = {**ask, "T": T}
         return {("flex", f"B1 T{T}"): Outcome(warm={"call_s": seconds, "point": point})}
 
-    ask = {"B": 1, "T": 8192, "window": None}
     why = plan.too_long(bench, "flex", ask, known(4096, 0.6))
     assert why.startswith("a call would take about 2.4 s, by 0.6 s at B1 T4096")
     assert plan.too_long(bench, "flex", ask, known(4096, 0.4)) == ""
     assert plan.too_long(bench, "flex", ask, known(64, 0.01)) == ""  # launches, no work
     assert plan.too_long(bench, "sdpa", ask, known(4096, 0.6)) == ""
-    assert plan.too_long(bench, "flex", {**ask, "window": 512}, known(4096, 0.6)) == ""
+    assert plan.too_long(bench, "flex", {**ask, "window": 512}, known(4096, 9.0)) == ""
+    assert plan.too_long(bench, "flex", {**ask, "D": 32}, known(4096, 0.6)) == ""
 
 
 @pytest.mark.parametrize("mode", modes.MODES)

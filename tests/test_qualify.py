@@ -1,0 +1,390 @@
+"""bench_mfu.py qualify: its plan, its stages, its page; and a rehearsal for a GPU that is not here.
+
+The rehearsal takes every decision that an H200 would bring about, from the mode's first line to the
+board's check of its record; only the answers of the workers are computed on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import in_process
+import pytest
+import torch
+from test_bench import SMALL
+
+import attention
+import bench_mfu
+from attention import matrix
+from attention.machines import describe
+from attention.spec import Backend, Caps
+from bench import config as config_
+from bench import health, plan, proof, qualify, records, verdict
+from bench import process as process_
+from bench.bench import Bench
+from bench.config import BenchConfig
+from bench.process import Failure, Stop
+from bench.verify import verify
+from core.settings import UserError
+
+TINY = [*SMALL, "--seconds=0.02", "--rounds=2", "--new_tokens=4", "--prompts=8", "--timeout=60"]
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    """The exit code, what was printed, what was told meanwhile."""
+    out, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
+        code = bench_mfu.main(["qualify", *argv])
+    return code, out.getvalue(), told.getvalue()
+
+
+def read(folder: Path) -> dict[str, Any]:
+    (made,) = folder.glob("*/record.json")
+    return json.loads(made.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes, a few cases of the matrix, short schedules."""
+    in_process.use(monkeypatch)
+    few = [c for c in matrix.in_order() if c.name in ("gqa", "64x17")]
+    monkeypatch.setattr(matrix, "in_order", lambda: few)
+    monkeypatch.setattr(plan, "START_S", {"cpu": 0.1, "cuda": 0.1})
+    monkeypatch.setattr(plan, "POINT_S", 0.1)
+    monkeypatch.setattr(plan, "COMPILE_S", 0.1)
+    small = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
+    monkeypatch.setattr(qualify, "grid", lambda cuda: small)
+    knobs = {"batch_size": 4, "steps": 10}
+    stage = replace(qualify.STAGE["converge"], knobs=knobs)
+    monkeypatch.setitem(qualify.STAGE, "converge", stage)
+
+
+# --- a real run, made small ---
+
+
+def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> None:
+    code, out, told = run(*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}")
+    made = read(tmp_path)
+    assert code == 0 and made["complete"], out
+    assert [(s["name"], s["status"]) for s in made["stages"]] == [
+        (name, "done") for name in qualify.STAGES]  # fmt: skip
+    (folder,) = tmp_path.iterdir()
+    assert verify(made, folder) == []
+    assert {p["mode"] for p in records.parts(made)} == {"kernel", "train", "decode", "converge"}
+    for word in ("every number right and nothing leaked: sdpa", "Fastest kernel D=64", "MFU",
+                 "Largest gap", "Decode, batch 1", "Agreement"):  # fmt: skip
+        assert word in out, out
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    for title in ("## Proof", "## Training steps", "## Generation", "| sdpa | ", "## Final losses"):
+        assert title in page
+    assert "plan: machine" in told and "stage 6, converge" in told
+
+
+def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
+    words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}")
+    with pytest.raises(UserError, match=r"--resume: there is no record \*_cpu_qualify in"):
+        run(*words, "--resume")
+    code, out, _ = run(*words, "--stages=1,2")
+    first = read(tmp_path)
+    assert code == 0 and not first["complete"] and out.startswith("INCOMPLETE")
+    assert first["incomplete"] == "not done: kernels, training, decode, converge"
+    run(*words, "--stages=2,5", "--resume")
+    second = read(tmp_path)
+    assert [s["name"] for s in second["stages"]] == ["machine", "proof", "decode"]
+    assert second["stages"][:2] == first["stages"]
+    first["source_sha256"] = "another"
+    (folder,) = tmp_path.iterdir()
+    records.save(folder, records.seal(first))
+    with pytest.raises(UserError, match="measured with another source"):
+        run(*words, "--resume")
+
+
+def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path, quick, monkeypatch) -> None:
+    def fails(bench: Bench, box: float) -> Any:
+        raise Failure("died", ["the GPU fell off the bus"])
+
+    monkeypatch.setitem(qualify.STAGE, "training", replace(qualify.STAGE["training"], run=fails))
+    words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=4,5")
+    code, out, _ = run(*words)
+    assert code == 0 and "Missing: training: failed: the GPU fell off the bus." in out
+    assert [s["status"] for s in read(tmp_path)["stages"]] == ["failed", "done"]
+
+
+def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch) -> None:
+    inside = qualify.STAGE["proof"].run
+
+    def stopped(bench: Bench, box: float) -> Any:
+        assert bench.stop.signals
+        found = inside(bench, box)
+        bench.stop.signals.signal = 15
+        bench.stop.check()
+        return found
+
+    monkeypatch.setitem(qualify.STAGE, "proof", replace(qualify.STAGE["proof"], run=stopped))
+    code, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5")
+    assert code == 143 and out.startswith("INCOMPLETE")
+    stages = read(tmp_path)["stages"]
+    assert [s["status"] for s in stages] == ["skipped"] * 3
+    assert all("SIGTERM" in s["why"] for s in stages)
+
+
+def test_knobs_of_qualify_are_no_other_modes() -> None:
+    for word in ("--stages=1", "--resume"):
+        with pytest.raises(UserError, match="are for the mode qualify, not for train"):
+            bench_mfu.main(["train", word])
+    with pytest.raises(UserError, match="stages"):
+        bench_mfu.main(["qualify", "--stages=7"])
+
+
+# --- the rehearsal ---
+
+H200 = describe("NVIDIA H200", torch=torch.__version__, packages=["triton"])
+SHOWN = {"triton": "flash (our Triton)", "sdpa_cudnn": "cudnn", "sdpa_flash": "flash",
+         "sdpa_efficient": "efficient", "sdpa_math": "math", "sdpa": "cudnn"}  # fmt: skip
+ON_DEVICE = {"triton": "forward_kernel", "sdpa_cudnn": "cudnn_generated_sdpa", "flex": "flex_attn",
+             "sdpa_flash": "flash_fwd_kernel", "sdpa": "cudnn_generated_sdpa",
+             "sdpa_efficient": "fmha_cutlassF"}  # fmt: skip
+
+
+class OnH200(in_process.InProcess):
+    """Answers as a worker on an H200: computed on the CPU, by sdpa where only CUDA has a kernel."""
+
+    def __init__(self, job: Any, *how: Any, **more: Any) -> None:
+        self.job = job
+        here = attention.Machine.here("cpu", attention.packages())
+        name = job["name"]
+        spec = attention.Spec(2, 2, 16, "float32")
+        known = name in attention.BACKENDS and not attention.BACKENDS[name].why_not(spec, here)
+        mine = name if known else "sdpa"
+        train = {**job["train"], "attention_backend": mine, "compile": False}
+        told = {**job, "device": "cpu", "train": train}
+        super().__init__(told if job["baseline"] or not name else {**told, "name": mine}, 1.0)
+        if job["job"] == "machine":
+            tflops, source = attention.gpus.datasheet_tflops("NVIDIA H200", "float32", True)
+            self.about |= {"kind": "cuda", "name": "NVIDIA H200", "about": "NVIDIA H200",
+                           "capability": [9, 0], "driver": "580.1", "free_memory": 140e9,
+                           "peak_tflops": tflops, "peak_source": source,
+                           "products_tflops": 0.7 * tflops}  # fmt: skip
+
+    def ask(self, request: Any) -> dict[str, Any]:
+        if "specs" in request:
+            return {"refused": {
+                name: ["not there"] for name in request["names"]
+                if all(attention.BACKENDS[name].why_not(attention.Spec(**{"dtype": "float32", **s}),
+                                                        H200) for s in request["specs"])
+            }}  # fmt: skip
+        if "backend" in request:
+            request = {**request, "backend": "sdpa"}
+        answer = super().ask(request)
+        name = self.job["name"]
+        if name and "kernels" in answer:
+            answer["kernels"] = [SHOWN[name]] if name in SHOWN else []
+            answer["device_kernels"] = [ON_DEVICE[name]] if name in ON_DEVICE else []
+            answer["events"] = []
+        if "machine" in answer:
+            answer["machine"] = f"NVIDIA H200, run {self.job['run']}"
+        return answer
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    in_process.use(monkeypatch, OnH200)
+    for module in (bench_mfu, config_):
+        monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
+    looks = itertools.repeat([["0x0000000000000004", "71", "690.5"]])
+    monkeypatch.setattr(qualify, "watched", lambda: health.watched(lambda query: next(looks)))
+    monkeypatch.setattr(qualify, "busy", lambda device: ["GPU 0 was in use before we began"])
+
+
+def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
+    """Everything but the answers is what an H200 gets."""
+    words = [w for w in TINY if not w.startswith(("--device", "--peak_tflops", "--bandwidth"))]
+    code, out, told = run(*words, "--minutes=25", f"--records_dir={tmp_path}")
+    (folder,) = tmp_path.iterdir()
+    made = read(tmp_path)
+    assert folder.name.endswith("_h200_qualify")
+    statuses = {s["name"]: (s["status"], s["why"]) for s in made["stages"]}
+    assert statuses == {name: ("done", "") for name in qualify.STAGES}, told
+    assert code == 0 and verify(made, folder) == []
+    trained = {r["backend"] for r in verdict.ok_rows(made, "training")}
+    assert {"sdpa", "sdpa_flash", "sdpa_cudnn", "triton"} <= trained
+    assert not trained & {"manual", "tiled", "sdpa_math"}  # no minutes of compiling for these
+    paths = {r["backend"] for r in verdict.ok_rows(made, "converge")}
+    assert paths == {"plain", "bfloat16"}
+    assert {r["point"]["new_tokens"] for r in verdict.ok_rows(made, "decode")} == {4}
+    assert "Suspicious: GPU 0 was in use before we began." in out
+    assert "Suspicious: in the stage training the GPU's clock was held down by its power cap" in out
+
+
+# --- what fits ---
+
+
+def bench_of(minutes: float = 9, device: str = "cuda", backends: str = "sdpa triton") -> Bench:
+    here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "memory_limit": 10**11,
+            "bandwidth": 4e12}  # fmt: skip
+    return Bench("kernel", BenchConfig(minutes=minutes), device, 50304, backends.split(), None,
+                 print, here)  # fmt: skip
+
+
+def test_the_boxes_are_the_whole_time_and_what_is_left_over_is_shared() -> None:
+    assert sum(qualify.boxes(540, qualify.STAGES).values()) == pytest.approx(540)
+    assert qualify.boxes(100, ("decode",)) == {"decode": 100}
+    assert qualify.boxes(100, ("training", "decode"))["training"] == pytest.approx(100 * 32 / 45)
+
+
+def test_the_grid_is_the_papers_and_its_best_comes_first() -> None:
+    points = qualify.grid(cuda=True)
+    assert {p["T"] for p in points} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {p["D"] for p in points} == {64, 128}
+    assert all(p["B"] * p["T"] == 16384 and p["H"] * p["D"] == 2048 for p in points)
+    assert any(p["window"] for p in points) and any(p["Hkv"] < p["H"] for p in points)
+    names = [qualify.where(p) for p in points]
+    assert names[:2] == ["T1024 D64", "T1024 D128"] and len(set(names)) == len(names)
+    assert "T4096 D128 Hkv4" in names and "T4096 D64 W1024" in names
+
+
+def test_more_time_takes_more_points_and_none_is_said_so() -> None:
+    counts = [len(qualify.that_fit(bench_of(), box)[0]) for box in (60, 80, 400)]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == len(qualify.grid(True))
+    taken, dropped = qualify.that_fit(bench_of(), 60)
+    assert len(taken) + len(dropped) == len(qualify.grid(True))
+    with pytest.raises(Failure, match="5 s are too short for one point"):
+        qualify.that_fit(bench_of(), 5)
+
+
+def test_the_time_says_how_many_are_compiled() -> None:
+    bench = replace(bench_of(backends="manual tiled sdpa sdpa_flash triton"), mode="train")
+    assert qualify.contenders(bench, 0) == ["sdpa"]
+    assert qualify.contenders(bench, math.inf) == ["sdpa", "sdpa_flash", "triton"]
+    some = qualify.contenders(bench, 150)
+    assert 1 <= len(some) < 3
+    assert qualify.contenders(replace(bench, backends=["manual"]), 0) == ["manual"]
+    assert qualify.contenders(replace(bench, refused={"sdpa": ["no"]}), 0) == ["sdpa_flash"]
+
+
+def test_the_model_is_one_that_fits() -> None:
+    config = BenchConfig()
+    large = qualify.settled(config, (), True, 140e9)
+    assert (large.batch_size, large.train.n_embd, large.train.block_size) == (64, 768, 1024)
+    assert large.train.gradient_accumulation_steps == 1
+    assert qualify.settled(config, (), True, 24e9).batch_size == 16
+    tiny = qualify.settled(config, (), True, 2e9)
+    assert tiny.train.n_embd == 256 and tiny.train.vocab_size == 1024
+    assert qualify.settled(config, ("batch_size",), True, 140e9) is config
+    assert qualify.settled(config, (), False, 140e9) is config
+
+
+# --- the proof ---
+
+
+class Judge:
+    """A worker that says of each backend what is planned, in so many seconds."""
+
+    made: ClassVar[list[Any]] = []
+    clock = 0.0
+
+    def __init__(self, job: Any, timeout: float, stop: Stop) -> None:
+        self.about, self.closed = {}, False
+        Judge.made.append(self)
+
+    def ask(self, request: dict[str, str]) -> dict[str, Any]:
+        name = request["backend"]
+        Judge.clock += 100 if name == "slow" else 1
+        if name == "breaks" and "case" in request:
+            raise Failure("died", ["an illegal memory access"])
+        wrong = name == "leaks" and "phase" in request
+        return {"verdict": "wrong" if wrong else "right", "why": "it leaks" if wrong else ""}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
+    monkeypatch.setattr(proof, "time", SimpleNamespace(monotonic=lambda: Judge.clock))
+    monkeypatch.setattr(process_, "time", SimpleNamespace(monotonic=lambda: Judge.clock))
+    monkeypatch.setattr(Judge, "clock", 0.0)
+    monkeypatch.setattr(Judge, "made", [])
+    monkeypatch.setattr(proof, "Worker", Judge)
+    asked = len(proof.items(["float32"]))
+    stop = Stop(deadline=5 * asked)
+    names = ["slow", "good", "leaks", "breaks"]
+    rows = {r["backend"]: r for r in proof.prove({}, names, ["float32"], stop, 9)}
+    assert rows["good"]["right"] == asked and rows["good"]["canary"] is True
+    assert 0 < rows["slow"]["right"] < 4 and rows["slow"]["not_reached"] > asked - 4
+    assert rows["leaks"]["wrong"] == len(matrix.PHASES) and rows["leaks"]["canary"] is False
+    broken = rows["breaks"]
+    assert broken["wrong"] and "illegal memory access" in broken["failures"][0]["why"]
+    assert len(Judge.made) == broken["wrong"] + 1 and all(w.closed for w in Judge.made)
+
+
+def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
+    def leaks(q, k, v, spec, *, segments=None, cache=None):
+        out = attention.BACKENDS["manual"].attend(q, k, v, spec, segments=segments)
+        return out + 1e-3 * v.mean(dim=1, keepdim=True).repeat_interleave(
+            spec.n_head // spec.n_kv_head, dim=2)  # fmt: skip
+
+    bad = Backend(name="bad", title="it leaks", attend=leaks, fallback="manual",
+                  caps=(Caps(segments=False),))  # fmt: skip
+    monkeypatch.setattr(attention, "get", {**attention.BACKENDS, "bad": bad}.__getitem__)
+    job = replace(bench_of(device="cpu")).job("proof", "")
+    judge = proof.Proof(job)
+
+    def ask(name: str, **item: str) -> str:
+        return judge.round({"backend": name, "dtype": "float32", **item})["verdict"]
+
+    assert ask("manual", case="gqa") == ask("manual", phase="decode") == "right"
+    assert ask("bad", case="gqa") == ask("bad", phase="training") == "wrong"
+    assert ask("bad", case="packed") == "refused"
+
+
+# --- the page, the machine ---
+
+
+def test_the_page_says_what_is_wrong_here() -> None:
+    row = {"status": "ok", "noisy": True, "mfu": 0.5, "mfu_causal": 0.45, "tokens_per_s": 10.0,
+           "backend": "sdpa", "ms": 1.0, "point": {}, "mode": "train"}  # fmt: skip
+    bad = {"backend": "flash_attn_4", "right": 3, "wrong": 1, "refused": 0, "not_reached": 7,
+           "failures": [{"case": "large", "dtype": "bfloat16", "why": "dq is off"}]}  # fmt: skip
+    stages: list[dict[str, Any]] = [
+        {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
+        {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
+        {"name": "training", "status": "done", "record": {"rows": [row]},
+         "watched": {"held_down_by": ["heat (hardware)"]}},
+    ]  # fmt: skip
+    here = {"peak_tflops": 989.4, "products_tflops": 300.0}
+    said = "\n".join(verdict.of({"machine": here, "stages": stages}))
+    for words in (
+        "flash_attn_4 is wrong in large, bfloat16: dq is off",
+        "cases not reached in the time: flash_attn_4 7",
+        "right and nothing leaked: none",
+        "large matmuls reach 300 TFLOP/s, 30% of the datasheet's 989.4",
+        "in the stage training the GPU's clock was held down by heat (hardware)",
+        "1 of 1 rows of training are noisy",
+        "GPU 0 was in use",
+        "Missing: proof: cut: its time was over.",
+        "sdpa reaches 50.0% MFU (causal 45.0%)",
+    ):
+        assert words in said, said
+
+
+def test_what_nvidia_smi_says_is_understood() -> None:
+    answers = {"--query-gpu=memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
+    found = health.busy("cuda", lambda query: answers[query])
+    assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
+    assert not any("GPU 1" in text for text in found)
+    with health.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
+        time.sleep(0.05)
+    assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
+                    "watts": 700.1}  # fmt: skip
+    with health.watched(lambda query: []) as seen:
+        pass
+    assert seen == {}
