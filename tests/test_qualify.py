@@ -165,8 +165,8 @@ class OnH200(in_process.InProcess):
         spec = attention.Spec(2, 2, 16, "bfloat16")
         known = name in attention.BACKENDS and not attention.BACKENDS[name].why_not(spec, here)
         mine = name if known else "sdpa"
-        train = {**job["train"], "attention_backend": mine, "compile": False}
-        told = {**job, "device": "cpu", "train": train}
+        train = {**job["train"], "attention_backend": mine, "compile": False, "peak_tflops": 1.0}
+        told = {**job, "device": "cpu", "train": train, "bandwidth_gbs": 8.0}
         super().__init__(told if job["baseline"] or not name else {**told, "name": mine}, 1.0)
         if job["job"] == "machine":
             tflops, source = attention.gpus.datasheet_tflops("NVIDIA H200", "bfloat16")
@@ -177,11 +177,10 @@ class OnH200(in_process.InProcess):
 
     def ask(self, request: Any) -> dict[str, Any]:
         if "specs" in request:
-            return {"refused": {
-                name: ["not there"] for name in request["names"]
-                if all(attention.BACKENDS[name].why_not(attention.Spec(**{"dtype": "bfloat16", **s}),
-                                                        H200) for s in request["specs"])
-            }}  # fmt: skip
+            specs = [attention.Spec(**{"dtype": "bfloat16", **s}) for s in request["specs"]]
+            told = {n: [attention.BACKENDS[n].why_not(s, H200) for s in specs]
+                    for n in request["names"]}  # fmt: skip
+            return {"refused": {n: why[0] for n, why in told.items() if all(why)}}
         if "backend" in request:
             request = {**request, "backend": "sdpa"}
         answer = super().ask(request)
