@@ -202,10 +202,10 @@ class Stage:
 STAGE = {
     "machine": Stage(machine),
     "proof": Stage(numbers),
-    "kernels": Stage(kernels, "kernel", {"seconds": 0.5}),
+    "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
     "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
     "decode": Stage(decoding, "decode", {"processors": (False,)}),
-    "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100}),
+    "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100, "baseline": ()}),
 }
 
 
