@@ -59,6 +59,8 @@ class Bench:
             why: it ended before all was measured; empty where it did not.
         """
         model, rounds = self.model, self.config.rounds
+        none = sum(r["status"] == "stopped" for r in table)
+        why = why or "its time was over" * bool(none)
         content = {
             "mode": self.mode,
             "seconds": seconds,
@@ -76,7 +78,6 @@ class Bench:
             "complete": not why,
         }
         if why:
-            none = sum(r["status"] == "stopped" for r in table)
             few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
             missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
             missing += [f"{few} have fewer than {rounds} rounds"] * bool(few)
@@ -172,6 +173,7 @@ class Bench:
             rounds,
             outcomes=found,
             without=without,
+            ahead=self.device.startswith("cuda"),
             fresh=self.config.fresh_rounds if fresh is None else fresh,
             budget=int(0.9 * self.machine["memory_limit"]),
             timeout=self.config.timeout,

@@ -25,7 +25,7 @@ LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}
 SURE = 0.1  # seconds from which on a call's time is its work, and not what launching it takes
 
-START_S = {"cuda": 12.0, "mps": 8.0, "cpu": 5.0}  # a process: imports, CUDA's context, the probe
+START_S = {"cuda": 7.0, "mps": 8.0, "cpu": 5.0}  # a process: imports, CUDA's context, the probe
 COMPILE_S = 3.0  # of a training step, a layer
 POINT_S = 1.5  # attention alone at a new shape: the probe, the error, a compiled kernel
 TOKEN_S = 0.006  # a decoding step of twelve layers, launched kernel by kernel

@@ -32,6 +32,7 @@ from core.runtime import StopSignal
 HERE = Path(__file__).resolve().parent
 GUARD = (sys.executable, "-IS", str(HERE / "guard.py"))
 COMMAND = (sys.executable, str(HERE / "worker.py"))
+WARM_UP = 0.65  # of the time until a deadline: who is not warm by then leaves it to the others
 GRACE = 20.0  # seconds that a round which is begun may go on after the deadline
 LOOK = 0.2  # seconds between two looks at the signals while a worker works
 
@@ -105,8 +106,23 @@ def result(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["ok"]
 
 
+class Started:
+    """A process that waits for its job; meanwhile it imports what every job needs."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.process = start(command, stdout=subprocess.PIPE, stderr=self.errors)
+
+    def close(self) -> None:
+        """End the process."""
+        end(self.process)
+        assert self.process.stdout
+        self.process.stdout.close()
+        self.errors.close()
+
+
 class Worker:
-    """One process, and the lines between it and us."""
+    """One process with a job, and the lines between it and us."""
 
     def __init__(
         self,
@@ -114,12 +130,13 @@ class Worker:
         timeout: float,
         command: Sequence[str] = COMMAND,
         stop: Stop | None = None,
+        started: Started | None = None,
     ) -> None:
-        """Start the process and set up its job; `about` is what it answers."""
+        """Start the process, unless it is `started`, and set up its job; `about` is its answer."""
         self.timeout, self.stop = timeout, stop or Stop()
         self.stop.check()
-        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.process = start(command, stdout=subprocess.PIPE, stderr=self.errors)
+        self.started = started or Started(command)
+        self.process, self.errors = self.started.process, self.started.errors
         began = time.perf_counter()
         try:
             self.about = self.ask(job)
@@ -163,10 +180,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        end(self.process)
-        assert self.process.stdout
-        self.process.stdout.close()
-        self.errors.close()
+        self.started.close()
 
 
 @dataclass
@@ -196,6 +210,7 @@ def measure(
     *,
     outcomes: dict[Key, Outcome] | None = None,
     without: Container[Key] = (),
+    ahead: bool = False,
     fresh: bool | None = None,
     budget: int = 0,
     timeout: float = 600.0,
@@ -212,6 +227,7 @@ def measure(
         jobs: name -> its worker's job; points: name -> what a round asks of a worker.
         outcomes: of earlier rounds, to be added to, as soon as something is known.
         without: pairs of name and point to leave out.
+        ahead: start all processes at the beginning, and let them import.
         fresh: new processes in every round; None: only where they do not all fit into `budget`.
         budget: bytes for all workers together; 0: not known, so they all stay.
         stop: when to end before all is done.
@@ -231,6 +247,11 @@ def measure(
     held: dict[str, int] = {}  # bytes of a sleeping worker
     peak = 0  # the most that any worker needed
     begun, of = 0, (rounds + 1) * len(pairs)
+    warm_by = time.monotonic() + WARM_UP * ((stop.deadline or 0) - time.monotonic())
+    # Importing takes seconds of one core, so all begin with it at once, where there is no memory
+    # limit that it might come near.
+    names = dict.fromkeys(name for name, _ in pairs)
+    waiting = {name: Started(command) for name in names if ahead and not fresh}
 
     def drop(*names: str) -> None:
         for name in names:
@@ -243,8 +264,10 @@ def measure(
         outcome = outcomes[name, point]
         if round_ == 0 and (why := skip(name, point)):
             raise Failure("skipped", [why])
+        if round_ == 0 and held and stop.deadline and time.monotonic() > warm_by:
+            raise Failure("stopped", ["warming it up would have left no time for the rounds"])
         if name not in workers:
-            workers[name] = Worker(jobs[name], timeout, command, stop)
+            workers[name] = Worker(jobs[name], timeout, command, stop, waiting.pop(name, None))
         worker = workers[name]
         outcome.about, outcome.setup_s = worker.about, outcome.setup_s or worker.setup_s
         if round_ == 0 or fresh:
@@ -289,4 +312,6 @@ def measure(
             after_round()
     finally:
         drop(*workers)
+        for started in waiting.values():
+            started.close()
     return outcomes, bool(fresh)

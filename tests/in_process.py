@@ -18,7 +18,12 @@ class InProcess:
     setup_s = 1.0
 
     def __init__(
-        self, job: Any, timeout: float, command: Sequence[str] = (), stop: Any = None
+        self,
+        job: Any,
+        timeout: float,
+        command: Sequence[str] = (),
+        stop: Any = None,
+        started: Any = None,
     ) -> None:
         self.handler = worker.Handler()
         self.about = self.ask({**job, "memory_limit": None})  # it would be this process's
@@ -31,8 +36,17 @@ class InProcess:
         self.handler.job = None
 
 
+class NotStarted:
+    """bench.process.Started's part, of which nothing is needed."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
     for module in (bench_mfu, fitting, bench, process, proof, qualify):
         patch.setattr(module, "Worker", kind)
+    patch.setattr(process, "Started", NotStarted)
     patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import in_process
 import pytest
@@ -206,7 +206,8 @@ def stopping(at: int, how: Callable[[Any], None]) -> type[in_process.InProcess]:
     asked = [0]
 
     class Stops(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None) -> None:
+        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None,
+                     started: Any = None) -> None:  # fmt: skip
             self.stop, self.counts = stop, job["job"] in ("train", "kernel", "converge")
             super().__init__(job, timeout, command, stop)
 
@@ -310,7 +311,8 @@ def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
 
 def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     class Refuses(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None) -> None:
+        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None,
+                     started: Any = None) -> None:  # fmt: skip
             os.kill(os.getpid(), signal.SIGTERM)
             stop.check()
 
@@ -410,4 +412,56 @@ def test_a_call_is_timed_for_the_plan():
 
     point = {"B": 2, "T": 24, "H": 4, "Hkv": 2, "D": 8, "window": None}
     answer = Kernels(job("kernel", "sdpa")).round({**point, "warm_up": True})
-    assert answer["call_s"] > 0 and answer["point"] == {"B": 2, "T": 24, "window": None}
+    assert answer["call_s"] > 0
+    assert answer["point"] == {"B": 2, "T": 24, "H": 4, "D": 8, "window": None}
+
+
+def test_who_is_late_to_warm_up_leaves_the_time_to_the_rounds(monkeypatch):
+    """Else a deadline in the warm-up would leave nothing at all."""
+    clock = [0.0]
+
+    class Slow:
+        setup_s = 1.0
+        about: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self, job: Any, *how: Any) -> None:
+            clock[0] += 1
+
+        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+            clock[0] += 30 if request.get("warm_up") else 1
+            return {"ms": 1.0}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(process, "Worker", Slow)
+    monkeypatch.setattr(process, "time", SimpleNamespace(
+        monotonic=lambda: clock[0], perf_counter=lambda: clock[0]))  # fmt: skip
+    jobs: dict[str, Any] = {name: {} for name in "abcd"}
+    found, _ = measure(jobs, {"": {}}, 3, stop=Stop(deadline=110))
+    assert [len(found[name, ""].rounds) for name in jobs] == [3, 3, 3, 0]
+    assert found["d", ""].failure.kind == "stopped"  # type: ignore[union-attr]
+    found, _ = measure({"a": {}}, {"": {}}, 3, stop=Stop(deadline=clock[0] + 20))
+    assert not found["a", ""].rounds  # the first one is begun in any case
+
+
+def test_processes_that_are_started_ahead_are_used_or_ended(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "for line in sys.stdin:\n"
+        "    print(json.dumps({'ok': {'ms': 1.0, 'pid': os.getpid()}}), flush=True)\n"
+    )
+    made = []
+
+    class Noted(process.Started):
+        def __init__(self, command: Any) -> None:
+            super().__init__(command)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "Started", Noted)
+        how: dict[str, Any] = {"command": (sys.executable, str(script)), "ahead": True}
+        skip = lambda name, point: "no" * (name == "b")  # noqa: E731
+        found, _ = measure({"a": {}, "b": {}}, {"": {}}, 1, skip=skip, **how)
+    assert len(made) == 2 and len(found["a", ""].rounds) == 1
+    assert all(s.process.poll() is not None for s in made)
