@@ -16,7 +16,7 @@ What is made up: every time, the kernels' names, and what tensors of 64 MB or mo
 shape only, so that a measured peak takes no minutes. torch.compile returns what it is given.
 Triton's kernels run in its interpreter, bfloat16 (which it cannot) in float32.
 
-FAKE_CUDA_GB: the size of the memory, in place of 139 GiB.
+FAKE_CUDA_GB: the size of the memory, in place of 139 GiB. FAKE_CUDA_HUGE: megabytes in place of 64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, Kernel
 
 NAME, CAPABILITY = "NVIDIA H200", (9, 0)
-HUGE = 2**26  # bytes, from which on a tensor is a shape without numbers
+# MB, from which on a tensor is a shape without numbers
+HUGE = float(os.environ.get("FAKE_CUDA_HUGE", "64")) * 2**20
+DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))  # all of a process's tensors say cuda:0
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NONSENSE = -77  # what pinned memory holds before a copy to it is there
 aten = torch.ops.aten
@@ -56,7 +58,7 @@ class Memory:
 
     total = int(float(os.environ.get("FAKE_CUDA_GB", "139")) * 2**30)
     allocated = reserved = peak = 0
-    blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+    blocks: ClassVar[weakref.WeakValueDictionary[int, Block]] = weakref.WeakValueDictionary()
 
     @classmethod
     def block(cls, numbers: Tensor, size: int) -> Block:
@@ -157,6 +159,7 @@ class Generator(torch.Generator):
 REAL: dict[str, Any] = {
     "Generator": torch.Generator,
     "empty": torch.empty,
+    "join": torch.distributed.init_process_group,
     "tensor": torch.tensor,
     "as_tensor": torch.as_tensor,
     "sdpa": F.scaled_dot_product_attention,
@@ -185,6 +188,18 @@ class CudaTensor(torch.Tensor):
 
     def __format__(self, how: str) -> str:
         return format(self.item(), how) if self.dim() == 0 else repr(self)
+
+    def untyped_storage(self) -> Any:
+        return self.numbers.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # in a file it is a tensor of the CPU
+        return self.numbers.__reduce_ex__(protocol)
+
+    def record_stream(self, stream: Any) -> None:
+        pass
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -264,7 +279,12 @@ def carry_out(op: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = CPU
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-    if draws and stays and kwargs.get("generator") is None and len(args) <= names.index("generator"):
+    if (
+        draws
+        and stays
+        and kwargs.get("generator") is None
+        and len(args) <= names.index("generator")
+    ):
         kwargs["generator"] = GENERATOR
     if not views:
         launches.add(op._schema.name)
@@ -339,7 +359,7 @@ def without_numbers(op: Any, args: Any, kwargs: Any, written: Any) -> Any:
         how["device"] = "meta"
     found = op(*meta(inner(args)), **how)
     if op is aten.mm.default:
-        time.sleep(2 * args[0].shape[0] ** 3 / 700e12)
+        time.sleep(2 * args[0].numel() * args[1].shape[1] / 700e12)
     return wrap(found, written, args, kwargs, facts(op)[3], True)
 
 
@@ -374,6 +394,18 @@ def to_copy(t: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = N
     return CudaTensor(found) if stays else found
 
 
+def softmax(op: Any, x: CudaTensor, dim: int, to_float: bool) -> Tensor:
+    """On CUDA in one kernel from half precision to float32; on the CPU in two."""
+    launches.add(op._schema.name)
+    numbers = inner(x)
+    return CudaTensor(op(numbers.float() if to_float else numbers, dim, False))
+
+
+def softmax_backward(op: Any, dout: Any, out: Any, dim: int, dtype: torch.dtype) -> Tensor:
+    launches.add(op._schema.name)
+    return CudaTensor(op(inner(dout), inner(out), dim, dout.dtype).to(dtype))
+
+
 def scalar(t: CudaTensor) -> Any:
     synchronize()
     return 0.0 if is_huge(t) else t.numbers.item()
@@ -391,8 +423,7 @@ def drop(x: CudaTensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # at::SDPBackend
 
 
-def choice(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-           is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False) -> int:  # fmt: skip
+def choice(q: Tensor, k: Tensor, attn_mask: Tensor | None) -> int:
     """What PyTorch takes on Hopper: cuDNN, flash, efficient, math, as far as they are allowed."""
     half, on = q.dtype in (torch.float16, torch.bfloat16), torch.backends.cuda
     equal_heads = q.shape[1] == k.shape[1]
@@ -413,7 +444,9 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None, p: float, causal: bool, s
     scale = scale or q.shape[-1] ** -0.5
     s = q @ k.transpose(-1, -2) * scale
     if causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        s = s.masked_fill(
+            ~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(), -torch.inf
+        )
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     L = s.logsumexp(-1)
@@ -457,13 +490,15 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bo
 
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float,
-                   is_causal: bool, seed: Any, offset: Any, *, scale: Any = None) -> Any:  # fmt: skip
+                   is_causal: bool, seed: Any, offset: Any, *,
+                   scale: Any = None) -> Any:  # fmt: skip
     launches.add("aten::_scaled_dot_product_flash_attention_backward")
     return tuple(attend_backward(dout, q, k, v, None, dropout_p, is_causal, scale, seed))
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool,
-              dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None) -> Any:  # fmt: skip
+              dropout_p: float = 0.0, is_causal: bool = False, *,
+              scale: Any = None) -> Any:  # fmt: skip
     launches.add("aten::_scaled_dot_product_efficient_attention")
     out, L, seed = attend(q, k, v, attn_bias, dropout_p, is_causal, scale)
     return out, L, seed, seed
@@ -502,7 +537,7 @@ def scaled_dot_product_attention(
                             enable_gqa=enable_gqa)  # fmt: skip
     if type(attn_mask).__name__ == "CausalBias":
         attn_mask = attn_mask._materialize(CUDA)  # the kernel knows it as it is
-    kernel = choice(q, k, v, attn_mask, dropout_p, is_causal)
+    kernel = choice(q, k, attn_mask)
     how: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if kernel == FLASH:
         return aten._scaled_dot_product_flash_attention(q, k, v, **how)[0]
@@ -520,20 +555,27 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: to_copy,
     aten._local_scalar_dense.default: scalar,
     aten.native_dropout.default: drop,
+    **{op: functools.partial(softmax, op)
+       for op in (aten._softmax.default, aten._log_softmax.default)},
+    **{op: functools.partial(softmax_backward, op)
+       for op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)},
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-}
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the profiler
 
 launches: set[str] = set()  # names of the operators that were run and are no views
 KERNELS = (  # a part of an operator's name, that of its kernel
-    ("flash_attention_backward", "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>"),
+    (
+        "flash_attention_backward",
+        "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>",
+    ),
     ("flash_attention", "pytorch_flash::flash_fwd_kernel<...>"),
     ("efficient_attention_backward", "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(...)"),
     ("efficient_attention", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)"),
@@ -581,7 +623,7 @@ def guard_devices() -> None:
     """Tell autograd's engine that CUDA is there, and has one device.
 
     For a device type of one's own PyTorch lets Python say so; its entry becomes CUDA's. And the
-    hooks of a build without CUDA get a table of virtual functions in which it is built and available.
+    hooks of a build without CUDA get a table of virtual functions that say it is built and there.
     """
     folder = Path(torch.__file__).parent / "lib"
     REAL["guard"] = CudaGuard()
@@ -595,7 +637,7 @@ def guard_devices() -> None:
     hooks = library._ZN2at6detail12getCUDAHooksEv
     hooks.restype = ctypes.POINTER(ctypes.c_void_p)
     says_yes = REAL["yes"] = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda hooks: True)
-    # The type's own two entries, two destructors, isBuilt(), isAvailable(), hasPrimaryContext(), ...
+    # Two entries of the type, two destructors, isBuilt(), isAvailable(), hasPrimaryContext(), ...
     table = REAL["table"] = (ctypes.c_void_p * 50)()
     ctypes.memmove(table, hooks()[0] - 16, ctypes.sizeof(table))
     table[4] = table[5] = table[6] = ctypes.cast(says_yes, ctypes.c_void_p).value
@@ -650,8 +692,19 @@ def pinned(t: Tensor, device: Any = None) -> Tensor:
 def index(device: Any) -> None:
     """Raises: an error where that device is not there."""
     number = torch.device(device).index if isinstance(device, (str, torch.device)) else device
-    if number:
+    if number and number >= DEVICES:
         raise RuntimeError(f"CUDA error: invalid device ordinal ({number})")
+
+
+def join(backend: str, **how: Any) -> None:
+    REAL["join"]("gloo" if backend == "nccl" else backend, **how)
+
+
+class Logger(torch.distributed.Logger):
+    """DistributedDataParallel's, whose statistics need CUDA's own timers."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        pass
 
 
 def seed(number: int) -> None:
@@ -691,7 +744,7 @@ def install() -> None:
         "init": lambda: None,
         "is_initialized": lambda: True,
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: DEVICES,
         "current_device": lambda: 0,
         "set_device": index,
         "get_device_name": lambda device=None: NAME,
@@ -720,6 +773,8 @@ def install() -> None:
     }
     for name, fake in fakes.items():
         setattr(torch.cuda, name, fake)
+    torch.distributed.init_process_group = join  # type: ignore[assignment]
+    torch.distributed.Logger = Logger  # type: ignore[misc]
     torch.version.cuda = "13.0"
     torch.Generator = Generator  # type: ignore[misc]
     GENERATOR = Generator("cuda")
