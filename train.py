@@ -282,6 +282,10 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                           run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
         run.step += 1
+        if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
+            runtime.synchronize(device)
+            began, began_step = time.perf_counter(), run.step
+
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
         silent = time.perf_counter() - began > 30
         stopping, overdue = distributed.sum([float(stop.signal is not None), float(silent)])
@@ -291,9 +295,6 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         logging_now = logging_now or (device.type == "cpu" and bool(found_inf))
         evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
-            if run.step == warm_step:  # where a line is printed, the clock begins anew below
-                runtime.synchronize(device)
-                began, began_step = time.perf_counter(), run.step
             continue
 
         # From here on the device is synchronized.
