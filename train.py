@@ -282,7 +282,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                           run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
         run.step += 1
-        if run.step == warm_step:
+        if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
             runtime.synchronize(device)
             began, began_step = time.perf_counter(), run.step
 

@@ -71,6 +71,8 @@ class Ours:
 class Decoding:
     """Texts by one model, for any batch size, prompt length and cache."""
 
+    keeps_memory = True  # between rounds: no text is written before the one that is timed
+
     def __init__(self, told: dict[str, Any]) -> None:
         compile = told["train"]["compile"] is True  # of single decode steps, not of the model
         # neither dropout nor gradient_checkpointing is anything to generation

@@ -83,10 +83,7 @@ class Kernels:
 
         if request.get("warm_up"):
             return self.warm_up(request, spec, (q, k, v, dout), call)
-        start = clock.start()
-        call([])  # not counted: the tensors are new, and their memory too
-        calls = round(request["seconds"] * 1e3 / max(clock.ms(start, clock.stop()), 1e-3))
-        calls = min(max(calls, 1), 1000)
+        calls = self.fill(call, request["seconds"])
         stamps: list[Any] = []
         start = clock.start()
         for _ in range(calls):
@@ -100,6 +97,27 @@ class Kernels:
             answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
+
+    def fill(self, call: Any, seconds: float) -> int:
+        """How many calls fill the time, 1000 at most; by calls that are not counted.
+
+        Of the first the tensors are new, and their memory too, which on CUDA takes longer than a
+        short call. So others tell, for a tenth of the time, in which a GPU raises its clocks again.
+        """
+
+        def ms(n: int) -> float:
+            start = self.clock.start()
+            for _ in range(n):
+                call([])
+            return max(self.clock.ms(start, self.clock.stop()), 1e-3)
+
+        n, took = 1, ms(1)
+        if took < 1e3 * seconds:
+            took = ms(1)
+            while took < 100 * seconds and n < 1000:
+                n *= 2
+                took = ms(n)
+        return min(max(round(1e3 * seconds * n / took), 1), 1000)
 
     def warm_up(
         self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...], call: Any

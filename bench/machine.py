@@ -117,10 +117,15 @@ def memory(device: torch.device, peak: bool = True) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def empty_cache(device: torch.device) -> int:
-    """Return memory that is kept for later, before others measure; the bytes that remain held."""
+def empty_cache(device: torch.device, keep: bool = False) -> int:
+    """Return memory that is kept for later, before others measure; the bytes that remain held.
+
+    Args:
+        keep: not on CUDA, where the next round would wait for the driver to give it again.
+    """
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        if not keep:
+            torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) + CONTEXT
     trim()
     return memory(device, peak=False)
@@ -191,7 +196,8 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
     a = torch.ones(size // 4, device=device)  # float32
     b = torch.ones_like(a)
     clock, rates, began = Clock(device), list[float](), time.perf_counter()
-    while len(rates) < 3 or (len(rates) < 10 and time.perf_counter() - began < 4):
+    least = 0.5 if device.type == "cuda" else 0.0  # seconds, in which a GPU raises its clocks
+    while (passed := time.perf_counter() - began) < least or len(rates) < (10 if passed < 4 else 3):
         start = clock.start()
         b.copy_(a)
         seconds = clock.ms(start, clock.stop()) / 1e3
@@ -252,6 +258,7 @@ def reason(error: attention.BackendUnavailable) -> str:
 def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
     device, name = job.device, cpu_name() or platform.machine()
+    free = free_memory(device)  # before large products are measured, whose memory PyTorch keeps
     peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
     own: dict[str, Any] = {
         "name": name,
@@ -279,7 +286,7 @@ def look(job: Job) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions(),
         "dtype": job.dtype,
-        "free_memory": free_memory(device),
+        "free_memory": free,
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
         "peak_measured": peak.measured,
@@ -291,7 +298,11 @@ def driver() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(ask, capture_output=True, text=True).stdout.partition("\n")[0] or None
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):  # it hangs where a GPU has fallen off the bus
+        return None
+    return said.partition("\n")[0] or None
 
 
 def versions() -> dict[str, str]:

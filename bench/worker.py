@@ -58,7 +58,8 @@ class Handler:
                 self.where = f"{device}, run {request['run']}"
                 return {"ok": self.job.about}
             result = self.job.round(request)
-            result["held_bytes"] = machine.empty_cache(self.job.device)
+            keep = getattr(self.job, "keeps_memory", False)
+            result["held_bytes"] = machine.empty_cache(self.job.device, keep)
             result["machine"] = self.where  # where it was measured, and in which run
             return {"ok": result}
         except BackendUnavailable as e:

@@ -9,6 +9,7 @@ of its own in peaks/ of the project's cache folder ($NANOATTN_CACHE). Deleting i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -93,17 +94,25 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, st
     # A run may take oneDNN for its float32 products: where that is exact, its rate is the device's.
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
     kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
-    began = time.perf_counter()
-    for n in (4096, 8192) if device.type == "cuda" else (1024, 1536, 2048):
+    cuda, began = device.type == "cuda", time.perf_counter()
+    # A GPU raises its clocks while it works, and to launch a product and wait for it takes a tenth
+    # of the product: so for half a second each size, and ten between two looks at the clock.
+    at_a_time, least = (10, 0.5) if cuda else (1, 0.0)
+    for i, n in enumerate((4096, 8192) if cuda else (1024, 1536, 2048)):
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
-        for multiply in kinds * 8:
-            if best and time.perf_counter() - began > 4:  # float16 on a CPU: 200 times slower
+        for count in itertools.count():
+            passed = time.perf_counter() - began
+            if count >= 8 * len(kinds) and passed >= least * (i + 1):
                 break
+            if best and passed > 4:  # float16 on a CPU: 200 times slower
+                break
+            multiply = kinds[count % len(kinds)]
             synchronize(device)
             start = time.perf_counter()
-            multiply(a, b)
+            for _ in range(at_a_time):
+                multiply(a, b)
             synchronize(device)
-            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+            best = max(best, at_a_time * 2 * n**3 / (time.perf_counter() - start))
     return best / 1e12, "the best of several large matrix products"
 
 

@@ -1,0 +1,246 @@
+"""The commands as they run on a GPU: on a made-up one (fake_cuda.py), by their real control flow.
+
+Every command is a process, and so are the bench's workers. What passes here can fail on a GPU by
+what only the hardware knows: speed, memory, compilers, a kernel's numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attention.spec import version
+from bench import machine, records
+from bench.decoding import Decoding
+from bench.kernels import Kernels
+from bench.training import Training
+from bench.verify import verify
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"]
+TINY = [*SIZES, "--vocab_size=64"]
+QUICK = ["--rounds=2", "--seconds=0.02", "--warm_up_steps=1", "--json"]
+SMI = f"#!{sys.executable}\nprint('575.57.08')\n"
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or version(torch.__version__) < (2, 13) or sys.platform != "linux",
+    reason="a made-up GPU needs a machine without one, Linux and PyTorch 2.13",
+)
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that makes each Python begin with the made-up GPU; nvidia-smi, a dataset."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    start = "import fake_cuda\nfake_cuda.install()\n"
+    (folder / "sitecustomize.py").write_text(start, encoding="utf-8")
+    (folder / "nvidia-smi").write_text(SMI, encoding="utf-8")
+    (folder / "nvidia-smi").chmod(stat.S_IRWXU)
+    lines = "".join(f"{i} quick brown foxes jump over {i * i % 97} dogs\n" for i in range(300))
+    (folder / "text.txt").write_text(lines, encoding="utf-8")
+    made = [sys.executable, "-m", "data", "text", f"--source={folder / 'text.txt'}",
+            "--tokenizer=char", f"--out_dir={folder / 'text'}"]  # fmt: skip
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def run(there: Path, *command: Any, code: int | None = 0, **env: str) -> str:
+    """What the command says, on both channels."""
+    path = os.pathsep.join([str(there), str(ROOT / "tests")])
+    ours = {"PYTHONPATH": path, "PATH": f"{there}{os.pathsep}{os.environ['PATH']}",
+            "NANOATTN_CACHE": str(there / "cache"), "TRITON_INTERPRET": "1"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT, env={**os.environ, **ours, **env}, text=True, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert code is None or done.returncode == code, done.stdout[-4000:]
+    return done.stdout
+
+
+def bench(there: Path, *argv: Any, **env: str) -> dict[str, Any]:
+    """The content of a run of the bench."""
+    out = run(there, "bench_mfu.py", *argv, *QUICK, **env)
+    content = json.loads(out.splitlines()[-1])
+    bad = [r for r in content["rows"] if r["status"] == "failed"]
+    assert not bad, (bad[0]["backend"], bad[0]["point"], bad[0]["why"])
+    assert content["complete"], content
+    return content
+
+
+def row(content: dict[str, Any], backend: str, **point: Any) -> dict[str, Any]:
+    return next(r for r in content["rows"] if r["backend"] == backend and r["status"] == "ok"
+                and point.items() <= r["point"].items())  # fmt: skip
+
+
+def test_training_steps_with_a_profile_and_a_record(there, tmp_path):
+    """Compiled, in micro-batches, in bfloat16; the record passes the board's check but for what
+    this machine's speed is."""
+    content = bench(there, "train", *TINY, "--batch_size=4", "--gradient_accumulation_steps=2",
+                    "--profile", "--sweep=False", "--backends=sdpa,sdpa_flash",
+                    "--record=rehearsal", f"--records_dir={tmp_path}")  # fmt: skip
+    m = content["machine"]
+    assert m["name"] == "NVIDIA H200" and m["driver"] == "575.57.08" and m["kind"] == "cuda"
+    assert "datasheet" in m["peak_source"] and m["dtype"] == "bfloat16"
+    assert 138 * 2**30 < m["free_memory"] <= 139 * 2**30  # before the peak's matrices
+    for backend, kernel, device in (
+        ("sdpa", "cudnn", "cudnn_generated"), ("sdpa_flash", "flash", "flash_fwd"),
+    ):  # fmt: skip
+        found = row(content, backend)
+        assert found["kernels"] == [kernel], found["kernels"]
+        assert any(device in name for name in found["device_kernels"])
+        assert abs(found["loss_diff"]) < 1e-3 if "loss_diff" in found else found["loss"]
+        assert found["compiled"] and found["forward_ms"] > 0 and found["backward_ms"] > 0
+        parts = {p["part"]: p for p in found["profile"]["parts"]}
+        assert parts["attention"]["ms"] > 0 and parts["linear"]["ms"] > 0
+    folder = next(tmp_path.iterdir())
+    wrong = [w for w in verify(records.read(folder), folder) if "commit" not in w]
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_a_profiler_that_sees_no_kernel_is_a_note_and_not_a_failure(there):
+    """CUPTI is not allowed in many containers."""
+    content = bench(there, "train", *TINY, "--batch_size=2", "--profile", "--sweep=False",
+                    "--backends=sdpa", FAKE_CUDA_CUPTI="0")  # fmt: skip
+    assert "CUPTI" in row(content, "sdpa")["profile"]["why"]
+
+
+@pytest.mark.slow
+def test_the_largest_batch_that_fits_is_found_where_memory_ends(there):
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=128", "--block_size=256", "--vocab_size=64"]
+    content = bench(there, "train", *sizes, "--batch_size=auto", "--sweep=False", "--backends=sdpa",
+                    "--slowest_step=60", FAKE_CUDA_GB="1", FAKE_CUDA_HUGE="0.3")  # fmt: skip
+    found = row(content, "sdpa")
+    assert found["fits"]["limit"] == "memory" and found["batch_size"] > 16
+    assert content["fresh_rounds"]
+
+
+@pytest.mark.slow
+def test_attention_alone(there):
+    content = bench(there, "kernel", *TINY, "--lengths=32,64", "--batch_sizes=1",
+                    "--backends=sdpa,manual,sdpa_efficient", "--windows=none,16")  # fmt: skip
+    assert row(content, "sdpa", T=64, window=None)["kernels"] == ["cudnn"]
+    assert row(content, "sdpa_efficient", T=64, window=16)["kernels"] == ["efficient"]
+
+
+def test_generation_with_every_cache(there):
+    content = bench(there, "decode", *TINY, "--backends=sdpa,paged", "--compile=True",
+                    "--prompts=8", "--new_tokens=6", "--batch_sizes=2")  # fmt: skip
+    for cache in ("none", "dynamic", "static"):
+        assert row(content, "sdpa", cache=cache, processor=True)["cache_bytes"] is not None
+    assert row(content, "paged", cache="paged")["kernels"] == ["paged decode (Triton)"]
+    assert "measured" in content["machine"]["bandwidth_source"]
+
+
+def test_a_slow_first_call_does_not_shorten_a_round():
+    """On CUDA it asks the driver for memory, which took longer than hundreds of short calls."""
+    now = 0.0
+
+    def call(stamps: list[Any]) -> None:
+        nonlocal now
+        now += 0.1 if now else 40.0  # ms
+
+    kernels = Kernels.__new__(Kernels)
+    kernels.clock = SimpleNamespace(start=lambda: now, stop=lambda: now, ms=lambda a, b: b - a)
+    assert kernels.fill(call, 0.05) == 500
+
+
+def test_memory_is_kept_between_texts_and_not_between_steps(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
+    assert machine.empty_cache(torch.device("cuda"), keep=True) == 7 + machine.CONTEXT
+    assert not asked and Decoding.keeps_memory and not hasattr(Training, "keeps_memory")
+    machine.empty_cache(torch.device("cuda"))
+    assert asked
+
+
+PRODUCTS = """
+import time, torch
+from core import peaks
+waits, wait = 0, torch.cuda.synchronize
+def synchronize(device=None):
+    global waits
+    waits += 1
+    wait()
+torch.cuda.synchronize = synchronize
+products, mm = 0, torch.mm
+def count(a, b):
+    global products
+    products += 1
+    return mm(a, b)
+torch.mm = count
+began = time.perf_counter()
+peaks.measured_tflops(torch.device("cuda"), torch.bfloat16)
+print(products / waits, time.perf_counter() - began)
+"""
+
+
+def test_the_peak_of_a_gpu_is_taken_from_many_products_in_a_row(there):
+    """Launching one and waiting for it is a tenth of its time; and clocks rise while it works."""
+    a_wait, seconds = map(float, run(there, "-c", PRODUCTS).split())
+    assert a_wait >= 5 and seconds >= 1
+
+
+@pytest.mark.slow
+def test_the_same_training_with_two_backends(there):
+    content = bench(there, "converge", *SIZES, "--batch_size=4", "--backends=sdpa", "--steps=10",
+                    "--dataset=text", f"--data_dir={there}")  # fmt: skip
+    assert row(content, "sdpa")["verdict"] == "ok"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_training_stops_goes_on_and_writes(there, tmp_path, dtype):
+    """Evaluation, checkpoints, dropout's random state: six steps are three and three more."""
+    how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=4",
+           "--gradient_accumulation_steps=2", f"--dtype={dtype}", "--dropout=0.1",
+           "--log_interval=1", "--eval_interval=3", "--eval_iters=2", "--learning_rate=1e-2",
+           "--warmup_iters=1", "--lr_decay_iters=6"]  # fmt: skip
+    out = run(there, "train.py", *how, "--max_iters=6", f"--out_dir={tmp_path / 'whole'}")
+    assert f"cuda (NVIDIA H200), {dtype}" in out and "kernel: flash" in out  # dropout: not cuDNN
+    assert ", 0.0 ms" not in out
+    run(there, "train.py", *how, "--max_iters=3", f"--out_dir={tmp_path / 'parts'}")
+    run(there, "train.py", "--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=6")
+    whole, parts = (
+        {r["iter"]: r["loss"] for r in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+         if "loss" in r} for name in ("whole", "parts"))  # fmt: skip
+    assert whole == parts and whole[6] < whole[1] - 0.3
+    if dtype == "float16":
+        return
+    for cache in ("static", "paged"):
+        text = run(there, "sample.py", f"--out_dir={tmp_path / 'whole'}", "--max_new_tokens=6",
+                   "--num_samples=2", f"--kv_cache={cache}", f"--compile={cache == 'static'}",
+                   "--dtype=bfloat16")  # fmt: skip
+        assert f"KV cache ({cache})" in text
+
+
+@pytest.mark.slow
+def test_the_survey(there):
+    out = run(there, "-m", "attention", "--head_dim=16", "--n_head=2", "--seq_len=64",
+              "--batch_size=1")  # fmt: skip
+    assert "NVIDIA H200 (cuda), compute capability 9.0" in out
+    for line in ("sdpa_cudnn      cudnn", "sdpa_efficient  efficient", "flash (our Triton)"):
+        assert line in out, out
+
+
+def test_two_processes_train_as_one_does(there, tmp_path):
+    how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=2", "--eval_iters=2",
+           "--gradient_accumulation_steps=4", "--log_interval=1", "--max_iters=3",
+           "--learning_rate=1e-2", "--warmup_iters=1", "--dtype=float32"]  # fmt: skip
+    run(there, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+        *how, f"--out_dir={tmp_path / 'two'}", FAKE_CUDA_DEVICES="2")  # fmt: skip
+    run(there, "train.py", *how, f"--out_dir={tmp_path / 'one'}")
+    two, one = (
+        [r["loss"] for r in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+         if "loss" in r] for name in ("two", "one"))  # fmt: skip
+    assert two == pytest.approx(one, rel=1e-5)
