@@ -157,7 +157,8 @@ def training(bench: Bench, box: float) -> Content:
 
 
 def decoding(bench: Bench, box: float) -> Content:
-    bench.backends = list(dict.fromkeys([*contenders(bench, 0), "paged"]))
+    able = [n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn")]
+    bench.backends = [*(able or contenders(bench, 0)), "paged"]
     if bench.device.startswith("cuda") and box >= GRAPHS:
         bench.config = replace(bench.config, train=replace(bench.config.train, compile=True))
     return measured(bench, modes.decode)

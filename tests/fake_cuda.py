@@ -481,10 +481,16 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, p:
             for t in (dS @ k, dk, dv)]  # fmt: skip
 
 
+def lower_right(q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
+    """Where the flash operator lets a query look: the last one at every key."""
+    Tq, Tk = q.shape[2], k.shape[2]
+    return CudaTensor(torch.ones(Tq, Tk, dtype=torch.bool).tril(Tk - Tq)) if is_causal else None
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
           return_debug_mask: bool = False, *, scale: Any = None) -> Any:  # fmt: skip
     launches.add("aten::_scaled_dot_product_flash_attention")
-    out, L, seed = attend(q, k, v, None, dropout_p, is_causal, scale)
+    out, L, seed = attend(q, k, v, lower_right(q, k, is_causal), dropout_p, False, scale)
     return out, L, None, None, q.shape[2], k.shape[2], seed, seed, out
 
 
@@ -493,7 +499,8 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    is_causal: bool, seed: Any, offset: Any, *,
                    scale: Any = None) -> Any:  # fmt: skip
     launches.add("aten::_scaled_dot_product_flash_attention_backward")
-    return tuple(attend_backward(dout, q, k, v, None, dropout_p, is_causal, scale, seed))
+    mask = lower_right(q, k, is_causal)
+    return tuple(attend_backward(dout, q, k, v, mask, dropout_p, False, scale, seed))
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool,
@@ -536,7 +543,10 @@ def scaled_dot_product_attention(
         return REAL["sdpa"](q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
                             enable_gqa=enable_gqa)  # fmt: skip
     if type(attn_mask).__name__ == "CausalBias":
-        attn_mask = attn_mask._materialize(CUDA)  # the kernel knows it as it is
+        if q.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.flash_sdp_enabled():
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True,
+                                                            scale=scale)[0]  # fmt: skip
+        attn_mask = attn_mask._materialize(CUDA)
     kernel = choice(q, k, attn_mask)
     how: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if kernel == FLASH:

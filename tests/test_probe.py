@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from attention import (
     Spec,
     announce,
     manual,
+    matrix,
     packages,
     probe,
     select,
@@ -403,3 +406,26 @@ def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(name, fault) -> Non
     spec = Spec(4, 4, 32, "float32", window=9, grad=False, cache="static")
     tried = probe(made_up(attend), spec, "cpu")
     assert any("its numbers are wrong" in w for w in tried.why), tried
+
+
+def test_a_kernel_that_rounds_otherwise_once_is_not_taken_for_one_that_leaks() -> None:
+    calls = itertools.count()
+
+    def rounds(q, k, v, spec, *, segments=None, cache=None):
+        out = BACKENDS["manual"].attend(q, k, v, spec, segments=segments)
+        return out * (1 + 1e-7) if next(calls) == 1 else out
+
+    def leaks(q, k, v, spec, *, segments=None, cache=None):
+        out = BACKENDS["manual"].attend(q, k, v, spec, segments=segments)
+        return out + 1e-7 * v[:, -1:].repeat_interleave(spec.n_head // spec.n_kv_head, dim=2)
+
+    spec = Spec(4, 2, 32, "float32", grad=False)
+    for attend, right in ((rounds, True), (leaks, False)):
+        for n in range(4):  # wherever in the probe, or in the canary, the odd call is
+            calls = itertools.count(-n)
+            found = probe(dataclasses.replace(BACKENDS["manual"], attend=attend), spec, "cpu")
+            assert (not found.why) is right, found.why
+        calls = itertools.count()
+        backend = dataclasses.replace(BACKENDS["manual"], attend=attend)
+        with nullcontext() if right else pytest.raises(AssertionError, match="moved"):
+            matrix.canary(backend, spec, "evaluation")

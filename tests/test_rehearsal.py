@@ -244,3 +244,17 @@ def test_two_processes_train_as_one_does(there, tmp_path):
         [r["loss"] for r in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
          if "loss" in r] for name in ("two", "one"))  # fmt: skip
     assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_machine_is_qualified(there, tmp_path):
+    """Proof, training and decoding, in two minutes; none of it is wrong or fails."""
+    out = run(there, "bench_mfu.py", "qualify", *TINY, "--batch_size=4", "--new_tokens=4",
+              "--prompts=8", "--minutes=2", "--stages=2,4,5", "--backends=sdpa,sdpa_flash,manual",
+              f"--records_dir={tmp_path}")  # fmt: skip
+    assert " is wrong in " not in out, out
+    content = records.read(next(tmp_path.iterdir()))
+    assert {s["status"] for s in content["stages"]} <= {"done", "cut"}, out
+    ran = {r["backend"] for part in records.parts(content) for r in part["rows"]
+           if r["status"] == "ok"}  # fmt: skip
+    assert {"sdpa", "sdpa_flash", "paged"} <= ran
