@@ -128,8 +128,9 @@ def proved(content: dict[str, Any], folder: Path, code: int) -> int:
     """Print what a qualification has come to; the exit code."""
     print(records.title(content), *content["answers"], sep="\n")
     print(f"record: {folder} (its README.md has the tables)")
-    wrong = any(line.startswith("Suspicious") and " is wrong in " in line
-                for line in content["answers"])  # fmt: skip
+    wrong = any(
+        line.startswith("Suspicious") and " is wrong in " in line for line in content["answers"]
+    )
     return code or int(wrong or not any(s["status"] == "done" for s in content["stages"]))
 
 

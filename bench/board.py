@@ -235,9 +235,11 @@ def state(part: dict[str, Any]) -> str:
     """How far a record is to be believed."""
     if part["format"] != records.FORMAT:
         return OLD
-    return "checked" + ", incomplete" * (not part.get("complete", True)) + (
-        ", uncommitted code" if part["dirty"] else ", no commit" if not part["commit"] else ""
-    )  # fmt: skip
+    return (
+        "checked"
+        + ", incomplete" * (not part.get("complete", True))
+        + (", uncommitted code" if part["dirty"] else ", no commit" if not part["commit"] else "")
+    )
 
 
 def link(text: str, name: str) -> str:

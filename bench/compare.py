@@ -69,13 +69,16 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         shown = [_rate(s) for s in ((by_x, by_y) if apart else (x, y))]
         lines.append([key[1], _where(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
     if drifts:
-        ends = {where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}"))
-                for where, d in drifts.items()}  # fmt: skip
+        ends = {
+            where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}")) for where, d in drifts.items()
+        }
         text = "; ".join(f"{' to '.join(found)} in {where}" for where, found in ends.items())
         notes.append(f"the machine's drift, B / A, is divided out: {text}")
     if unknown:
-        notes.append(f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
-                     "baseline and no manual is in both, so it is part of B / A")  # fmt: skip
+        notes.append(
+            f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
+            "baseline and no manual is in both, so it is part of B / A"
+        )
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")

@@ -101,8 +101,10 @@ def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
     limits = {"memory": "memory", "time": f"a step of {config.slowest_step:g} s (--slowest_step)",
               "search": f"{fitting.SEARCH_S:g} s of searching"}  # fmt: skip
     tried = ", ".join(best["tried"])
-    bench.tell(f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
-               f"tried {tried}, not compiled")  # fmt: skip
+    bench.tell(
+        f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
+        f"tried {tried}, not compiled"
+    )
     return best
 
 
@@ -290,11 +292,13 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     model, sequences = config.train.model(vocab_size), batch * micro
     parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
     console = tables.console()
-    console.print(Text(
-        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
-        f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
-        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
-    ))  # fmt: skip
+    console.print(
+        Text(
+            f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
+            f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
+            f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
+        )
+    )
     rates = {"ceiling": peak.tflops, "reachable": config.products_tflops}
     found = {}
     for name, tflops in rates.items():

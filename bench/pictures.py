@@ -84,8 +84,10 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
     rows = [r for r in rows if {k: r["point"][k] for k in same} == same]
     lengths = sorted({r["point"]["T"] for r in rows})
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    sides = (("ms", 1.0, "milliseconds, forward and backward"),
-             ("memory_bytes", 1e-6, "MB beyond the inputs"))  # fmt: skip
+    sides = (
+        ("ms", 1.0, "milliseconds, forward and backward"),
+        ("memory_bytes", 1e-6, "MB beyond the inputs"),
+    )
     for ax, (key, unit, title) in zip(axes, sides):
         for name in dict.fromkeys(r["backend"] for r in rows):
             its = [r for r in rows if r["backend"] == name and r.get(key)]

@@ -63,8 +63,10 @@ def too_long(
     named = name in config.backends and (bool(config.lengths) or not alone)
     if most < T and not named:
         kind = "as a compiled step " if not alone and compiled(bench) else ""
-        return (f"left out {kind}beyond {most:,} tokens, where it takes too long or too much "
-                "memory; name it in --backends" + ", and --lengths" * alone)  # fmt: skip
+        return (
+            f"left out {kind}beyond {most:,} tokens, where it takes too long or too much "
+            "memory; name it in --backends" + ", and --lengths" * alone
+        )
     for (who, where), outcome in (found or {}).items():
         took = outcome.warm.get("call_s", 0.0)
         if who != name or took < SURE or not alone:
@@ -72,8 +74,10 @@ def too_long(
         if bool(outcome.warm["point"]["window"]) == bool(point["window"]):  # else another kernel
             wait = took * work(point) / work(outcome.warm["point"])
             if wait > config.slowest_step:
-                return (f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
-                        f"may take longer than --slowest_step={config.slowest_step:g}")  # fmt: skip
+                return (
+                    f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
+                    f"may take longer than --slowest_step={config.slowest_step:g}"
+                )
     return ""
 
 

@@ -98,8 +98,10 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
 
 def told(found: dict[str, Any], of: str) -> str:
     """A ceiling in words."""
-    return (f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
-            f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s")  # fmt: skip
+    return (
+        f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
+        f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s"
+    )
 
 
 def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:

@@ -288,8 +288,10 @@ def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
         if "loss_difference" in r:
             off, grad = r["loss_difference"], r["gradient_norm_difference"]
             if not (abs(off) <= loss * content["reference"]["loss"] and abs(grad) <= norm):
-                found.append(f"{r['backend']} DISAGREES with manual in float32: the loss by "
-                             f"{off:.1e}, the gradient norm by {grad:.1e} of itself")  # fmt: skip
+                found.append(
+                    f"{r['backend']} DISAGREES with manual in float32: the loss by "
+                    f"{off:.1e}, the gradient norm by {grad:.1e} of itself"
+                )
         for error, times in (("error_out", 2), ("error_grad", 3)):
             plain = manual.get(str(r["point"]), {}).get(error, 0.0)
             if error in r and not r[error] <= times * plain + 32 * EPS[dtype]:

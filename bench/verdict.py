@@ -92,8 +92,10 @@ def doubts(record: Content) -> list[str]:
     said += about.get("busy", [])
     for stage in record["stages"]:
         if held := stage.get("watched", {}).get("held_down_by"):
-            said.append(f"in the stage {stage['name']} the GPU's clock was held down by "
-                        f"{' and '.join(held)}")  # fmt: skip
+            said.append(
+                f"in the stage {stage['name']} the GPU's clock was held down by "
+                f"{' and '.join(held)}"
+            )
         rows = ok_rows(record, stage["name"])
         noisy = [row for row in rows if row.get("noisy")]
         if len(noisy) > len(rows) / 2:

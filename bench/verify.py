@@ -93,8 +93,10 @@ def _whole(content: dict[str, Any]) -> Iterator[str]:
     if content["rounds_sha256"] != records.rounds_sha256(content):
         yield "the hash of the raw rounds is not that of its rounds: they were edited"
     if source_state(content) == "another":
-        yield (f"it says that its code is clean at {content['commit'][:10]}, but the source that "
-               "ran is not that commit's")  # fmt: skip
+        yield (
+            f"it says that its code is clean at {content['commit'][:10]}, but the source that "
+            "ran is not that commit's"
+        )
     for stage in content["stages"] if content["mode"] == "qualify" else ():
         if stage["status"] not in ("done", "cut", "skipped", "failed"):
             yield f"stage {stage['name']}: there is no status {stage['status']!r}"

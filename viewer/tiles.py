@@ -113,8 +113,9 @@ def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -
     return found
 
 
-def _chosen(shape: tuple[int, int], layer: int, head: int,
-            each: int) -> tuple[list[int], list[int], list[str]]:  # fmt: skip
+def _chosen(
+    shape: tuple[int, int], layer: int, head: int, each: int
+) -> tuple[list[int], list[int], list[str]]:
     """Which layers and heads are traced: the most that the budget allows.
 
     Args:
@@ -132,8 +133,9 @@ def _chosen(shape: tuple[int, int], layer: int, head: int,
     return [layer], heads, [f"Tiles are traced for {what}, {why}; --layer and --head choose."]
 
 
-def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor,
-           tile: tuple[int, int]) -> list[TracedHead]:  # fmt: skip
+def _heads(
+    call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor, tile: tuple[int, int]
+) -> list[TracedHead]:
     """The trace of some heads of one layer, and the output of tiled beside manual's."""
     B_r, B_c = tile
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
