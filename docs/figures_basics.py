@@ -102,7 +102,7 @@ def kept(T: int, n_head: int, D: int) -> dict[str, list[tuple[str, str, int]]]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             out = BACKENDS[name].attend(q, k, v, Spec(n_head, n_head, D, "float32"))
         found[name] = list(saved.values())
-        del out  # until here each has an address of its own
+        del out  # until here each has a distinct address
     return found
 
 
@@ -176,7 +176,7 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
 
 
 def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> tuple[list[Tile], list[TileStep]]:
-    """What forward_tiles() visits, and its grid of tiles; the numbers in them do not matter."""
+    """What forward_tiles() visits, and its grid of tiles; the inputs do not matter."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
     return trace, steps(trace, spec, Tq, Tk, B_r, B_c)

@@ -117,7 +117,7 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
         f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}{'read':>9}",
     ]
     m, l, rescale = (unpack(traced[name]) for name in ("m", "l", "rescale"))
-    # Skipped tiles that are neighbours in a row share a line.
+    # Adjacent skipped tiles of a row share a line.
     by_line = groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"]))
     walked = [list(line) for _, line in by_line]
     for first, *rest in walked[:STEPS]:

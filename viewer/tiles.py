@@ -1,7 +1,7 @@
-"""The trace of attention/tiled.py, made ready to be played tile by tile.
+"""The trace of attention/tiled.py, prepared for playing tile by tile.
 
-The trace is that of the algorithm itself (forward_tiles), on the q, k and v that the model had:
-what is shown is what was computed. Bytes are counted for all heads of a layer together, since heads
+The trace is of the algorithm itself (forward_tiles), on the model's q, k and v: what is shown is
+what was computed. Bytes are counted for all heads of a layer together, since heads
 that share keys and values read them once; the rest is a head's own.
 """
 
@@ -24,7 +24,7 @@ BUDGET = 1_500_000  # numbers in all, 6 MB
 
 
 def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles:
-    """The trace of each layer and head, as many as BUDGET allows; one is always there."""
+    """The trace of as many layers and heads as BUDGET allows, at least one."""
     T, H, D = calls[0].q.shape[1:]
     rows, cols = blocks(T, B_r), blocks(T, B_c)
     if len(rows) * len(cols) > MOST_TILES:
@@ -119,8 +119,8 @@ def _chosen(
     """Which layers and heads are traced: the most that the budget allows.
 
     Args:
-        shape: layers and heads that there are.
-        each: numbers of one head.
+        shape: the numbers of layers and heads.
+        each: elements of one head's trace.
     """
     L, H = shape
     if L * H * each <= BUDGET:
