@@ -50,7 +50,7 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class Options:
-    # The docstring stands below: it names the backends.
+    # The docstring is set below: it names the backends.
 
     backend: str | None = None  # explain the choice of this one; none: measure all of them
     # --- where ---

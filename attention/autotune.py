@@ -141,7 +141,7 @@ def answer_file(
         flash(),
     )
     digest = hashlib.sha256(repr(conditions).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured anew
+    for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured again
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return cache_folder() / "fastest" / digest.hexdigest()[:32]
 

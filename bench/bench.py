@@ -30,7 +30,7 @@ class Bench:
     machine: dict[str, Any]
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
     fresh: bool = False
-    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are held against
+    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
     earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
     deadline: float | None = None  # time.monotonic(), after which no further round begins
     stop: Stop = field(default_factory=Stop)  # ends the run; copies with another deadline share it

@@ -226,7 +226,7 @@ def board(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Table], tables.Ce
 
 
 def number(cell: str) -> tuple[float, str]:
-    """Cells in order, numbers as numbers."""
+    """A sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Packed(TypedDict):
-    """An array: base64 of its numbers, little endian, the last dimension fastest."""
+    """An array: base64 of its elements, little endian, the last dimension fastest."""
 
     dtype: str  # "uint8", "uint16" or "float32", which may hold -Infinity and NaN
     shape: list[int]

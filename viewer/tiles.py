@@ -20,7 +20,7 @@ from viewer.document import Tiles, TileStep, TracedHead, pack
 from viewer.maps import Call, agreement, off
 
 MOST_TILES = 1024  # of one head
-BUDGET = 1_500_000  # numbers in all, 6 MB
+BUDGET = 1_500_000  # elements in all, 6 MB
 
 
 def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles:
