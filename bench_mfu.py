@@ -85,7 +85,7 @@ def run(mode: str, argv: list[str]) -> int:
 
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     if mode == "qualify":
-        deadline = None  # it gives each of its stages an end
+        deadline = None  # it gives each stage its own
     stop = Stop(deadline)
     with progress() as (watch, tell), signals() as stop.signals:
         how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
@@ -125,16 +125,17 @@ def run(mode: str, argv: list[str]) -> int:
 
 
 def proved(content: dict[str, Any], folder: Path, code: int) -> int:
-    """Print what a qualification has come to; the exit code."""
+    """Print a qualification's conclusions; the exit code."""
     print(records.title(content), *content["answers"], sep="\n")
     print(f"record: {folder} (its README.md has the tables)")
-    wrong = any(line.startswith("Suspicious") and " is wrong in " in line
-                for line in content["answers"])  # fmt: skip
+    wrong = any(
+        line.startswith("Suspicious") and " is wrong in " in line for line in content["answers"]
+    )
     return code or int(wrong or not any(s["status"] == "done" for s in content["stages"]))
 
 
 def check(mode: str, config: BenchConfig) -> None:
-    """Raises: UserError for knobs that this mode does not have, before anything is started."""
+    """Raises UserError for knobs that this mode does not have, before anything starts."""
     if config.record is not None:
         records.check_slug(config.record)
     if mode != "train" and (config.profile or config.roofline):
@@ -152,7 +153,7 @@ def check(mode: str, config: BenchConfig) -> None:
 
 @contextmanager
 def signals() -> Iterator[StopSignal]:
-    """Inside, Ctrl-C and SIGTERM are noted: see bench/process.py."""
+    """Inside, Ctrl-C and SIGTERM set the signal: see bench/process.py."""
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield StopSignal("stopping; what was measured is kept")
@@ -163,10 +164,10 @@ def signals() -> Iterator[StopSignal]:
 
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """What is told of what is being measured, and of what is known.
+    """Two functions: one shows what is being measured, the other reports a result.
 
-    On a terminal a line with a clock, and lines above it; else plain lines with the seconds since
-    the start: one for what is known, one where a round begins, else one every two seconds at most.
+    On a terminal a line with a clock below the results; else plain lines with the seconds since the
+    start, for each result and each round, and otherwise at most one every two seconds.
     """
     console = Console(stderr=True)
     if console.is_terminal:

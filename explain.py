@@ -100,7 +100,7 @@ class Prompt:
 
 
 def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
-    """The prompt's tokens, at most MOST_TOKENS; a UserError where it cannot be taken."""
+    """The prompt's tokens, at most MOST_TOKENS; a UserError if it cannot be used."""
     given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0].text  # FILE: is read
     parts = [given] if config.segments is None else given.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
@@ -149,7 +149,7 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
 
 @torch.no_grad()
 def forward(model: GPT, prompt: Prompt) -> list[Call]:
-    """The prompt through the model: what each layer's attention was given and gave."""
+    """Run the prompt through the model: the inputs and output of each layer's attention."""
     device = model.transformer.wte.weight.device
     idx = torch.tensor([prompt.ids], device=device)
     segments = None

@@ -6,9 +6,9 @@
     python -m attention --as=h100                         every backend there
     python -m attention --help                            all options
 
-The times are of one attention call at the shape that is given, not of a model; bench_mfu.py
-measures those. The error is max|out - float64| over max|float64|, as the probe found it. For a
-machine that is only described nothing is run: what the backends declare decides.
+The times are of one attention call at the given shape, not of a model; bench_mfu.py measures those.
+The error is max|out - float64| over max|float64|, from the probe. For a machine that is only
+described nothing is run: what the backends declare decides.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from core.runtime import pick_device, show_log
 from core.settings import UserError, exit_on_user_error, read
 
 ALIASES = {
-    "as": "machine",  # which can be no field: it is a word of Python's
-    # What the reasons name, as train.py and sample.py call it.
+    "as": "machine",  # a keyword in Python, so no name for a field
+    # The reasons use the names of train.py and sample.py.
     "attention_window": "window",
     "attention_hub_kernels": "hub_kernels",
 }
-# Options that are fields of Spec, name and meaning.
+# Options that are fields of Spec.
 SAME_IN_SPEC = ("window", "dropout", "segments", "compiled", "hub_kernels")
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -50,7 +50,7 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class Options:
-    # The docstring stands below: it names the backends.
+    # The docstring is set below: it names the backends.
 
     backend: str | None = None  # explain the choice of this one; none: measure all of them
     # --- where ---
@@ -107,7 +107,7 @@ class Options:
 
     @property
     def shape(self) -> Shape:
-        """Sequences, queries and keys; a cache is measured while decoding, one token."""
+        """Sequences, queries and keys; with a cache one query, as in decoding."""
         queries = self.seq_len if self.kv_cache == "none" else 1
         return self.batch_size or 1, queries, self.seq_len
 
@@ -127,11 +127,11 @@ class Row:
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
     error: float | None = None
-    notes: tuple[str, ...] = ()  # why it was not timed, or not with its backward
+    notes: tuple[str, ...] = ()  # why it was not timed, or without the backward
 
 
 def best_dtype(machine: Machine) -> str:
-    """What train.py takes there if it is not told: runtime.pick_dtype's rule."""
+    """train.py's default there: the rule of runtime.pick_dtype."""
     if machine.device != "cuda":
         return "float32"
     return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
@@ -141,7 +141,7 @@ def best_dtype(machine: Machine) -> str:
 
 
 def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options: Options) -> Row:
-    """Resolve, probe and time one backend; forward only where it has no backward."""
+    """Resolve, probe and time one backend; only the forward if it has no backward."""
     row = Row(backend.name, backend.title, ())
     why = autotune.refusals(backend, spec, machine, options.policy)
     if why and spec.grad:
@@ -151,7 +151,7 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
     if why:
         return replace(row, why=why)
     slow = autotune.only_interpreted(backend, spec, machine)
-    # The probe holds all scores in float64: no longer than it takes to see the kernel.
+    # The probe holds all scores in float64: only as long as needed to see the kernel.
     tried = probe(backend, spec, device, T=min(options.seq_len, 64 if slow else 512))
     if tried.why:
         return replace(row, why=tried.why)
@@ -163,13 +163,13 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
         inputs = draw(spec, torch.device(device), options.shape)
         forward = median_ms(work(backend, replace(spec, grad=False), inputs), device)
         both = median_ms(work(backend, spec, inputs), device) if spec.grad else None
-    except RuntimeError as e:  # out of memory, as a rule; PyTorch's own words say it
+    except RuntimeError as e:  # usually out of memory; PyTorch's message says so
         return Row(backend.name, backend.title, (f"at this shape: {first_line(e)}",))
     return replace(row, forward_ms=forward, forward_backward_ms=both)
 
 
 def kernel_names(tried: Probe) -> tuple[str, ...]:
-    """What ran in the probe: a kernel of PyTorch's, else another library's operators."""
+    """What ran in the probe: PyTorch's kernels, else another library's operators."""
     names = [e for e in tried.events if re.fullmatch(r"(?!aten|prims|autograd|c10d)\w+::\w+", e)]
     if not names and any(e.startswith("Torch-Compiled Region") for e in tried.events):
         names = ["by torch.compile"]
@@ -177,7 +177,7 @@ def kernel_names(tried: Probe) -> tuple[str, ...]:
 
 
 def median_ms(call: Callable[[], None], device: str) -> float:
-    """The median of 3 to 100 calls, about half a second of them, after two that are not counted."""
+    """The median of 3 to 100 calls, about half a second in all, after two for warming up."""
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < 0.5 and len(taken) < 102):
         taken.append(seconds(call, torch.device(device)))
@@ -185,7 +185,7 @@ def median_ms(call: Callable[[], None], device: str) -> float:
 
 
 def survey(spec: Spec, machine: Machine, options: Options) -> None:
-    """Measure every backend on this machine, and print what was found."""
+    """Measure every backend on this machine, and print the results."""
     rows = []
     device = str(pick_device(options.device))
     console = Console(stderr=True)
@@ -215,7 +215,7 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
 
 
 def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
-    """Print what a run that asks for `name` would say, and do, here or on that machine."""
+    """Print what a run with the backend `name` would say and do, here or on that machine."""
     try:
         if options.machine is not None:
             chosen = resolve(name, spec, machine, options.policy)
@@ -236,7 +236,7 @@ def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
 
 
 def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
-    """Print, for a machine that is only described, what would run there and what not."""
+    """Print what would run on a machine that is only described, and what not."""
     policy = options.policy
     refusals = ((b, autotune.refusals(b, spec, machine, policy)) for b in BACKENDS.values())
     rows = [Row(backend.name, backend.title, why) for backend, why in refusals]
@@ -257,7 +257,7 @@ def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
 
 
 def say_where(machine: Machine, spec: Spec, options: Options) -> None:
-    """Print the machine and the shape, and, of one that is not this one, what was assumed."""
+    """Print the machine and the shape, and for another machine what was assumed."""
     console = Console(highlight=False)
     software = f"torch {machine.torch}" + (f", CUDA {machine.cuda}" if machine.cuda else "")
     if machine.capability:
@@ -299,7 +299,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
     """Print what runs, with notes below it, and what does not, with every reason."""
     does_not = table("does not", rows)
-    does_not.add_column("why", overflow="fold")  # a path that is cut short helps nobody
+    does_not.add_column("why", overflow="fold")  # never cut a path short
     for row in rows:
         if row.why:
             does_not.add_row(row.name, Text("\n".join(row.why)))
@@ -316,7 +316,7 @@ def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the options, and explain one backend or go through all."""
+    """Read the options, then explain one backend or survey all."""
     options = read(Options, argv, aliases=ALIASES, positional="backend").settings
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it

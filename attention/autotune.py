@@ -1,16 +1,16 @@
-"""fastest: the backend that a stopwatch chooses, at the very shape of the run, and remembers.
+"""fastest: times every backend at the run's shape, takes the fastest and remembers it.
 
     python train.py config/train_gpt2.py --attention_backend=fastest
 
-Who      every backend that may run here and whose numbers are right (select.py).
+Who      every backend that may run here and whose results are right (select.py).
 What     one attention call as the model makes it, in training with the backward: draw(), work().
-How      after a warm-up, in rounds, each backend once a round and in a new order: a clock that
-         drifts or a neighbour that wakes up meets all of them. The median of a backend's samples
-         counts. About a second each; one that is 5 times slower than the best is let go at once.
-Wins     the fastest; but what "auto" would take keeps its place unless it is beaten by 2 %.
-Ranks    with torch.distributed rank 0 measures, and all take what it found.
-Memo     the winner's name is kept in ~/.cache/nanoattn/fastest ($XDG_CACHE_HOME, $NANOATTN_CACHE),
-         under everything that could change it: see answer_file(). It has to pass the probe again.
+How      after a warm-up, in rounds, each backend once a round and in a new order, so that a
+         drifting clock or a busy neighbour affects all alike. A backend's figure is the median of
+         its samples. About a second each; one 5 times slower than the best is dropped at once.
+Wins     the fastest; but the choice of "auto" stays unless it is beaten by 2 %.
+Ranks    with torch.distributed rank 0 measures, and all ranks use its result.
+Cache    the winner's name is kept in ~/.cache/nanoattn/fastest ($XDG_CACHE_HOME, $NANOATTN_CACHE),
+         keyed by all that could change it: see answer_file(). It has to pass the probe again.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ log = logging.getLogger("nanoattn")
 
 Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
 
-MARGIN = 0.02  # how much faster than auto's choice another one must be
+MARGIN = 0.02  # how much faster than auto's choice a backend must be
 BUDGET_S = 1.0  # of samples, for each backend
-TOO_SLOW = 5.0  # times the best so far
-SAMPLE_S = 0.005  # a sample is as many calls as fill this, 20 at most
+TOO_SLOW = 5.0  # times as long as the best so far
+SAMPLE_S = 0.005  # a sample is as many calls as take this long, 20 at most
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one backend did; a line of the table."""
+    """The result for one backend; a line of the table."""
 
     name: str
-    ms: float | None = None  # median; None: it was not measured to the end
-    error: float | None = None  # max |out - float64| over max |float64|, of the probe
+    ms: float | None = None  # median; None: not measured to the end
+    error: float | None = None  # max |out - float64| over max |float64|, from the probe
     why: str = ""  # why it was dropped
 
 
@@ -60,7 +60,7 @@ class Timing:
 def fastest(
     spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy()
 ) -> Resolution:
-    """The backend that is fastest here; remembered, or measured, which takes seconds.
+    """The fastest backend here, from the cache or measured, which takes seconds.
 
     Call it as the run will call attention, inside its autocast if it has one.
 
@@ -69,12 +69,12 @@ def fastest(
             decoding with a cache. Training has as many queries as keys.
 
     Raises:
-        BackendUnavailable: not even what "auto" begins with can run.
+        BackendUnavailable: not even "auto" finds one that can run.
     """
     assert not spec.grad or shape[1] == shape[2], shape
 
     def take(name: str) -> Resolution:
-        # auto names no kernel, so it may go on to another; a name that was measured may not.
+        # auto names no kernel, so it may fall back; a name that was measured may not.
         strict = replace(policy, fallback=name == "auto")
         chosen = select(name, spec, device, strict, shape=(shape[0], shape[2]))
         return replace(chosen, requested="fastest")
@@ -107,13 +107,13 @@ def fastest(
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return find()
-    # By the processes' key-value store, not by a broadcast: rank 0 may ask alone, to write a
-    # sample, and then must not wait for the others.
+    # Through the processes' key-value store, not a broadcast: rank 0 may call this alone, to
+    # write a sample, and then must not wait for the others.
     store = dist.distributed_c10d._get_default_store()
     question = f"nanoattn/fastest/{spec}/{shape}"
     if dist.get_rank():
         return take(store.get(question).decode())
-    name = "auto"  # what the others take if this fails, so that nobody waits
+    name = "auto"  # what the other ranks use if this fails, rather than wait
     try:
         chosen = find()
         name = chosen.backend.name
@@ -125,9 +125,9 @@ def fastest(
 def answer_file(
     spec: Spec, device: str | torch.device, shape: Shape, machine: Machine, policy: Policy
 ) -> Path:
-    """Where the answer is remembered: a file of its own for all that could change it."""
+    """The file that caches the answer, named by a hash of all that could change it."""
     kind = torch.device(device).type
-    # "FA2", "FA3" or "FA4": which kernel PyTorch's own flash attention is; newer than torch 2.5.
+    # The kernel of PyTorch's flash attention, "FA2", "FA3" or "FA4"; newer than torch 2.5.
     flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     conditions = (
         machine,
@@ -141,13 +141,13 @@ def answer_file(
         flash(),
     )
     digest = hashlib.sha256(repr(conditions).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured anew
+    for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured again
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return cache_folder() / "fastest" / digest.hexdigest()[:32]
 
 
 def decide(timings: list[Timing], rule: str) -> str:
-    """The name of the fastest; `rule`, what auto takes, where nothing beats it by MARGIN."""
+    """The name of the fastest; or `rule`, auto's choice, if none beats it by MARGIN."""
     ms = {t.name: t.ms for t in timings if t.ms is not None}
     best = min(ms, key=lambda name: ms[name], default=rule)
     return rule if rule in ms and ms[best] > (1 - MARGIN) * ms[rule] else best
@@ -156,16 +156,16 @@ def decide(timings: list[Timing], rule: str) -> str:
 def refusals(
     backend: Backend, spec: Spec, machine: Machine, policy: Policy = Policy()
 ) -> tuple[str, ...]:
-    """Every reason why resolve() would not run `backend` itself; empty: it would."""
+    """Every reason why resolve() would not choose `backend` itself; empty: it would."""
     try:
         found = resolve(backend.name, spec, machine, replace(policy, fallback=True))
-    except BackendUnavailable:  # nothing at all is left
+    except BackendUnavailable:  # no backend is left
         return tuple(backend.why_not(spec, machine)) or ("it may not run here",)
     return found.rejected.get(backend.name, ())
 
 
 def only_interpreted(backend: Backend, spec: Spec, machine: Machine) -> bool:
-    """Whether all that would run is Triton's interpreter, thousands of times slower than a GPU."""
+    """Whether it would run in Triton's interpreter, thousands of times slower than a GPU."""
     rows = [c for c in backend.caps if not c.why_not(spec, machine)]
     return bool(rows) and all(c.interpreted for c in rows)
 
@@ -176,7 +176,7 @@ def only_interpreted(backend: Backend, spec: Spec, machine: Machine) -> bool:
 def measure(
     rule: str, spec: Spec, device: torch.device, shape: Shape, machine: Machine, policy: Policy
 ) -> list[Timing]:
-    """Try every backend, `rule` first, and time those that pass. The random state is left alone."""
+    """Try every backend, `rule` first, and time those that pass. The random state is restored."""
     tried: dict[str, Timing] = {}
     calls: dict[str, Callable[[], None]] = {}
     once: dict[str, float] = {}  # seconds of one call
@@ -194,18 +194,18 @@ def measure(
                 try:
                     call = work(backend, spec, inputs)
                     once[name] = warmed_up(call, device)
-                    # Of calls that take as long as a whole budget, only those near the best go on.
+                    # If one call takes the whole budget, only those near the best are measured.
                     limit = TOO_SLOW if once[name] < BUDGET_S else 1.25
                     if (ratio := once[name] / min(once.values())) > limit:
                         why = (f"{once[name] * 1e3:.3g} ms, {ratio:.1f} times the best so far",)
-                except Exception as e:  # any failure, as of memory, is a refusal in its own words
+                except Exception as e:  # any failure, such as out of memory, is the reason
                     why = (f"at this shape: {first_line(e)}",)
             if not why:
                 calls[name] = call
             tried[name] = Timing(name, None, error, "; ".join(why))
         for name, s in race(calls, once, device).items():
             tried[name] = replace(tried[name], ms=1e3 * s)
-    if device.type == "cuda":  # a run reports its own peak
+    if device.type == "cuda":  # the run reports its own peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return list(tried.values())
@@ -231,7 +231,7 @@ def race(
 
 
 def warmed_up(call: Callable[[], None], device: torch.device) -> float:
-    """About how long a call takes, seconds: the least of 3, or of those that the budget allows."""
+    """About how long a call takes, seconds: the least of 3, or of as many as fit the budget."""
     seconds(call, device)  # compiles, loads, allocates
     samples = [seconds(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
@@ -240,7 +240,7 @@ def warmed_up(call: Callable[[], None], device: torch.device) -> float:
 
 
 def table(timings: list[Timing], rule: str, name: str, spec: Spec, shape: Shape, where: str) -> str:
-    """The lines of the log: what was measured, every backend, and why it is `name`."""
+    """The log: what was measured, every backend's result, and why `name` is chosen."""
     B, Tq, Tk = shape
     tokens = f"{Tq:,} tokens" if Tq == Tk else f"{Tq:,} queries and {Tk:,} keys"
     passes = "forward and backward" if spec.grad else "forward"
@@ -270,17 +270,17 @@ def table(timings: list[Timing], rule: str, name: str, spec: Spec, shape: Shape,
 
 
 class Inputs(NamedTuple):
-    """What a model hands to attention."""
+    """What a model passes to attention."""
 
     qkv: Tensor  # (B, Tq, (H + 2 Hkv) D), the projection's output
-    past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: they are those in qkv
+    past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: those in qkv
     segments: Tensor | None  # (B, Tk) int32
     view: PagedView | StaticView | None  # of a static or paged cache
     dout: Tensor  # (B, Tq, H D)
 
 
 def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
-    """Random inputs with the strides that a model gives them."""
+    """Random inputs with the strides that they have in a model."""
     B, Tq, Tk = shape
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, spec.dtype)}
@@ -321,10 +321,10 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
 
 
 def seconds(call: Callable[[], None], device: torch.device, n: int = 1) -> float:
-    """How long a call takes, the mean of n in a row; on CUDA by the clock of the device."""
+    """How long a call takes, the mean of n in a row; on CUDA by the device's clock."""
     synchronize(device)
     if device.type == "cuda":
-        with torch.cuda.device(device):  # events are of the current device
+        with torch.cuda.device(device):  # events belong to the current device
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(n):

@@ -1,7 +1,7 @@
 """flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
 
-All compute tiled.py's algorithm, never the whole matrix of scores; each was written for the GPUs of
-its day, and each is a package of its own with its own signature:
+All run tiled.py's algorithm, never the whole matrix of scores. Each was written for the GPUs of its
+day, and each is a separate package with its own signature:
 
     flash_attn_2  import flash_attn (>= 2.6)   Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
@@ -11,19 +11,19 @@ Memory  O(T): the output, and for the backward the log-sum-exp of each row. FLOP
 Layout  (B, T, H, D), which is ours: nothing is transposed. With segments all sequences lie end to
         end, (total, H, D), and cu_seqlens holds where each begins: a (B, T) batch is that already.
 Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A window of W keys is
-        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. A run of one segment is a
-        sequence to the `varlen` functions: no mask, and no work on what another segment hides.
-        The runs are found once for a tensor of segments, not once a layer, and that waits for the
-        device: how many runs there are decides a shape.
+        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions take
+        a run of one segment as a sequence: no mask, and no work on pairs that segments hide. The
+        runs are found once for a tensor of segments, not once a layer, and the host waits for the
+        device there, since their number decides a shape.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
-        does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments the
-        shapes are data: there each call is a graph break.
-Hub     To build 2 or 3 takes long. With attention_hub_kernels a prebuilt one is downloaded by the
-        package `kernels` instead, and run: a fixed commit, only where that is asked for. 4 is a
-        pure Python wheel, so there is nothing to save.
-Refuses what the rows of Caps below say, float32 above all; only 2 has dropout. The rows are read
-        from the packages' sources: what they do not know, the probe finds out.
+        does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments shapes
+        depend on data: there each call is a graph break.
+Hub     Building 2 or 3 takes long. With attention_hub_kernels, and only then, the package `kernels`
+        downloads a prebuilt one at a fixed commit, which is run instead. 4 is a pure Python wheel:
+        nothing to gain.
+Refuses what the rows of Caps below say, float32 above all; only 2 has dropout. The rows follow the
+        packages' sources; what those do not tell, the probe finds.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ HALF = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Package:
-    """One generation: where it is, and what its functions call things."""
+    """One generation: where to import it from, and how its functions name their arguments."""
 
     module: str  # import name
-    unbounded: int | None  # the side of a window that has no end
+    unbounded: int | None  # how it writes an unlimited side of the window
     dropout: bool = False  # do its functions take dropout_p?
-    kvcache: str | None = None  # what flash_attn_with_kvcache, if it has one, calls the page table
-    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt one
+    kvcache: str | None = None  # the name of its page table in flash_attn_with_kvcache
+    hub: tuple[str, str] | None = None  # repository and commit of the prebuilt kernel
 
 
-# The commits are those that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward
-# of grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
+# The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
+# grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
 # 2.9. They were not run here.
 FA2 = Package(
     "flash_attn",
@@ -101,9 +101,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 
 @not_compiled
-def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
-            asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    """Each run of one segment as a sequence of its own."""
+def _varlen(
+    flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, Any]
+) -> Tensor:
+    """Attention with each run of one segment as a sequence."""
     found = runs(segments, q.shape[1])
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
     if found.keys is not None:
@@ -116,10 +117,10 @@ def _varlen(flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor,
 
 def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    """q sees all that its sequence has stored, this call's tokens included."""
-    # Query i stands at start + i, and queries are aligned with the end: so the end is start + Tq,
-    # even where a row has fewer real tokens. That may lie past the last place of the row, and a
-    # kernel reads on: there it finds the null page, or zeros, which only padding sees.
+    """Attention to all tokens that a sequence has stored, this call's included."""
+    # Query i is at position start + i, and queries are aligned with the end, so the length is
+    # start + Tq even if a row has fewer real tokens. That may be past the row's end, where the
+    # kernel still reads: it finds the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
@@ -128,23 +129,23 @@ def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | 
     else:
         if Tq > 1:
             k, v = (F.pad(t, (0, 0, 0, 0, 0, Tq)) for t in (k, v))
-        seen = seen.clamp(max=k.shape[1])  # a row that has ended counts on
+        seen = seen.clamp(max=k.shape[1])  # a row that has ended keeps counting
     if package.kvcache is None:
         return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **asked))
     return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **asked))
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """4, and 3 until July 2025, give (out, log-sum-exp)."""
+    """4, and 3 until July 2025, return (out, log-sum-exp)."""
     return out if isinstance(out, Tensor) else out[0]
 
 
-# What was imported. torch.compile can read a dict, but can trace neither an import nor a cache.
+# Imported modules. torch.compile can read a dict, but can trace neither an import nor a cache.
 _loaded: dict[tuple[str, bool], Any] = {}
 
 
 def _load(package: Package, hub: bool) -> Any:
-    """The package's module; with `hub`, and where `kernels` is installed, the prebuilt one."""
+    """The package's module; with `hub`, if `kernels` is installed, the prebuilt one."""
     key = (package.module, hub)
     if key not in _loaded:
         if hub and package.hub is not None and importlib.util.find_spec("kernels"):
@@ -159,22 +160,22 @@ def _load(package: Package, hub: bool) -> Any:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one segment that queries stand in, end to end, as the varlen functions want."""
+    """The runs of one segment that hold queries, end to end, as the varlen functions take them."""
 
-    cu_q: Tensor  # (runs + 1,) int32: where each one's queries begin, and the end of the last
-    cu_k: Tensor  # (runs + 1,) int32: the same of its keys
+    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
+    cu_k: Tensor  # (runs + 1,) int32: the same for its keys
     max_q: int  # the most queries in one
     max_k: int  # the most keys in one
-    keys: Tensor | None  # of the B * Tk keys those in such a run; None is all
+    keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
 
 
-# For each tensor of segments: its version, Tq and its runs. All layers are given the same tensor.
+# For each tensor of segments: its version, Tq and its runs. All layers share one tensor.
 _known: Any = WeakTensorKeyDictionary()
 
 
 def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that the last Tq positions stand in; remembered."""
-    if segments.is_inference():  # it has no version: a write in place could not be seen
+    """The runs of `segments` (B, Tk) that hold the last Tq positions; cached."""
+    if segments.is_inference():  # it has no version, so an in-place write would go unnoticed
         return _find_runs(segments, Tq)
     version, known_Tq, found = _known.get(segments, (None, None, None))
     if (version, known_Tq) != (segments._version, Tq):
@@ -192,9 +193,9 @@ def _find_runs(segments: Tensor, Tq: int) -> Runs:
     cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
     keys = None
     if Tq < Tk:
-        # A run that ends before the first query has keys and no queries: away with it. No kernel
-        # is then asked what it makes of an empty sequence (2 has a path for one query a sequence
-        # that takes the batch for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
+        # A run that ends before the first query has keys but no queries: drop it, so that no
+        # kernel gets an empty sequence (2 has a path for one query a sequence that mistakes the
+        # batch size for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
         asked = cu_q.diff() > 0
         lengths = borders.diff()
         keys = asked.repeat_interleave(lengths).nonzero().flatten()
@@ -208,8 +209,8 @@ CACHES = ("none", "dynamic", "static", "paged")
 
 
 def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
-    """The rows, and all of them again for the prebuilt kernel."""
-    # 0.14 is the first release whose documentation, and whose requests, know kernel repositories.
+    """The rows, then the same rows for the prebuilt kernel."""
+    # 0.14 is the first release whose documentation and requests mention kernel repositories.
     hub = (replace(row, packages=("kernels>=0.14",), hub_kernels=True) for row in rows)
     return (*rows, *hub)
 
@@ -220,7 +221,7 @@ _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, caches=CAC
             page_multiple=256, packages=("flash_attn>=2.6",))  # fmt: skip
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
-# launches nothing, says nothing, and leaves the gradients as they were allocated.
+# silently launches nothing, and leaves the gradients uninitialized.
 FA2_CAPS = _or_hub(
     _FA2,
     replace(_FA2, head_dim_max=192, dropout=True),
@@ -229,7 +230,7 @@ FA2_CAPS = _or_hub(
 )
 
 # hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
-# while it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
+# if it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             deterministic=False, caches=CACHES, packages=("flash_attn_interface",))  # fmt: skip
 FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
@@ -237,14 +238,14 @@ FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
 # the code has branches for 8.x, 11.x and 12.x too, but no backward for 8.x, and 12.x failed to
 # compile (Dao-AILab/flash-attention issue 2453). _validate_head_dims: to 128, on Hopper to 256,
-# multiples of 8. On Blackwell 256 has kernels of its own, without window; pages of 128 only.
+# multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             grad=False, caches=CACHES, packages=("flash_attn.cute>=4.0",))  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 FA4_CAPS = (
     _FA4,
-    # Gradients are silently wrong where the backward rounds head_dim up to 16 and what is around it
-    # to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
+    # Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around
+    # it to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
     # 0251105a), dK and dV on Blackwell (2698); and at 256 on Blackwell, where random inputs do not
     # show it (NVIDIA/TransformerEngine issue 3216). tests/cute runs the backward on Hopper to 128.
     replace(_FA4, grad=True, head_dim_multiple=32),

@@ -1,8 +1,8 @@
-"""Which flash kernel PyTorch's own scaled_dot_product_attention has on CUDA: --sdpa_flash_impl.
+"""Which flash kernel PyTorch's scaled_dot_product_attention uses on CUDA: --sdpa_flash_impl.
 
-From torch 2.11 on the kernel behind its flash can be swapped, for the whole process, for that of
-the package FlashAttention-3 or -4. They have no dropout; the report then names them: "flash (FA3)".
-What PyTorch calls there is private, and FlashAttention-4 changes it between its pre-releases.
+Since torch 2.11 its flash kernel can be replaced, for the whole process, by that of the package
+FlashAttention-3 or -4. They have no dropout; reports then say "flash (FA3)". The functions that
+PyTorch calls there are private, and FlashAttention-4 changes them between its pre-releases.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from attention.spec import BackendUnavailable, version
 from attention.system import import_version
 
-# Capabilities (major) that each is made for: _fa3.py and _fa4.py of torch/nn/attention in 2.13.
+# Major compute capabilities that each supports: _fa3.py, _fa4.py of torch/nn/attention in 2.13.
 FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}
-# torch 2.11 to 2.13 take two values of flash-attn-4's _flash_attn_fwd, which gives four or five
-# since its pull request 2674, 4.0.0b19 (pytorch issue 190212; torch/nn/attention/_fa4.py).
+# torch 2.11 to 2.13 expect two values from flash-attn-4's _flash_attn_fwd, which returns four or
+# five since its pull request 2674, 4.0.0b19 (pytorch issue 190212; torch/nn/attention/_fa4.py).
 FA4_TAKES_TWO, FA4_GIVES_TWO = (2, 13), 18  # the last torch, the last pre-release of 4.0.0
 
 
 def flash_impl() -> str:
-    """Whose kernel PyTorch's flash is on CUDA now: its own "FA2", or "FA3" or "FA4"."""
+    """The flash kernel that PyTorch uses on CUDA now: its own, "FA2", or "FA3" or "FA4"."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (current and current()) or "FA2"
 
 
 def use_flash_impl(impl: str) -> None:
-    """Make PyTorch's flash kernel on CUDA, for the whole process, the one of that generation.
+    """Make PyTorch use that flash kernel on CUDA, for the whole process.
 
     Raises:
-        BackendUnavailable: it cannot be that one here. PyTorch's own runs where its package does
-            not load; else nothing has changed.
+        BackendUnavailable: it cannot run here. If its package failed to load, PyTorch's own kernel
+            is active now; otherwise nothing has changed.
     """
     if impl not in FLASH_IMPLS:
         known = ", ".join(FLASH_IMPLS)

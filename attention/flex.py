@@ -1,8 +1,8 @@
 """flex: PyTorch's flex_attention, whose mask is Python, traced and compiled into the kernel.
 
-The kernel is a template: FlashAttention's loops (see tiled.py) with a gap where the mask belongs.
-torch.compile traces mask_mod(b, h, i, j), which is visible() here and nothing else, and writes it
-into the gap. A BlockMask lists beforehand what to do with each tile of 128 x 128 scores:
+The kernel is a template: FlashAttention's loops (see tiled.py) with a hole where the mask belongs.
+torch.compile traces mask_mod(b, h, i, j), here just visible(), and fills the hole with it. A
+BlockMask lists in advance what to do with each tile of 128 x 128 scores:
 
               K_0 K_1 K_2 K_3     partial   full
         Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
@@ -10,18 +10,18 @@ into the gap. A BlockMask lists beforehand what to do with each tile of 128 x 12
         Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: never read
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
-Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 numbers.
+Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
 FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the tiles in no list.
-        Backward is seven products where FlashAttention has five: one pass for dQ and one for dK and
-        dV both compute S and dP again. So no two blocks add to one number: the bits repeat.
+        Backward is seven matmuls where FlashAttention has five: the pass for dQ and the pass for
+        dK and dV both recompute S and dP. No two blocks add to one element: it is deterministic.
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Compile Uncompiled, flex_attention holds all scores, so it never runs so. In a compiled model it is
-        traced into the model's graph, with the lists, which cost little, made anew for each layer.
-        Else it is compiled here, and the lists are kept. Without a gradient lengths are symbols
-        then and the mask's own numbers are tensors, since a Python number is compiled in: a new
-        length costs nothing. With one each shape is compiled by itself.
+Compile Eager flex_attention materializes all scores, so it never runs that way. In a compiled model
+        it is traced into the model's graph, and the lists, which are cheap, are rebuilt in each
+        layer. Otherwise it is compiled here, and the lists are cached. Then, without a gradient,
+        lengths are symbolic, and the mask's parameters are tensors, since a Python number would be
+        a constant: a new length costs nothing. With a gradient each shape is compiled separately.
 Refuses dropout, float64, and gradients on the CPU and on Apple's Metal (torch/_inductor/kernel/flex
-        of PyTorch 2.13). More the probe finds out: CUDA takes a head_dim from 16, torch before 2.7
+        of PyTorch 2.13). The probe finds the rest: CUDA takes a head_dim from 16, torch before 2.7
         only powers of two; a CPU must be x86 with AVX2.
 Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
         Kernels" (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
@@ -67,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any) -> Tensor:
-    """What is compiled: flex_attention."""
+    """The function that is compiled: just flex_attention."""
     from torch.nn.attention.flex_attention import flex_attention
 
     grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
@@ -75,29 +75,31 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def compiled(spec: Spec, kind: tuple[int, ...],
-             size: tuple[int, int] | None) -> Callable[..., Tensor]:  # fmt: skip
+def compiled(
+    spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None
+) -> Callable[..., Tensor]:
     """flex(), compiled for one Spec, whatever its window, and one kind of shape, or one shape.
 
-    torch.compile makes at most 8 versions of one piece of code, and then refuses. So each Spec gets
-    a copy of flex(), and so does what makes a version of its own in any case: one sequence, query
-    or tile, which it takes for constants, and the size that segments are padded to.
+    torch.compile recompiles a function at most 8 times, then gives up. So each Spec gets a copy of
+    flex(), and so does whatever would force a recompilation: a size of one (sequence, query or
+    tile), which it specializes on, and the size that segments are padded to.
     """
     name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
     own = own_code(flex, name)
-    # Training keeps to few lengths, which are best compiled in: a kernel for a multiple of 128
-    # tests no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). One function for all of them
-    # would make a symbol of the second, slow from then on. Evaluation and sampling have many.
+    # Training has few lengths, best compiled as constants: the kernel for a multiple of 128 checks
+    # no bounds (IS_DIVISIBLE in torch/_inductor/kernel/flex). A function that they shared would
+    # turn symbolic, and slower, at the second. Evaluation and sampling have many lengths.
     return torch.compile(own, fullgraph=True, dynamic=not spec.grad)
 
 
-def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
-               device: torch.device) -> Any:  # fmt: skip
+def block_mask(
+    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
+) -> Any:
     """The BlockMask of visible() for Tq <= Tk: which tiles are full, and which partial.
 
-    Read off the corners of the tiles: there never is a mask of Tq x Tk. A segment is one run of
-    positions, so a tile's first and last tell what lies between. A tile may be called partial
-    in which nothing is visible.
+    Found from the corners of the tiles, without a mask of Tq x Tk. A segment is one run of
+    positions, so a tile's first and last decide what lies between. A tile in which nothing is
+    visible may be listed as partial.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -105,8 +107,8 @@ def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
         first = torch.arange(0, T, TILE, device=device)
         return first, (first + TILE).clamp(max=T) - 1
 
-    # visible() here knows j - i alone: a tile is seen at all where that comes nearest to the
-    # diagonal, and wholly where it is so at either extreme.
+    # Without segments visible() depends on j - i alone: a tile is visible in part if the entry
+    # nearest to the diagonal is, and in full if both extremes are.
     offset = Tk - Tq
     (top, bottom), (left, right) = ends(Tq), ends(Tk)
     least, most = left - bottom[:, None], right - top[:, None]  # (tiles, tiles) each
@@ -118,7 +120,7 @@ def block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
         q_from, q_to = run[:, top + offset, None], run[:, bottom + offset, None]
         k_from, k_to = run[:, None, left], run[:, None, right]
         some = some & (q_from <= k_to) & (k_from <= q_to)
-        # No key comes after a query here, so what begins and ends in one run lies in it.
+        # No key comes after a query here, so a tile that begins and ends in one run lies in it.
         every = every & (k_from == q_to)
 
     shift: Any = offset
@@ -147,13 +149,14 @@ _by_shape = lru_cache(maxsize=16)(block_mask)
 _by_segments = WeakTensorKeyDictionary()  # an entry dies with its tensor
 
 
-@torch.inference_mode(False)  # what is made in inference mode is of no use in training
-def kept_block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
-                    device: torch.device) -> Any:  # fmt: skip
-    """block_mask(), made once for a shape, and once for all layers that are given `segments`."""
+@torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
+def kept_block_mask(
+    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
+) -> Any:
+    """block_mask(), cached by shape, and by `segments`, which all layers share."""
     if segments is None:
         return _by_shape(Tq, Tk, window, None, device)
-    inference = segments.is_inference()  # then nothing tells whether it has changed
+    inference = segments.is_inference()  # it has no version to tell whether it changed
     state = None if inference else (segments._version, Tq, window)
     known = _by_segments.get(segments)
     if inference or known is None or known[0] != state:
@@ -167,8 +170,8 @@ def kept_block_mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Non
 def room(segments: Tensor) -> tuple[int, int]:
     """(B, the least 128 * 2^n >= Tk): what segments are padded to outside of a model's graph.
 
-    Their size must be compiled in, and so it should seldom change: where it is a symbol, PyTorch
-    2.13 may write C++ that does not compile, and its kernel for Apple's Metal takes none.
+    Their size must be a constant, so it should seldom change: with a symbolic size PyTorch 2.13
+    may generate C++ that does not compile, and its kernel for Apple's Metal does not support one.
     """
     B, Tk = segments.shape
     return B, TILE << ((Tk - 1) // TILE).bit_length()

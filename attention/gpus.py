@@ -1,10 +1,9 @@
 """The one table of GPUs: name, compute capability, peak rates, memory bandwidth, shared memory.
 
-Capabilities are those of NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus). The
-A800, H800 and H20, which they leave out, are an A100 and two kinds of H100 made for export; Jetson
-Thor is there by its modules, T5000 and T4000. Rates are dense ones, never the sparse figure, each
-from the datasheet that its row names. A GPU that is not here has no rate: it is measured, not
-guessed (core/flops.py).
+Capabilities are from NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus). Not on
+them: the A800, H800 and H20, an A100 and two kinds of H100 made for export. Jetson Thor is listed
+by its modules, T5000 and T4000. Rates are dense, never the sparse figure, each from the datasheet
+that its row names. For a GPU that is not here the rate is measured, not guessed (core/flops.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 Capability = tuple[int, int]
 
-# Bytes of shared memory that a program may have (CUDA C++ Programming Guide, table "Technical
+# Bytes of shared memory that a thread block may use (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability").
 SHARED: dict[Capability, int] = {
     (7, 5): 64 << 10,
@@ -31,17 +30,17 @@ SHARED: dict[Capability, int] = {
 class GPU:
     """A row of the table.
 
-    A device is this GPU if its name ends as the pattern says. One with a longer name ("Laptop GPU",
-    "D", a MIG slice, a vGPU) has other rates, and no pattern matches it.
+    A device is this GPU if its name ends with the pattern. A longer name ("Laptop GPU", "D", a MIG
+    slice, a vGPU) is a device with other rates, and matches no pattern.
     """
 
     name: str  # as torch.cuda.get_device_name says it
-    capability: Capability | None = None  # None: not NVIDIA's
+    capability: Capability | None = None  # None: not an NVIDIA GPU
     # TFLOP/s in half precision with float32 accumulation, TF32 (None: it has none) and float32
     tflops: tuple[float, float | None, float] | None = None
     bandwidth: float | None = None  # GB/s between its memory and the chip
-    source: str = ""  # the datasheet of both
-    pattern: str = ""  # how the names of such devices end; empty: as `short`
+    source: str = ""  # the datasheet for both
+    pattern: str = ""  # what the device names end with; empty: `short`
 
     @property
     def short(self) -> str:
@@ -49,12 +48,12 @@ class GPU:
         return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
 
     def is_device(self, name: str) -> bool:
-        """Whether a device of that name is this GPU."""
+        """Whether a device with that name is this GPU."""
         return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
 
 
 def _named(capability: Capability, names: str) -> list[GPU]:
-    """GPUs of which only the capability is known here."""
+    """GPUs for which only the capability is listed."""
     return [GPU(name, capability) for name in names.split(", ")]
 
 
@@ -123,12 +122,12 @@ RATED = [gpu for gpu in GPUS if gpu.tflops and gpu.bandwidth]
 
 
 def find_rated(name: str) -> GPU | None:
-    """The GPU that a device of that name is; None where its rates are not known."""
+    """The GPU with that device name; None where its rates are not known."""
     return next((gpu for gpu in RATED if gpu.is_device(name)), None)
 
 
 def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """The peak rate in TFLOP/s of the device of that name, and where it stands; None: unknown."""
+    """The peak rate in TFLOP/s of the device with that name, and its source; None: unknown."""
     gpu = find_rated(name)
     if gpu is None or gpu.tflops is None:
         return None
@@ -141,8 +140,8 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
 
 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
-    """Bytes a second between the memory and the chip of the device of that name, and where that
-    stands; None: unknown."""
+    """The memory bandwidth, bytes a second, of the device with that name, and its source; None:
+    unknown."""
     gpu = find_rated(name)
     if gpu is None or gpu.bandwidth is None:
         return None

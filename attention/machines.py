@@ -1,6 +1,6 @@
 """Machines by name, for "what would run there?": python -m attention --as="NVIDIA TITAN RTX".
 
-A name is known by its distinctive part: "titan rtx", "4090", "h100", "apple m3", "cpu".
+A distinctive part of the name is enough: "titan rtx", "4090", "h100", "apple m3", "cpu".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from attention.gpus import GPUS
 from attention.spec import UNKNOWN_VERSION, Machine, dotted
 
 APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
-MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # words that tell little
+MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
 
 Known = tuple[str, str, tuple[int, int] | None]  # device, name, compute capability
 KNOWN: list[Known] = [
@@ -24,13 +24,13 @@ KNOWN: list[Known] = [
 
 
 def find(text: str) -> Known:
-    """The machine that is meant: device, name, compute capability.
+    """The machine that the text names: device, name, compute capability.
 
-    A text that has every distinctive word of a known name is that machine, whatever else it says
-    ("NVIDIA A100-SXM4-80GB"); else all of its words must be in a known name ("4090").
+    A text with every distinctive word of a known name matches it, whatever else it says ("NVIDIA
+    A100-SXM4-80GB"); otherwise all of its words must occur in a known name ("4090").
 
     Raises:
-        ValueError: unknown, or several that differ; lists them.
+        ValueError: the name is unknown, or matches machines that differ; the text lists them.
     """
     asked = _words(text)
     fit = [k for k in KNOWN if _words(k[1]) - MAKERS <= asked]
@@ -50,7 +50,7 @@ def find(text: str) -> Known:
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """A Machine that need not be there, by a part of its name, with that PyTorch and packages."""
+    """The Machine that find() names, here or not, with these versions of PyTorch and packages."""
     kind, name, capability = find(text)
     installed = dict.fromkeys(packages, UNKNOWN_VERSION)
     return Machine(kind, name, capability, torch, packages=installed)

@@ -8,7 +8,7 @@ for every head of every sequence (Vaswani et al. 2017, "Attention Is All You Nee
 
 Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and P is kept for the
         backward pass. At T = 1024, 12 heads, batch 8 in float32, P alone is 403 MB a layer.
-FLOPs   4 * Tq * Tk * D a head forward (two products of 2 * Tq * Tk * D), twice that backward; the
+FLOPs   4 * Tq * Tk * D a head forward (two matmuls of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
 Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
 Refuses nothing but a paged cache: any device, dtype, head_dim, window, segments, dropout.
@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         (B, Tq, H, D) in q's dtype.
     """
     (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
-    # Query heads that share a key/value head become rows of one product: no copy of k or v.
+    # Query heads that share a key/value head become rows of one matmul: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
     v_BG1TD = v.transpose(1, 2).unsqueeze(2)  # (B, Hkv, 1, Tk, D)

@@ -1,9 +1,9 @@
-"""What a backend must prove, whatever machine it runs on: the cases, and how one is judged.
+"""The cases in which every backend must be right, on any machine, and how one is checked.
 
 A case is a shape with heads, a mask and a layout of its inputs. `check()` runs one, forward and
-backward, and holds every number against attention/oracle.py; `canary()` asks whether anything that
-comes later reaches an earlier output. The tests run all of it, `bench_mfu.py qualify` runs it on
-the machine at hand.
+backward, and compares every element with attention/oracle.py; `canary()` checks that no later
+position changes an earlier output. The tests run all of it, `bench_mfu.py qualify` runs it on the
+machine at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attention.spec import Backend, Spec
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix; the defaults are the plainest."""
+    """One point of the matrix; the defaults are the simplest."""
 
     name: str
     Tq: int
@@ -39,8 +39,9 @@ class Case:
 
     def spec(self, dtype: str, **changes: Any) -> Spec:
         has_segments = self.segments is not None
-        return Spec(self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments,
-                    **changes)  # fmt: skip
+        return Spec(
+            self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments, **changes
+        )
 
 
 def _square(T: int, **changes: Any) -> Case:
@@ -79,7 +80,7 @@ CASES = [
     Case("large-gqa-window-packed", 43, 97, H=4, D=64, window=30, segments="packed", size=30),
 ]  # fmt: skip
 
-# Where all of them take too long (Triton's interpreter, a GPU's first minutes): between them these
+# For where all of them take too long (Triton's interpreter, a GPU's first minutes): together these
 # have every feature and every kind of border.
 SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", "D128", "64x17",
           "large", "97", "1", "2", "window64-113x203", "padded-43x97", "D80-mqa-window-17x33",
@@ -88,7 +89,7 @@ SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", 
 
 
 def in_order() -> list[Case]:
-    """All cases, those of SAMPLE first: whoever has to stop early has seen most."""
+    """All cases, those of SAMPLE first, so that a run that stops early has covered most."""
     by_name = {case.name: case for case in CASES}
     return list({name: by_name[name] for name in (*SAMPLE, *by_name)}.values())
 
@@ -97,7 +98,7 @@ def in_order() -> list[Case]:
 
 
 def segments(case: Case, device: str = "cpu") -> Tensor | None:
-    """(B, Tk) int32, or None; the borders differ from row to row."""
+    """(B, Tk) int32, or None; segments end at different places in each row."""
     if not case.segments:
         return None
     j, rows = torch.arange(case.Tk), []
@@ -111,8 +112,8 @@ def segments(case: Case, device: str = "cpu") -> Tensor | None:
 
 @lru_cache(maxsize=8)
 def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of out, rounded to dtype, then laid out on the device as the case
-    asks: a copy of a view to another device would be dense."""
+    """q, k, v and the gradient of out, rounded to dtype, then laid out as the case says, on the
+    device itself: copying a view to another device would make it contiguous."""
     chance = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
 
     def tensor(T: int, H: int, size: float = 1.0) -> Tensor:
@@ -129,25 +130,25 @@ def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, T
     return q, k, v, tensor(case.Tq, case.H)
 
 
-@lru_cache(maxsize=64)  # all cases of a dtype: the loops take longer than most kernels
+@lru_cache(maxsize=64)  # every case of a dtype: the oracle is slower than most kernels
 def truth(case: Case, dtype: str) -> oracle.Result:
-    """In float64, from the rounded inputs."""
+    """The result in float64, from the rounded inputs."""
     return oracle.attention(*draw(case, dtype), window=case.window, segments=segments(case))
 
 
 @lru_cache(maxsize=8)
 def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
-    """The yardstick: what textbook PyTorch gives there in that dtype."""
+    """The yardstick: the result of textbook PyTorch in that dtype."""
     inputs = draw(case, dtype, device)
     return oracle.plain(*inputs, window=case.window, segments=segments(case, device))
 
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu") -> None:
-    """Run the case with gradients, then without, where a library may take another kernel.
+    """Run the case with gradients, then without, since a library may use another kernel there.
 
     Raises:
-        AssertionError: a number is further off than oracle.check allows, or a query that sees no
-            key did not give zeros; the text says which, where and by how much.
+        AssertionError: an error larger than oracle.check allows, or a query that sees no key and
+            gave no zeros; the text says which tensor, where and by how much.
     """
     spec, seg = case.spec(dtype), segments(case, device)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
@@ -177,33 +178,35 @@ HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
 def canaries(dtype: str, phase: str) -> Iterator[Spec]:
-    """All heads and grouped ones, without a window and with one."""
+    """Multi-head and grouped-query attention, with and without a window."""
     for window, Hkv in itertools.product((None, 9), (4, 2)):
         yield Spec(4, Hkv, 32, dtype, window=window, grad=PHASES[phase][2])
 
 
 def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
-    """The output alone, computed as the phase does it: with autograd or without."""
+    """The output, computed with or without autograd as the phase does."""
     with torch.set_grad_enabled(spec.grad):
         q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
         return backend.attend(q, k, v, spec, **more).detach()
 
 
 def qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
-    """(2, T, H or Hkv, 32) each, at random."""
+    """Random q, k and v, (2, T, H or Hkv, 32)."""
     chance = torch.Generator().manual_seed(7)
-    return [torch.randn(2, T, h, 32, generator=chance).to(device, getattr(torch, dtype))
-            for h in (H, Hkv, Hkv)]  # fmt: skip
+    return [
+        torch.randn(2, T, h, 32, generator=chance).to(device, getattr(torch, dtype))
+        for h in (H, Hkv, Hkv)
+    ]
 
 
 def canary(
     backend: Backend, spec: Spec, phase: str, device: str = "cpu", few: bool = False
 ) -> None:
-    """Make one position of q, k or v huge: no output before it may move by a bit, and some output
-    must, or the question was not heard. Nor may what lies before a window move anything.
+    """Make one position of q, k or v huge: no output before it may change by a bit, and some
+    output must, or the test tested nothing. Nor may keys before the window change anything.
 
     Args:
-        few: one position instead of three, where each call takes long.
+        few: one position instead of three, for when each call takes long.
 
     Raises:
         AssertionError: something leaked; the text says from where to where.

@@ -1,8 +1,8 @@
 """The oracle: attention and its gradients in float64, as loops; and the one tolerance policy.
 
 `attention` is written from the contract alone (docs/DESIGN.md, section 3), one query row at a time,
-with gradients derived by hand. It shares nothing with any backend but `visible`. The helper `check`
-is the only place where a backend's numbers are accepted.
+with gradients derived by hand. It shares only `visible` with the backends. `check` is the only
+place that decides whether a backend's results are right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Result:
     dq: Tensor | None = None  # (B, Tq, H, D)
     dk: Tensor | None = None  # (B, Tk, Hkv, D)
     dv: Tensor | None = None  # (B, Tk, Hkv, D)
-    condition: Mapping[str, float] = field(default_factory=dict)  # of the truth: see attention()
+    condition: Mapping[str, float] = field(default_factory=dict)  # of the truth only: attention()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
@@ -42,11 +42,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
         dq    = sum_j ds_j k_j / sqrt(D)
         dk_j += ds_j q / sqrt(D)
 
-    The truth also carries its condition: how far, to first order, an entry of each tensor may move
+    The result also has the condition of each tensor: how far, to first order, an entry may move
     when a kernel rounds (a) each score s_j relative to its terms |q||k|, which becomes a relative
-    error of p_j, and twice that in the backward where it computes exp(s_j - logsumexp) again; and
-    (b) dp and sum p dp relative to theirs, of which ds keeps the rounding even where the difference
-    is zero (a row with one visible key). In units of eps, the largest entry.
+    error of p_j, and twice that in the backward where exp(s_j - logsumexp) is recomputed; and (b)
+    dp and sum p dp relative to theirs, whose rounding stays in ds even where the difference is zero
+    (a row with one visible key). In units of eps, the largest entry.
 
     Args:
         q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
@@ -93,7 +93,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
           segments: Tensor | None = None) -> Result:  # fmt: skip
-    """What plain PyTorch gives in the dtype, and on the device, of the inputs: the yardstick.
+    """The result of plain PyTorch in the inputs' dtype and on their device: the yardstick.
 
     The textbook formula with autograd, and nothing clever: its error is what the dtype costs.
     """
@@ -120,16 +120,16 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
         max|got - truth| <= m * max|plain - truth| + eps(dtype) * max|truth|
                             + eps(compute) * condition
 
-    with m = 2 for the output and 3 for the gradients. The last term is what no kernel can avoid: a
-    few roundings in the precision that kernels compute in, float32 for half precision. It counts
-    where plain PyTorch is exact by luck, as in a row with one visible key, whose P it finds as
-    x / x, and a kernel of FlashAttention's kind, in the backward, as exp(s - logsumexp).
+    with m = 2 for the output and 3 for the gradients. No kernel can avoid the last term: a few
+    roundings in the precision that kernels compute in, float32 for half precision. It matters where
+    plain PyTorch is exact by luck, as in a row with one visible key: P is x / x there, but in the
+    backward of a FlashAttention kernel it is exp(s - logsumexp).
 
     Args:
-        factor: scales all that is allowed; below 1 to see how much room there is.
+        factor: scales the tolerance; below 1 to see how much room there is.
 
     Raises:
-        AssertionError: says which tensor is off, by how much, where, and what is allowed.
+        AssertionError: which tensor is off, by how much, where, and what is allowed.
     """
     eps = torch.finfo(dtype).eps
     eps_compute = min(eps, torch.finfo(torch.float32).eps)

@@ -1,29 +1,29 @@
-"""paged: attention whose keys and values lie in pages, found through a table. Inference only.
+"""paged: attention over keys and values in pages, found through a page table. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-and else the formula of manual.py: the cache's pages may lie in any order, and rows of different
-lengths go through one call with no padding between them (Kwon et al. 2023, arXiv 2309.06180). This
-call's keys and values are stored already. Two paths read the pages:
+and the formula of manual.py. A row's pages may be anywhere in the cache, and one call takes rows of
+different lengths without padding between them (Kwon et al. 2023, arXiv 2309.06180). The pages
+already hold this call's keys and values. Two paths read them:
 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              paged_kernels.py read the pages where they lie, and only those that the row sees. The
              profiler shows nanoattn::paged_decode.
-    gather   all else (prefill, chunks, float64, any device): the tokens that the table leads to are
-             copied into one tensor, and the formula is PyTorch's SDPA on the CPU, elsewhere that
-             of manual.py. The profiler shows aten::index_select.
+    gather   everything else (prefill, chunks, float64, any device): the row's tokens are copied
+             into one tensor, then PyTorch's SDPA on the CPU, elsewhere the formula of manual.py.
+             The profiler shows aten::index_select.
 
-Memory  gather: 2 * B * max_pages * page_size * Hkv * D numbers for the copies, as long as the
-        longest row for all rows; on the CPU a mask of B * H / Hkv * Tq * max_pages * page_size,
-        elsewhere the scores, B * H * Tq * max_pages * page_size.
-        decode: nothing but B * H * (D + 2) float32 numbers for each run of keys, at most 64 runs.
+Memory  gather: 2 * B * max_pages * page_size * Hkv * D elements for the copies, all rows as long as
+        the longest; on the CPU a mask of B * H / Hkv * Tq * max_pages * page_size, elsewhere the
+        scores, B * H * Tq * max_pages * page_size.
+        decode: only B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each key that is seen.
-        What decode costs is reading the keys and values once.
+        Decode is bound by memory bandwidth: it reads the keys and values once.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. What was never written, other sequences' pages and
-        the null page are no part of any sum, whatever they hold, NaN included: where a row has no
-        token its own last one is copied, which is masked.
-Refuses to run without a paged cache, so training falls back; segments and dropout.
+Masks   visible(), with an offset for each row. Unwritten slots, other sequences' pages and the null
+        page enter no sum, even if they hold NaN: past a row's end its own last token is copied,
+        and masked.
+Refuses any other cache and none, so training falls back; segments and dropout.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from attention.views import PagedView
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | None = None) -> Tensor:  # fmt: skip
-    """Attend to the tokens in the pages k and v that cache.page_table names.
+    """Attend to the tokens in the pages k and v that cache.page_table lists.
 
-    Queries beyond cache.count are padding: what they give is finite and means nothing.
+    Queries from cache.count on are padding: their outputs are finite and mean nothing.
     """
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"
@@ -56,18 +56,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView) -> Tensor:
-    """Attention of q (B, Tq, H, D) over the tokens of the pages, copied together."""
+    """Attention of q (B, Tq, H, D) to each row's tokens, copied from its pages into one tensor."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
-    # A probability of 0 does not silence a NaN: 0 * NaN is NaN. So behind a row's last token that
-    # token is read again, and not what another sequence may have left there.
+    # A probability of 0 does not mask a NaN: 0 * NaN is NaN. So past the end of a row its last
+    # token is read again, rather than whatever another sequence may have left there.
     at = torch.minimum(j, last)  # (B, Tk)
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
-    # Queries beyond count are padding: they see what the last one does.
+    # Queries from count on are padding: they see what the last real one sees.
     at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
     seen = visible(at[:, :, None], j, 0, spec.window)  # (B, Tq, Tk)
 
@@ -75,17 +75,17 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     attend = _sdpa if q.device.type == "cpu" else _formula
     out = attend(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
-    return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row that has no token at all
+    return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    """The tokens in these places, (B, Tk) int32: (B, Tk, Hkv, D)."""
+    """The tokens in these slots, (B, Tk) int32: (B, Tk, Hkv, D)."""
     taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
     return taken.view(*slot.shape, *pages.shape[2:])
 
 
 def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over what is seen, (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+    """softmax(q k^T / sqrt(D)) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
     scores = (q_BGRTD / math.sqrt(q_BGRTD.shape[-1])) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
@@ -93,7 +93,7 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> T
 
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
-    """The same by PyTorch's kernel; the query heads of a key head are rows beside one another."""
+    """The same by PyTorch's SDPA, with the query heads of a key/value head as rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     out = F.scaled_dot_product_attention(q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask)
@@ -101,7 +101,7 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tens
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the decode kernel takes this on the current CUDA device."""
+    """Whether the decode kernel supports this on the current CUDA device."""
     least = (8, 0) if dtype == torch.bfloat16 else (7, 5)  # what Triton compiles for
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 

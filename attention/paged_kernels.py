@@ -1,26 +1,26 @@
 """The Triton kernels of paged.py, for one query a sequence, and their launch. Needs triton.
 
-Decoding reads all of K and V for one query, so what counts is how fast they are read. A program a
-sequence and key/value head would leave most of a GPU idle at small batches; so each sequence's keys
-are also split into runs, a program each ("split-K"):
+Decoding reads all of K and V for one query, so memory bandwidth is all that counts. One program for
+each sequence and key/value head would leave most of a GPU idle at small batches, so each sequence's
+keys are also split into runs, one program each ("split-K"):
 
     decode_kernel    one sequence, key/value head, run      writes O~, m and l of the run
     combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
 
-Groups  The query heads that share a key/value head are the rows of one product: K and V are read
-        once for all of them. tl.dot wants 16 rows, so fewer are padded, which costs no traffic.
-Pages   Each key's page number is looked up by itself. Page numbers stay in cache, a block of keys
-        may span several pages, and any page_size will do.
-Bounds  The loop runs over [first, last), read from the device: nothing outside, not even inside the
-        last page, is loaded, so it does not matter what a page held before.
-Splits  Their number is chosen from shapes alone, so that the host never waits and the same input
-        gives the same bits.
+Groups  The query heads that share a key/value head are the rows of one matmul: K and V are read
+        once for all of them. tl.dot needs 16 rows; padding to that costs no memory traffic.
+Pages   The page number is looked up for each key. The table stays in cache, a block of keys may
+        span several pages, and any page_size works.
+Bounds  The loop runs over [first, last), read from the device. Nothing outside is loaded, not even
+        within the last page, so stale contents of a page do not matter.
+Splits  Their number depends on shapes alone, so the host never waits for the device and the same
+        input gives the same bits.
 
 Source  Dao et al. 2023, "Flash-Decoding for long-context inference" (PyTorch blog), for the split;
         Kwon et al. 2023 (arXiv 2309.06180), section 5.1, for attention on pages.
 """
 
-# A kernel's parameters are Triton's, and Python has no types for them.
+# The parameters of a Triton kernel have no Python types.
 # mypy: allow-untyped-defs
 
 import math
@@ -33,7 +33,7 @@ from torch import Tensor
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 PROGRAMS = 512  # enough to fill a large GPU a few times over
-LEAST_RUN = 256  # keys; with fewer a run is not worth its program
+LEAST_RUN = 256  # keys; a shorter run is not worth a program
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, wi
                   page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):  # fmt: skip
-    """Attention of R query heads over one run of keys: O~ not normalised, row maximum m, sum l.
+    """Attention of R query heads to one run of keys: unnormalised O~, row maximum m, row sum l.
 
     Partial is (B, Hkv, R, splits, HEAD_DIM), M and L (B, Hkv, R, splits), all float32; m is in
     units of log 2.
@@ -51,7 +51,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, wi
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    # The query stands at `start`. A row without a token (count 0) is padding; its key is not there.
+    # The query is at position `start`. A row with count 0 is padding and stored no key.
     start = tl.load(Start + b)
     last = start + tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
@@ -88,8 +88,9 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, wi
 
 
 @triton.jit
-def combine_kernel(Partial, M, L, Out, splits, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
-                   BLOCK_D: tl.constexpr):  # fmt: skip
+def combine_kernel(
+    Partial, M, L, Out, splits, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """One query head's output from its runs; a run without keys has l = 0 and the lowest m."""
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -99,7 +100,7 @@ def combine_kernel(Partial, M, L, Out, splits, HEAD_DIM: tl.constexpr, BLOCK_S: 
     O = tl.load(Partial + (at * splits + s) * HEAD_DIM + d, mask=inside, other=0.0)
     weight = tl.exp2(m - tl.max(m, axis=0, keep_dims=True))
     total = tl.sum(weight * l, axis=0, keep_dims=True)
-    total = tl.where(total == 0, 1.0, total)  # it sees nothing: zeros
+    total = tl.where(total == 0, 1.0, total)  # no key is seen: zeros
     out = tl.sum(weight * O, axis=0, keep_dims=True) / total
     tl.store(Out + at * HEAD_DIM + d, out.to(Out.dtype.element_ty), mask=d < HEAD_DIM)
 
@@ -111,10 +112,10 @@ def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """Into how many runs at most `keys` keys are split: a power of two, up to 64.
+    """The number of runs that at most `keys` keys are split into: a power of two, up to 64.
 
     Args:
-        programs: there would be with one run each.
+        programs: how many there would be without splitting.
     """
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
@@ -123,15 +124,15 @@ def choose_splits(programs: int, keys: int) -> int:
 @torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, window: int, splits: int) -> Tensor:  # fmt: skip
-    """Attention of one query a sequence over its pages. An operator of its own, so that
-    torch.compile keeps it in the graph and the profiler shows it by name.
+    """Attention of one query a sequence to its pages. A custom operator, so that torch.compile
+    keeps it in the graph and the profiler shows its name.
 
     Args:
-        q: (B, 1, H, D), heads of D neighbouring numbers.
-        k_pages, v_pages, page_table, start, count: as in views.PagedView; this call's key and
-            value are stored already.
-        window: keys that a query sees; 0 is all.
-        splits: runs that keys are split into; 0 chooses.
+        q: (B, 1, H, D), contiguous along D.
+        k_pages, v_pages, page_table, start, count: as in views.PagedView; the pages already hold
+            this call's key and value.
+        window: keys that a query sees; 0: all.
+        splits: runs that the keys are split into; 0: choose_splits() decides.
 
     Returns:
         (B, 1, H, D) in q's dtype.

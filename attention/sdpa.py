@@ -6,20 +6,20 @@ The same formula as manual.py, computed by a fused kernel where there is one:
                     CPU. O(T) memory. On CUDA it takes no mask: causal only.
     sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
     sdpa_cudnn      cuDNN's fused attention, CUDA.
-    sdpa_math       the formula in steps, O(T^2) memory, everywhere; in float32 for half precision.
-    sdpa            whichever of these PyTorch picks (see permitted()); the profiler tells which.
+    sdpa_math       the unfused formula, O(T^2) memory, everywhere; in float32 for half precision.
+    sdpa            whichever of these PyTorch picks (see permitted()); the profiler shows which.
 
 FLOPs   4 * Tq * Tk * D a head forward, about half of it where a causal kernel skips masked tiles;
         a flash-type backward recomputes S, so 2.5 times the forward instead of 2.
 Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk, where that is the
-        same thing. A lone query sees every key: no mask. All else gets an explicit bool mask,
-        except that pinned flash on CUDA takes none and gets torch's own bottom-right bias object.
-Bits    On CUDA the backward of flash and efficient adds up in no fixed order, unless
-        torch.use_deterministic_algorithms(True) is on; cuDNN's never does (attention_backward.cu).
-Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/
-        cuda/sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13); what they miss, as limits of
-        an older release, the probe finds.
+        same thing. A single query sees every key: no mask. Everything else gets an explicit bool
+        mask, but pinned flash on CUDA takes none: it gets torch's own bottom-right bias object.
+Bits    On CUDA the backward of flash and efficient is deterministic only under
+        torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
+Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/cuda/
+        sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the rest, such as
+        the limits of older releases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     """Attention by F.scaled_dot_product_attention; shapes as in spec.Backend.
 
     Args:
-        kernel: the one that may run, or RuntimeError (PyTorch's words); None leaves the choice.
+        kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
     Tq, Tk = q.shape[1], k.shape[1]
     if Tk == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     grouped = spec.n_kv_head != spec.n_head
     takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and takes_no_groups and q.is_cuda:
-        # Of the CUDA kernels that take a mask, most take no grouped heads: rather than fall to
+        # Most CUDA kernels that take a mask do not take grouped heads: rather than fall back to
         # the math kernel and its O(T^2) memory, repeat each K/V head for its query heads.
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
@@ -86,12 +86,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 
 def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
-    """The kernels that PyTorch may choose from; None: all that it has.
+    """The kernels that PyTorch may choose from; None: all of them.
 
     On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
-    That is right for training. But cuDNN builds a plan for each new length, tens of ms of the
-    host's time: too dear where each token of a text makes one. And some of its kernels round
-    dropout to sixteenths, which torch 2.11 does not guard against (pytorch pull request 174245).
+    That is right for training. But cuDNN builds a plan for each new length, which takes the host
+    tens of ms: too expensive in decoding, where every token is a new length. And some of its
+    kernels round dropout to sixteenths, unchecked by torch 2.11 (pytorch pull request 174245).
     """
     if on_cuda and (not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -99,7 +99,7 @@ def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
 
 
 def _only_key(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
-    """Attention to one key, which cuDNN is never given: P = 1, and q and k have zero gradients."""
+    """Attention to a single key, which cuDNN does not take: P = 1, so q and k have no gradient."""
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return F.dropout(torch.ones_like(v[..., :1]), spec.dropout) * v + 0 * (q + k)
 

@@ -1,14 +1,13 @@
-"""A name -> the backend that will run, with every reason for what will not.
+"""From a backend's name to the one that will run, with every reason why others will not.
 
-resolve()  is pure: it decides from what the backends declare, for a machine that may be
-           anywhere, so that what an RTX 4090 or an Apple laptop does is tested on any machine.
-probe()    asks the kernel itself. A package that is installed may not import, one that imports
-           may not run, and a kernel that runs may not be the one that a flag named. So it is
-           run once, forward and backward, at the real dtype, head_dim and head counts, on
-           ordinary and on large scores; its numbers are held against manual's, a later token is
-           changed to see that no earlier output moves, and the names of the kernels that ran
-           are read from the profiler.
-select()   is both, until a backend has proved itself: what a model calls.
+resolve()  is pure: it decides from what the backends declare, for any described machine, so what
+           an RTX 4090 or an Apple laptop would run is tested anywhere.
+probe()    runs the kernel. An installed package may fail to import, an imported one to run, and
+           the kernel that runs may not be the one that was named. So it runs once, forward and
+           backward, at the real dtype, head_dim and head counts, on ordinary and on large scores;
+           its results are compared with manual's, a later token is changed to check that no
+           earlier output moves, and the profiler tells which kernels ran.
+select()   does both until a backend passes: what a model calls.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ MPS_GUARD = Refusal(
 
 
 def get(name: str) -> Backend:
-    """The backend of that name or alias.
+    """The backend with that name or alias.
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
@@ -67,7 +66,7 @@ def get(name: str) -> Backend:
 
 
 def packages() -> tuple[str, ...]:
-    """The import names of all packages that some backend needs."""
+    """The import names of all packages that any backend needs."""
     rows = (c for b in BACKENDS.values() for c in b.caps)
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
@@ -76,7 +75,7 @@ def packages() -> tuple[str, ...]:
 
 
 def _first_of_auto(spec: Spec, machine: Machine) -> str:
-    """The name that "auto" begins with: the latest FlashAttention that is installed and can do
+    """The first name that "auto" tries: the latest FlashAttention that is installed and supports
     this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged."""
     if machine.device == "cuda":
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
@@ -92,13 +91,13 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name or alias, or "auto", which names no kernel: it may go on to the next
-            even with policy.fallback=False, and what it passes over at first is not reported.
-        failed: backends that are known not to run here whatever they declare, with the reasons.
+        name: a backend's name or alias, or "auto", which names no kernel: it may fall back even
+            with policy.fallback=False, and the backends that it skips at first are not reported.
+        failed: backends known not to run here, whatever they declare, with the reasons.
 
     Raises:
         ValueError: unknown name.
-        BackendUnavailable: refused, and nothing left that may be tried; lists every reason.
+        BackendUnavailable: refused, with no fallback left or allowed; lists every reason.
     """
     failed = failed or {}
     strict = not policy.fallback and name not in RULES
@@ -113,7 +112,7 @@ def resolve(
             return Resolution(name, backend, rejected)
         rejected[backend.name] = tuple(why)
         after = backend.fallback
-        if after is None and spec.cache == "paged":  # manual always works, but for this
+        if after is None and spec.cache == "paged":  # the one thing manual cannot do
             after = "paged"
         if strict or after is None or after in rejected:
             reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
@@ -128,10 +127,10 @@ def select(
     name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
     shape: tuple[int, int] | None = None,
 ) -> Resolution:  # fmt: skip
-    """Resolve `name` on this machine, and go on until a backend proves itself in the probe.
+    """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
-        shape: batch size and tokens of a sequence, where they are known, for math_note().
+        shape: batch size and tokens a sequence, if known, for math_note().
     """
     machine = Machine.here(str(device), packages())
     failed: dict[str, tuple[str, ...]] = {}
@@ -147,7 +146,7 @@ def select(
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
     """A warning where PyTorch's math kernel would hold more than 1 GB of scores; else empty.
 
-    It keeps the scores and their softmax, (B, H, T, T) each, in float32 at the least.
+    It keeps the scores and their softmax, (B, H, T, T) each, in at least float32.
     """
     B, T = shape or (0, 0)
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
@@ -162,7 +161,7 @@ def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> st
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:
-    """Say what will run and what was refused: once a process, on rank 0 only."""
+    """Log what will run and what was refused: once a process, on rank 0 only."""
     if int(os.environ.get("RANK", "0")):
         return
     for warning in chosen.warnings():
@@ -177,7 +176,7 @@ def _once(level: int, text: str) -> None:
 
 # --- probe: a real run ---
 
-# What attention operators are called in the profiler, and what people call them.
+# Attention operators as the profiler names them, and their usual names.
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -191,24 +190,24 @@ KERNELS = {
 }
 
 
-# Queries of the probe's second sequence are this many times as long: scores with a standard
-# deviation of LARGE, some beyond 88, where exp() overflows in float32, and in most rows one key
-# dominates. Trained models have such scores, and kernels have failed on them alone
-# (NVIDIA/TransformerEngine issue 3216).
+# The probe's second sequence has its queries scaled by this: scores with a standard deviation of
+# LARGE, some beyond 88, where exp() overflows in float32, and in most rows one key dominates.
+# Trained models have such scores, and kernels have failed on them only (NVIDIA/TransformerEngine
+# issue 3216).
 LARGE = 32
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a backend did when it was run."""
+    """The result of running a backend once."""
 
-    why: tuple[str, ...] = ()  # why it cannot be used; empty: it ran and its numbers are right
+    why: tuple[str, ...] = ()  # why it cannot be used; empty: its results are right
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
     # "error": max |out - float64| over max |float64| on ordinary scores, and "allowed", in the same
-    # unit; "grad_error" and "grad_allowed": the same of that gradient which comes nearest to what
-    # is allowed, None without; "canary": did earlier outputs stay when the last token changed?
-    proof: dict[str, Any] | None = None  # None: it failed before there were numbers
+    # unit; "grad_error" and "grad_allowed": the same for the gradient closest to its limit, None
+    # without gradients; "canary": did earlier outputs stay when the last token changed?
+    proof: dict[str, Any] | None = None  # None: it failed before it had results
 
     @property
     def error(self) -> float | None:
@@ -219,9 +218,9 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     """Run `backend` once, forward and, if `spec.grad`, backward, at batch 2 and length T.
 
     A cache is filled with all T tokens, and the queries come in chunks, then one by one. The random
-    state is left as it was found.
+    state is restored.
     """
-    # A window that T does not reach would not be tried. Through a cache no gradient goes.
+    # A window longer than T would not be tested. No gradient flows through a cache.
     window, grad = spec.window and min(spec.window, T // 2), spec.grad and spec.cache == "none"
     spec = replace(spec, window=window, grad=grad)
     quiet = replace(spec, dropout=0.0)
@@ -233,7 +232,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     out, plain, truth = [], [], []
     events: list[str] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
-        # Inference also goes on from a prefix, with fewer queries than keys.
+        # Inference also continues a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
             exact = [t.to(exact_on).double() for t in inputs]
@@ -241,18 +240,20 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             plain += _run(manual.attend, inputs, seg, quiet)
             truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
             try:
-                # The last run is the one that tells its kernels: as many queries as keys, dropout.
+                # The kernels are read from the last run: as many queries as keys, and dropout.
                 with nullcontext() if Tq < T or spec.dropout else profiled(events):
                     out += run(backend.attend, inputs, seg, quiet)
-                if spec.dropout:  # random, so only that it runs, and is finite, can be asked
+                if spec.dropout:  # random: only that it runs, and is finite, can be checked
                     with nullcontext() if Tq < T else profiled(events):
                         tried = run(backend.attend, inputs, seg, spec)
                     if not all(bool(t.isfinite().all()) for t in tried):
                         raise FloatingPointError("not finite with dropout")
-                for _ in range(3):  # a library may round otherwise once, as at another load
-                    if (leak := _leak(partial(run, backend.attend), inputs, seg, quiet)) == 0:
-                        break
-            except Exception as e:  # any failure of a kernel is its refusal, in its own words
+                if Tq == T:
+                    for _ in range(3):  # a library may round differently once, as under load
+                        leak = _leak(partial(run, backend.attend), inputs, seg, quiet)
+                        if leak == 0:
+                            break
+            except Exception as e:  # whatever a kernel raises is the reason to refuse it
                 words = f"{type(e).__name__}: {first_line(e)}"
                 return Probe(why=(f"it failed when it was tried ({words})",))
     names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
@@ -292,7 +293,7 @@ def _leak(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | 
 
 
 class Deviation(NamedTuple):
-    """How far one tensor is from the truth, by its largest error or by root mean square."""
+    """The error of one tensor, its largest or its root mean square."""
 
     name: str
     where: str  # "", or " in the mean"
@@ -304,8 +305,8 @@ class Deviation(NamedTuple):
 def _deviations(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor],
                 truth: list[Tensor], *, dtype: torch.dtype,
                 scale: float) -> list[Deviation]:  # fmt: skip
-    """Of each tensor, first by largest error, then by root mean square: large values, of rows that
-    see few keys, would hide what is wrong by a few percent in the others."""
+    """Of each tensor the largest error, then the root mean square: rows that see few keys have
+    large values, which would hide an error of a few percent in the others."""
 
     def most(x: Tensor) -> float:
         return float(x.abs().max())
@@ -324,7 +325,7 @@ def _deviations(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor],
 
 
 def _wrong(found: list[Deviation]) -> list[str]:
-    """What is off by more than is allowed, once for each tensor; empty: nothing."""
+    """The tensors whose error is more than allowed, a text each; empty: none."""
     texts: dict[str, str] = {}
     for d in found:
         if not d.off <= d.allowed:  # written so that NaN fails
@@ -336,12 +337,12 @@ def _wrong(found: list[Deviation]) -> list[str]:
 def allowed_error(
     plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
 ) -> float:
-    """How far a kernel may be from the truth: the policy of tests/oracle.py, in short.
+    """The largest allowed error of a kernel: the policy of attention/oracle.py, simplified.
 
-    m times the error of manual in the same dtype, and one rounding of the values of this size, and
-    32 roundings of the largest value in the precision that kernels compute in, which is float32 for
-    half precision: manual may be exact by luck where an honest kernel rounds. Scores that are LARGE
-    times as large round LARGE times as far: there `largest` is so much larger.
+    m times the error of manual in the same dtype, plus one rounding error at this size, plus 32 at
+    the largest value in the precision that kernels compute in (float32 for half precision): manual
+    may be exact by luck where a correct kernel rounds. Scores that are LARGE times as large have
+    rounding errors LARGE times as large: there `largest` is scaled accordingly.
     """
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
@@ -349,7 +350,7 @@ def allowed_error(
 
 def _inputs(spec: Spec, device: Any, Tq: int, T: int,
             draw: torch.Generator) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """q, k, v and the gradient of the output, cut from one tensor as a model does; segments."""
+    """q, k, v and the output's gradient, slices of one tensor as in a model; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
@@ -363,7 +364,7 @@ def _inputs(spec: Spec, device: Any, Tq: int, T: int,
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
          spec: Spec, backward: bool = True) -> list[Tensor]:  # fmt: skip
-    """The output, and with spec.grad, unless told otherwise, the gradients of q, k and v."""
+    """The output and, with spec.grad and unless disabled, the gradients of q, k and v."""
     q, k, v = (t.detach().requires_grad_(spec.grad) for t in inputs[:3])
     out = attend(q, k, v, spec, segments=seg)
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
@@ -374,7 +375,7 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 @torch.no_grad()
 def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
-    """The same output by way of a cache: two chunks, then single tokens; rows of two lengths."""
+    """The same output through a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _ = inputs
     T, out = q.shape[1], torch.empty_like(q)
     k, v, view = filled_cache(k, v, spec)
@@ -391,6 +392,6 @@ def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor
 
 
 def _kernel(event: str) -> str:
-    """What people call it; PyTorch's flash operator on CUDA may run another generation's kernel."""
+    """Its usual name; PyTorch's flash operator on CUDA may run another generation's kernel."""
     swapped = KERNELS[event] == "flash" and flash_impl() != "FA2"
     return f"flash ({flash_impl()})" if swapped else KERNELS[event]

@@ -1,4 +1,4 @@
-"""The attention contract: what may be asked, what a machine has, what a backend can do.
+"""The attention contract: what can be requested, what a machine has, what a backend can do.
 
 For every query i of head h, over the keys j that it may see (see :func:`visible`):
 
@@ -7,10 +7,10 @@ For every query i of head h, over the keys j that it may see (see :func:`visible
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
 multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A
-segment is one run of neighbouring positions, as packed documents and padding are: `segments` are
-the segment ids, or document ids, of the field.
+segment is one run of neighbouring positions, such as a packed document or padding: `segments` holds
+the ids of these runs (elsewhere: segment ids, document ids).
 
-This file imports no torch: any machine's decision can be computed, and tested, on any other.
+This file does not import torch: what one machine would choose can be computed and tested on any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
-UNKNOWN_VERSION = "unknown version"  # of a package that imports and does not say
+UNKNOWN_VERSION = "unknown version"  # of a package that imports but has no version
 
 
 def visible(
@@ -45,7 +45,7 @@ def visible(
         i, j: query and key positions, integers or integer tensors that broadcast.
         offset: Tk - Tq.
         window: a query sees at most this many keys, itself included; None is all of them.
-        seg_i, seg_j: segment numbers of the query and of the key; only equals see each other.
+        seg_i, seg_j: segment ids of the query and of the key, which must be equal.
 
     Returns:
         bool, or a bool tensor of the broadcast shape.
@@ -60,9 +60,10 @@ def visible(
 
 @dataclass(frozen=True)
 class Spec:
-    """What is asked of an attention backend, for all layers of a model alike.
+    """What an attention backend is asked to compute, the same for all layers of a model.
 
-    A value that no backend could ever honour is a ValueError.
+    Raises:
+        ValueError: a value that no backend could ever support.
     """
 
     n_head: int
@@ -98,7 +99,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be done to find a backend; it says nothing about what is computed."""
+    """What is allowed in choosing a backend; it does not change what is computed."""
 
     fallback: bool = True  # go on to the next backend; False: a refusal is an error
     hub_kernels: bool = False  # download prebuilt kernels, and run them
@@ -107,22 +108,22 @@ class Policy:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there: a device and the software around it. Tests describe machines of their own."""
+    """A device and its software: this machine's, or one that a test describes."""
 
     device: str  # "cuda", "cpu" or "mps"
-    name: str  # what the maker calls it, "NVIDIA H100 80GB HBM3"
+    name: str  # "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch: str = "0"  # version, "2.13.0+cpu"
     cuda: str | None = None  # the CUDA version that torch was built with
-    # Import name -> version, or the text of the error that its import gave; what is not installed
-    # is missing.
+    # Import name -> version, or the text of the error that its import raised; only those that are
+    # installed.
     packages: Mapping[str, str] = field(default_factory=dict)
     interpreted: bool = False  # do Triton kernels run in Triton's interpreter, on the CPU?
     deterministic: bool = False  # is torch.use_deterministic_algorithms(True) on?
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
-        """Read this machine, and import the packages: one that is there may still not load."""
+        """This machine. The packages are imported: one that is installed may still fail to load."""
         import torch
 
         from attention.system import cpu_name, import_version
@@ -148,7 +149,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def dotted(capability: tuple[int, int] | None) -> str:
-    """(9, 0) as people write it: "9.0"."""
+    """(9, 0) as "9.0"."""
     return "{}.{}".format(*capability) if capability else "none"
 
 
@@ -165,12 +166,12 @@ class Refusal(str):
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend can do on some devices; the defaults promise all but two kinds of cache."""
+    """What a backend supports on some devices; by default everything but two kinds of cache."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
     min_capability: tuple[int, int] | None = None
-    max_capability: tuple[int, int] | None = None  # the last that it knows
+    max_capability: tuple[int, int] | None = None  # the latest supported
     min_torch: str | None = None
     head_dim_max: int | None = None
     head_dim_multiple: int = 1
@@ -179,11 +180,11 @@ class Caps:
     dropout_step: float | None = None  # dropout must be a multiple of this
     segments: bool = True
     grad: bool = True
-    deterministic: bool = True  # the backward repeats its bits under PyTorch's switch for that
+    deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1  # page_size must be a multiple of this
-    packages: tuple[str, ...] = ()  # import names, each with a least version if need be: "a>=2.1"
-    hub_kernels: bool = False  # takes its kernels from the hub: only for a Spec that allows it
+    packages: tuple[str, ...] = ()  # import names, with a minimum version if needed: "a>=2.1"
+    hub_kernels: bool = False  # downloads its kernels from the hub, if the Spec allows it
     interpreted: bool = False  # only in Triton's interpreter
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
@@ -252,24 +253,24 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 whose last Tq positions are the
-    queries', and gives out ``(B, Tq, H, D)`` in q's dtype. With a static or paged cache `cache` is
-    a view (attention/views.py), and k and v are the cache's own buffers or pages, in which this
-    call's keys and values are stored already. A kernel only reads them.
+    queries', and returns ``(B, Tq, H, D)`` in q's dtype. With a static or paged cache `cache` is a
+    view (attention/views.py), and k and v are the cache's own buffers or pages, which already hold
+    this call's keys and values. A kernel only reads them.
     """
 
     name: str
     title: str
     attend: Callable[..., Any]
-    caps: tuple[Caps, ...]  # a row for each group of devices and dtypes that it treats alike
+    caps: tuple[Caps, ...]  # a row for each group of devices and dtypes with the same limits
     fallback: str | None  # the next name to try
     aliases: tuple[str, ...] = ()
-    install: str | None = None  # the command that would get it
-    fullgraph: bool = True  # does torch.compile take the call into the model's graph?
+    install: str | None = None  # the command that installs it
+    fullgraph: bool = True  # does torch.compile trace it without a graph break?
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty means that it can.
 
-        Of several rows of caps, the one for this device that comes nearest speaks.
+        Of several rows of caps for this device, the reasons are those of the closest one.
         """
         rows = [c for c in self.caps if machine.device in c.devices]
         if not rows:
@@ -278,31 +279,33 @@ class Backend:
             return [Refusal(text, "device")]
 
         def distance(why: list[Refusal]) -> tuple[int, bool]:
-            # Where two rows are as near: a dtype can be changed, a GPU or training as such cannot.
+            # A tie: the user can change a dtype, but not the GPU, nor that this is training.
             return len(why), any(w.kind in ("capability", "grad") for w in why)
 
         why = min((c.why_not(spec, machine) for c in rows), key=distance)
-        return [Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages"
-                else w for w in why]  # fmt: skip
+        return [
+            Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
+            for w in why
+        ]
 
 
 class BackendUnavailable(ValueError):
-    """No backend that was allowed can do what was asked."""
+    """No allowed backend can compute what was requested."""
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """Which backend will run, and every name that was refused on the way, with the reasons."""
+    """The backend that will run, and every backend refused before it, with the reasons."""
 
     requested: str
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ()  # what ran in the probe, by the profiler; empty: not probed
+    kernels: tuple[str, ...] = ()  # that the profiler saw in the probe; empty: not probed
     proof: dict[str, Any] | None = None  # select.Probe.proof; None: not probed
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:
-        """One text for each refused name, its reasons and what is tried next; then the note."""
+        """One text for each refused backend: its reasons, and what is tried next; then the note."""
         names = [*self.rejected, self.backend.name]
         lines = []
         for name, after in pairwise(names):

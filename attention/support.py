@@ -1,6 +1,6 @@
 """What each backend declares, as the tables of README.md and docs/SUPPORT.md.
 
-python -m attention.support        writes both anew; a test says when that is due
+python -m attention.support        rewrites both; a test fails when they are out of date
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def overview() -> str:
-    """A row for each backend, with the devices of all its rows of Caps."""
+    """A row for each backend, with all its devices."""
     lines = ["| name | what | runs on | falls back to |", "|---|---|---|---|"]
     for backend in BACKENDS.values():
         rows = [caps for caps in backend.caps if not caps.hub_kernels]
@@ -28,7 +28,7 @@ def overview() -> str:
 
 
 def place(device: str, rows: list[Caps]) -> str:
-    """A device, with the compute capabilities of all its rows together."""
+    """A device, with the range of compute capabilities over all its rows."""
     lows = [caps.min_capability for caps in rows if caps.min_capability]
     highs = [caps.max_capability for caps in rows if caps.max_capability]
     if lows and len(highs) == len(rows):
@@ -40,7 +40,7 @@ def place(device: str, rows: list[Caps]) -> str:
 
 
 def table() -> str:
-    """A row for each row of Caps, less those that only say "the same with a kernel of the hub"."""
+    """A row for each row of Caps, except those that repeat one for the hub's kernel."""
     rows = [
         {"name": f"`{backend.name}`", **abilities(caps)}
         for backend in BACKENDS.values()
@@ -52,7 +52,7 @@ def table() -> str:
 
 
 def abilities(caps: Caps) -> dict[str, str]:
-    """The cells of a row by their titles."""
+    """Column title -> cell."""
     yes = {True: "yes", False: "no"}
     multiple = f", multiple of {caps.head_dim_multiple}" if caps.head_dim_multiple > 1 else ""
     step, unordered = caps.dropout_step, caps.grad and not caps.deterministic
@@ -73,7 +73,7 @@ def abilities(caps: Caps) -> dict[str, str]:
 
 
 def write() -> None:
-    """Put both tables into their pages, in place of the ones that are there."""
+    """Replace both tables in their pages."""
     for page, made in ((ROOT / "README.md", overview()), (ROOT / "docs" / "SUPPORT.md", table())):
         head = re.escape(made.partition("\n")[0])
         text = page.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The system that a process runs on: processor, packages, profiler. Nothing is attention's.
+"""The system that a process runs on: processor, packages, profiler. Nothing about attention.
 
-torch is imported inside the functions, so that attention/spec.py needs none.
+torch is imported inside the functions, so that attention/spec.py does not need it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def cpu_name() -> str | None:
 
 
 def import_version(package: str) -> str | None:
-    """A package's version, "" if it imports and does not say; the text of the error that its import
-    gave; None if it is not installed."""
+    """A package's version, "" if it imports but has none; the text of the error that its import
+    raised; None if it is not installed."""
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
-            return None  # at most a namespace: flash-attn-4 alone leaves an empty flash_attn
+            return None  # at most a namespace: flash-attn-4 alone has an empty flash_attn
         module = importlib.import_module(package)
-    except Exception as e:  # a broken binary can raise anything; its own words are the answer
+    except Exception as e:  # a broken binary can raise anything
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b", and there is no a
         return f"{type(e).__name__}: {e}"
     said = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", said):
         return said
-    # Nothing said, or the 0.0.0 of a package that looks itself up under a name it no longer has.
+    # No version, or the 0.0.0 of a package that looks itself up under its former name.
     return _distribution_version(package) or ""
 
 
 def _distribution_version(package: str) -> str | None:
-    """The version of the distribution that installed the package, None where none says so."""
+    """The version of the distribution that installed the package; None if there is none."""
     path = package.replace(".", "/")
     for name in metadata.packages_distributions().get(package.partition(".")[0], ()):
         files = {str(file) for file in metadata.files(name) or ()}
@@ -59,10 +59,10 @@ def _distribution_version(package: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where what was measured is remembered: $NANOATTN_CACHE, else nanoattn in the user's caches.
+    """Where measurements are cached: $NANOATTN_CACHE, else nanoattn in the user's cache folder.
 
     Raises:
-        OSError: the user has no home.
+        OSError: the user has no home folder.
     """
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own)
@@ -74,7 +74,7 @@ def cache_folder() -> Path:
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whatever ends this process and whoever writes beside it."""
+    """Write a file atomically: whole or not at all, even if killed or if others write it too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent)
     try:
@@ -87,14 +87,14 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def first_line(e: BaseException) -> str:
-    """What an exception says, its first line; its type where it says nothing."""
+    """The first line of an exception's message; its type where that is empty."""
     return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
 def own_code(f: Callable[..., Any], name: str) -> Any:
-    """A copy of f with a code object of its own, under that name.
+    """A copy of f with its own code object, under that name.
 
-    torch.compile counts recompilations, and gives up after 8, by code object: functions that share
+    torch.compile counts recompilations by code object, and gives up after 8: functions that share
     one share the limit.
     """
     assert isinstance(f, FunctionType)
@@ -103,7 +103,7 @@ def own_code(f: Callable[..., Any], name: str) -> Any:
 
 
 def synchronize(device: Any) -> None:
-    """Wait until the torch.device has done all that it was given."""
+    """Wait until the torch.device has finished all queued work."""
     import torch
 
     if device.type == "cuda":
@@ -114,7 +114,7 @@ def synchronize(device: Any) -> None:
 
 @contextlib.contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Adds to `names` those of the operators and device kernels that ran inside."""
+    """Append to `names` the operators and device kernels that ran inside."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CPU]

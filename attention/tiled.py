@@ -22,7 +22,7 @@ Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a til
 FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
         tiles that are skipped: nearly half of them if causal.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
-        before they are multiplied, as tensor cores make the kernels do: their errors, seen here.
+        before they are multiplied, as on tensor cores: the rounding errors are those of a kernel.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
         Under torch.compile each call is a graph break: traced, the loops would be unrolled.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
@@ -58,7 +58,7 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
                 seed: int, B_r: int, B_c: int) -> Tensor:  # fmt: skip
-        with torch.autocast(q.device.type, enabled=False):  # float32 products are meant
+        with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
             out, L = forward_tiles(q, k, v, spec, segments, seed, B_r, B_c)
         ctx.save_for_backward(q, k, v, out, L, segments)
         ctx.options = spec, seed, B_r, B_c
@@ -77,10 +77,9 @@ class Tiled(torch.autograd.Function):
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
                   seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and L
-    (B, Hkv, H/Hkv, Tq, 1), the log of the sum of exp(s), in float32, or float64 for float64.
-    A tile's dropout mask has the seed `seed` plus the tile's number. After each tile that is
-    computed `on_tile` is shown i, j, S_ij, rescale, m_i, l_i and O_i.
+    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and the
+    logsumexp L (B, Hkv, H/Hkv, Tq, 1) in float32, or float64 for float64. A tile's dropout mask has
+    the seed `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i.
     """
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -164,12 +163,13 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
     """Whether no query of block I sees a key of block J, causality and window alone."""
     # The least and the largest j - i in the tile: without segments visible() knows nothing else.
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start
-    nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first seen
+    nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first visible
     return not visible(0, nearest, offset, window)
 
 
-def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
-           segments: Tensor | None) -> Tensor:  # fmt: skip
+def masked(
+    S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None, segments: Tensor | None
+) -> Tensor:
     """S_ij with -inf where the query does not see the key."""
     corners = (
         (I.start, J.stop - 1),
@@ -188,7 +188,7 @@ def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | Non
 
 
 def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
-    """Z_ij: 0 with probability p, else 1 / (1 - p); the same seed gives the same again."""
+    """Z_ij: 0 with probability p, else 1 / (1 - p); the same seed gives the same mask."""
     if not p:
         return 1.0
     draw = torch.Generator(P_ij.device).manual_seed(seed)

@@ -12,21 +12,21 @@ registers, and what a GPU gains is the traffic to main memory that manual.py has
 
 Memory  O(T): q, k, v, out and L stay for the backward pass, which adds D_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: dQ
-        and dK, dV are found by two kernels that both compute S and dP, instead of one that adds up
-        dQ by atomics in no fixed order. Less the tiles that no row of a block sees, half of them if
+        and dK, dV come from two kernels that both recompute S and dP, instead of one that sums dQ
+        by atomics in no fixed order. Less the tiles that no row of a block sees, half of them if
         causal: they are skipped, as are those outside the window and, unlike in tiled.py, those of
         other segments.
-Layout  (B, T, H, D) as it comes, by strides: nothing is transposed, and nothing copied unless
-        head_dim is not contiguous. Query heads that share a key/value head read the same memory.
+Layout  (B, T, H, D), by strides: nothing is transposed, and nothing copied unless head_dim is not
+        contiguous. Query heads that share a key/value head read the same memory.
 Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
         they are multiplied. float32 inputs are multiplied in float32, not TF32: exact and slow.
 Dropout by Philox, a counter-based generator: the mask of an entry is a function of the call's seed
-        and of b, h, i, j, so the backward pass computes it again and nothing is stored. The seed is
-        one number from PyTorch's generator of q's device; the host never waits for it.
+        and of b, h, i, j, so the backward pass recomputes it and nothing is stored. The seed is one
+        number from PyTorch's generator on q's device; the host never waits for it.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
-        Turing Triton 3.6 compiles no tensor-core instruction: right, but slow. On the CPU it runs
-        in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose products
-        are wrong there.
+        Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
+        runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose
+        matmuls are wrong there.
 Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Two backward kernels
         instead of atomics are also what Triton's fused-attention tutorial has.
 """
@@ -64,8 +64,9 @@ def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def _caps(device: str, *dtypes: str, capability: tuple[int, int] | None = None,
-          interpreted: bool = False) -> Caps:  # fmt: skip
+def _caps(
+    device: str, *dtypes: str, capability: tuple[int, int] | None = None, interpreted: bool = False
+) -> Caps:
     return Caps((device,), dtypes, min_capability=capability, min_torch="2.5", head_dim_max=128,
                 packages=("triton>=3.1",), interpreted=interpreted)  # fmt: skip
 

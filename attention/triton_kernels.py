@@ -1,4 +1,4 @@
-"""The Triton kernels of triton_flash.py, and how they are launched. Needs the package triton.
+"""The Triton kernels of triton_flash.py, and their launch. Needs the package triton.
 
 tiled.py is the same algorithm in plain PyTorch, with the same names: Q_i, K_j, S_ij, P_ij, m_i,
 l_i, O_i, L_i, D_i. Where it loops over all blocks, here each block has a program of its own:
@@ -9,7 +9,7 @@ l_i, O_i, L_i, D_i. Where it loops over all blocks, here each block has a progra
                      heads that share its key/value head
 
 Each entry of a result is summed by one program in a fixed order: no atomics, the same bits each
-time. The price is that both backward kernels compute S and dP: seven products instead of five.
+time. The price is that both backward kernels compute S and dP: seven matmuls instead of five.
 
 Visible tiles   Each row sees one interval of keys: causality ends it, window and segment begin it.
                 Both ends only grow from row to row. So the tiles that a block of rows visits are
@@ -23,17 +23,17 @@ Visible tiles   Each row sees one interval of keys: causality ends it, window an
 
                 From the keys' side it is the same: a key is seen by one interval of rows.
 exp2            The hardware has 2^x, so S, and with it m_i and L_i, is in units of log 2.
-Order           The last rows see most keys. Programs start in the order of their number, so blocks
-                of queries are numbered from the last one: the short ones fill the gaps at the end.
+Order           The last rows see most keys. Programs start in the order of their ids, so blocks of
+                queries are numbered from the last one: the short ones fill the gaps at the end.
 Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
-                tl.dot wants them. Where head_dim is that already, no mask is compiled.
-Any size        Where a tile begins in memory is computed in 64 bits, what lies inside it in 32.
+                tl.dot requires. Where head_dim is that already, no mask is compiled.
+Any size        The address of a tile is computed in 64 bits, offsets inside it in 32.
 float32         is multiplied in float32 (input_precision="ieee"), which no tensor core does: exact
-                and slow. TF32 would keep 10 bits of mantissa; nobody asked for that.
+                and slow. TF32 would keep 10 bits of mantissa, which nobody asked for.
 """
 
 # mypy: allow-untyped-defs
-# ^ what a kernel is given has no Python type: pointers, and values of the compiler.
+# ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
     """X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
 
-    Unless BOUNDED all rows are known to exist.
+    Without BOUNDED all rows must exist.
     """
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
@@ -84,9 +84,10 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def store_rows(X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-               BLOCK_D: tl.constexpr):  # fmt: skip
-    """X[start : start + BLOCK] = x, as far as it lies inside (T, HEAD_DIM)."""
+def store_rows(
+    X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """X[start : start + BLOCK] = x, clipped to (T, HEAD_DIM)."""
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
     tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
@@ -131,9 +132,9 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a block of queries: the first and the last key of each, and the tiles as above.
+    """For a block of queries: the first and the last key of each, and the tiles as above.
 
-    Rows past the end are given the last row's keys: what they compute is not stored.
+    Rows past the end get the last row's keys: their results are not stored.
     """
     last = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1) + Tk - Tq
     p_first, p_last = i0 + Tk - Tq, tl.minimum(i0 + BLOCK_M, Tq) - 1 + Tk - Tq
@@ -190,7 +191,8 @@ def forward_kernel(
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N)  # fmt: skip
+        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N
+    )
     i = i0 + tl.arange(0, BLOCK_M)
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -257,7 +259,8 @@ def dq_kernel(
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N)  # fmt: skip
+        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N
+    )
     i = i0 + tl.arange(0, BLOCK_M)
     dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = load_rows(O, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -304,8 +307,8 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
 
-    Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T go into the next product as they
-    come out of the last, from registers.
+    Tiles are transposed, (BLOCK_N, BLOCK_M), so that P_ij^T and dS_ij^T go from one matmul into the
+    next without leaving registers.
     """
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
@@ -321,7 +324,7 @@ def dkdv_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
-    # Keys past the end are given the last key's interval of rows: their results are not stored.
+    # Keys past the end get the last key's interval of rows: their results are not stored.
     j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     seen_to = last_position(j, Tk, window, Last)
@@ -366,8 +369,9 @@ def dkdv_kernel(
                 P_T = tl.exp2(S_T * (tau * LOG2_E) - L_i[None, :])
                 dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
                 if Seed is not None:
-                    kept = tl.trans(dropout_keeps(
-                        seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N))  # fmt: skip
+                    kept = tl.trans(
+                        dropout_keeps(seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N)
+                    )
                     dropped = tl.where(kept, P_T, 0.0).to(dO_i.dtype)
                 else:
                     dropped = P_T.to(dO_i.dtype)
@@ -385,11 +389,11 @@ def dkdv_kernel(
 
 Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-HALF, SINGLE = 2, 4  # bytes of a number
+HALF, SINGLE = 2, 4  # bytes an element
 
-# capability: {(bytes of a number, head_dim up to): tiles of forward, dq, dkdv}. A capability that
-# is not here takes the nearest below. Chosen by what the compiler says (registers, spills, warps
-# that fit an SM: docs/LOG.md), not yet by the clock. tests/test_triton_compiled.py holds them.
+# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. A capability that is
+# not here uses the nearest below. Chosen by what the compiler reports (registers, spills, warps
+# that fit an SM: docs/LOG.md), not yet by timing. Checked by tests/test_triton_compiled.py.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -420,9 +424,10 @@ INTERPRETED: dict[str, Tile] = {
     "forward": (64, 32, 1, 1), "dq": (64, 32, 1, 1), "dkdv": (32, 64, 1, 1)}  # fmt: skip
 
 
-def default_tile(kernel: str, capability: tuple[int, int] | None, head_dim: int,
-                 itemsize: int) -> Tile:  # fmt: skip
-    """The tile of the table for a GPU of that capability; None is the interpreter."""
+def default_tile(
+    kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
+) -> Tile:
+    """The tile from the table for a GPU of that capability; None is the interpreter."""
     if capability is None:
         return INTERPRETED[kernel]
     table = TILES[max((c for c in TILES if c <= capability), default=min(TILES))]
@@ -443,7 +448,7 @@ def _launch(name: str, blocks: Callable[[dict[str, int]], int], q: Tensor, *args
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
     options: dict[str, Any] = {"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": stages}
-    # S_ij * tau - m_i is meant to be one instruction. Triton before 3.10 fuses by itself.
+    # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
     options["enable_fp_fusion"] = True
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         KERNELS[name][lambda meta: (blocks(meta),)](
@@ -452,17 +457,17 @@ def _launch(name: str, blocks: Callable[[dict[str, int]], int], q: Tensor, *args
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x itself if the kernels can read it: rows of neighbours, and a tile within 2^31 numbers."""
+    """x itself if the kernels can read it: contiguous rows, and a tile within 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, position and head; the stride of head_dim is 1."""
+    """The strides of batch, position and head; that of head_dim is 1."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float) -> tuple[Any, ...]:
-    """Tq, Tk, H, window, tau, threshold, keep and GROUP, as the kernels take them."""
+    """Tq, Tk, H, window, tau, threshold, keep and GROUP, in the kernels' order."""
     Tq, H, head_dim = q.shape[1:]
     # A random word, read as a signed integer, is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
@@ -472,9 +477,9 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float) -> tuple[
 
 # --- Operators: what torch.compile sees ---
 #
-# Opaque operators (torch.library.custom_op) and not torch.library.triton_op, which would show the
-# kernels to Inductor: it has nothing to add to them, and cannot trace Triton's interpreter. They
-# take a graph without a break, and the same code runs on the CPU in the tests.
+# Opaque operators (torch.library.custom_op) rather than torch.library.triton_op, which would show
+# the kernels to Inductor: it has nothing to add, and cannot trace Triton's interpreter. They break
+# no graph, and the same code runs on the CPU in the tests.
 
 
 @torch.library.custom_op(
@@ -491,14 +496,14 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
         first, last: (B, Tk) int32, where each position's segment begins and ends; None without
-            segments. `last` is for the backward pass alone.
+            segments. Only the backward pass uses `last`.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
         window: as in Spec.
         dropout: the probability that an entry of P is dropped.
 
     Returns:
-        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, the log to base 2 of the
-        sum of exp(s), without a gradient.
+        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
+        exp(s), without a gradient.
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
@@ -553,7 +558,7 @@ def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, first, last, seed, ctx.window, ctx.dropout = inputs
     ctx.save_for_backward(q, k, v, *output, first, last, seed)
-    ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never asked for
+    ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never used
 
 
 def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""What a kernel is told about its keys: which of them a query sees, and where in a cache they lie.
+"""Which keys a query sees, and where in a cache they are.
 
 Everything here follows from visible() in spec.py. A view is read-only: the cache
 (inference/cache.py) has stored this call's keys and values before the kernel runs.
@@ -18,8 +18,9 @@ from torch import Tensor
 from attention.spec import Spec, visible
 
 
-def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None,
-         device: torch.device) -> Tensor:  # fmt: skip
+def mask(
+    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
+) -> Tensor:
     """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
@@ -34,13 +35,13 @@ def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., T
     """Wraps an attend() that takes Tq <= Tk only.
 
     Queries are aligned with the last key, so of Tq > Tk queries the first Tq - Tk come before
-    every key. They give zeros; the kernel is asked for the others, with the same options.
+    every key. Their outputs are zeros; the kernel computes the others, with the same options.
     """
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
         before = q.shape[1] - k.shape[1]
-        if before <= 0 or options.get("cache") is not None:  # k is the cache's, not Tk long
+        if before <= 0 or options.get("cache") is not None:  # k is the cache's buffer, not Tk long
             return attend(q, k, v, spec, **options)
         out = attend(q[:, before:], k, v, spec, **options)
         return F.pad(out, (0, 0, 0, 0, before, 0))
@@ -51,7 +52,7 @@ def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., T
 def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compiler.disable(f): in a compiled model each call is a graph break.
 
-    It is made at the first call, since it imports torch._dynamo, which takes a second or more.
+    Applied at the first call, since it imports torch._dynamo, which takes a second or more.
     """
     made: list[Callable[..., Any]] = []
 
@@ -68,18 +69,18 @@ def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
 class StaticView:
     """How a kernel reads a static cache, whose k and v are buffers (B, length, Hkv, D).
 
-    Token i of row b in this call stands at place ``start[b] + i`` and sees the places up to its
+    Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
     own. Tokens from ``count[b]`` on are padding on the right: their outputs mean nothing.
     """
 
     start: Tensor  # (B,) int32, tokens of each row stored before this call
     count: Tensor  # (B,) int32, tokens of each row in this call, 0 .. Tq
-    length: int  # places that are read
+    length: int  # positions that are read
 
     def seen(self, Tq: int, window: int | None) -> Tensor:
-        """Which places each query of this call sees: bool (B, 1, Tq, length)."""
+        """Which positions each query of this call sees: bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
-        # Padding may stand beyond the places that are read: it sees as the last of them does.
+        # Padding may lie past the positions that are read: it sees what the last of them sees.
         at = (self.start[:, None] + i).clamp(max=self.length - 1)
         j = torch.arange(self.length, device=self.start.device)
         return visible(at[:, None, :, None], j, 0, window)
@@ -100,10 +101,10 @@ class PagedView:
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
-    """k and v, (B, T, Hkv, D), as such a cache holds them, and how to make a view of it.
+    """k and v, (B, T, Hkv, D), as the cache of `spec` holds them, and a function that makes a view.
 
-    Pages (n_pages, page_size, Hkv, D) come in no order, page 0 the null page. The arguments of
-    view(start, count) are the tokens of each row before a call and in it.
+    Pages (n_pages, page_size, Hkv, D) are in random order; page 0 is the null page. view(start,
+    count) takes the tokens of each row before a call and in it.
     """
     B, T = k.shape[:2]
 

@@ -1,4 +1,4 @@
-"""One run of the bench: what all modes need, and the rounds as they ask for them."""
+"""One run of the bench: what all modes need, and the rounds that they ask for."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Bench:
     machine: dict[str, Any]
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
     fresh: bool = False
-    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are held against
-    earlier: list[rows.Row] = field(default_factory=list)  # those of the parts before
+    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
+    earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
     deadline: float | None = None  # time.monotonic(), after which no further round begins
-    stop: Stop = field(default_factory=Stop)  # what ends it; copies with its deadline share it
-    tell: Callable[[str], None] = lambda line: None  # of what is known
+    stop: Stop = field(default_factory=Stop)  # ends the run; copies with another deadline share it
+    tell: Callable[[str], None] = lambda line: None  # reports a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # kernel: not the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
@@ -52,11 +52,11 @@ class Bench:
         return self.config.train.model(self.vocab_size)
 
     def content(self, table: list[rows.Row], seconds: float, why: str) -> dict[str, Any]:
-        """What a record has of this run, but its answers.
+        """The content of this run's record, without the answers.
 
         Args:
-            seconds: that it took.
-            why: it ended before all was measured; empty where it did not.
+            seconds: how long it took.
+            why: it ended early; empty if it did not.
         """
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
@@ -87,7 +87,7 @@ class Bench:
     def job(
         self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
     ) -> dict[str, Any]:
-        """What a worker is told: everything, so that it reads no settings of its own.
+        """What a worker gets: everything, so that it reads no settings itself.
 
         Args:
             kind: of bench/worker.py's jobs.
@@ -112,7 +112,7 @@ class Bench:
         }
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
-        """The answer of a worker that only has to set up its job."""
+        """The answer of a worker that only sets up its job."""
         self.watch(f"the {kind}")
         worker = Worker(self.job(kind, "", batch_size), self.config.timeout, stop=self.stop)
         worker.close()
@@ -121,8 +121,8 @@ class Bench:
     def look_again(self) -> None:
         """Measure the machine's rates once more, after the rounds, and keep the better of both.
 
-        A neighbour that was busy while the peak was measured makes it too low, and every MFU too
-        high. Once only, so that all rows have the same peak.
+        If another process was busy while the peak was measured, it is too low and every MFU too
+        high. Done once, so that all rows have the same peak.
         """
         m = self.machine
         source = m["bandwidth_source"] if self.mode == "decode" else m["peak_source"]

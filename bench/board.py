@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The contents of all records by the names of their folders, and what cannot be read."""
+    """The contents of all records by folder name, and what cannot be read."""
     found, problems = {}, []
     for path in sorted(p for p in folder.iterdir() if p.is_dir()):
         try:
@@ -78,7 +78,7 @@ def share(value: float | None) -> str:
 
 
 def percent(value: float | None, machine: dict[str, Any]) -> str:
-    """A share of the peak, and whose peak that is."""
+    """A share of the peak, and the peak's source."""
     if value is None:
         return "-"
     source = machine["peak_source"]
@@ -87,14 +87,14 @@ def percent(value: float | None, machine: dict[str, Any]) -> str:
 
 
 def error(row: Row) -> str:
-    """The error by its proof; of attention alone, at this very shape."""
+    """The error from its proof; for attention alone, at this shape."""
     proof = row.get("proof", {})
     off = row.get("error_out", proof.get("error"))
     return "-" if off is None else f"{off:.1e}"
 
 
 def model_name(part: dict[str, Any]) -> str:
-    """The sizes of the model, and what it is computed in."""
+    """The sizes of the model, and its precision."""
     m = model_of(part)
     heads = f"{m.n_head} heads" + f" ({m.kv_heads} for keys)" * (m.kv_heads != m.n_head)
     window = f", window {m.attention_window}" if m.attention_window else ""
@@ -125,7 +125,7 @@ def _tflops(row: Row, part: dict[str, Any]) -> str:
     return f"{row['tokens_per_s'] * flops.flops_per_token(m, m.block_size) / 1e12:.3g}"
 
 
-# The columns left of "machine" are the work, together with the title of its table.
+# The table's title and the columns left of "machine" define the work.
 WORK: dict[str, tuple[Callable[[Row, dict[str, Any]], str], Columns, Columns]] = {
     "train": (
         lambda r, c: model_name(c),
@@ -226,18 +226,20 @@ def board(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Table], tables.Ce
 
 
 def number(cell: str) -> tuple[float, str]:
-    """Cells in order, numbers as numbers."""
+    """A sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
 
 def state(part: dict[str, Any]) -> str:
-    """How far a record is to be believed."""
+    """How far a record can be trusted."""
     if part["format"] != records.FORMAT:
         return OLD
-    return "checked" + ", incomplete" * (not part.get("complete", True)) + (
-        ", uncommitted code" if part["dirty"] else ", no commit" if not part["commit"] else ""
-    )  # fmt: skip
+    return (
+        "checked"
+        + ", incomplete" * (not part.get("complete", True))
+        + (", uncommitted code" if part["dirty"] else ", no commit" if not part["commit"] else "")
+    )
 
 
 def link(text: str, name: str) -> str:

@@ -1,11 +1,11 @@
 """Two records side by side, row by row, with the machine's drift divided out.
 
-A machine is faster on some days, and a rate of another machine says nothing about the code. What
-both records have in common is code of other people: nanoGPT's and transformers' models. So each
-row's rate is divided, round by round within its record, by that of these baselines, and the ratios
-are compared; their spread is the noise. Where there is no such row, `manual` takes its place: the
-plainest kernel, whose code may have changed, and so it is said. On one machine the rates are shown
-beside, and without either the drift is not known and cannot be told from the code.
+A machine is faster on some days, and a rate on another machine says nothing about the code. What
+both records share is third-party code: nanoGPT's and transformers' models. So each row's rate is
+divided, round by round within its record, by that of these baselines, and the ratios are compared;
+their spread is the noise. Without such a row `manual` is the baseline: the simplest kernel, but its
+code may have changed, and the notes say so. On one machine the rates are shown as well; without any
+baseline drift cannot be told from a change of the code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench import records, tables
 from bench.rows import Row
 from bench.stats import Summary, exceeds_noise
 
-SAME = ("kind", "name", "capability", "threads", "cpu")  # of what makes two machines one
+SAME = ("kind", "name", "capability", "threads", "cpu")  # equal: the same machine
 Key = tuple[str, str, str]  # mode, backend, point as JSON
 Rows = dict[Key, Row]
 
@@ -59,7 +59,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             drifts.setdefault(f"{key[0]} by {_names(base, a, b)}", []).append(now / was)
         elif not base:
             unknown.add(key[0])
-        if key in base:  # it is the yardstick: its own ratio is 1 by definition
+        if key in base:  # it is the baseline: its ratio is 1 by definition
             continue
         sure = exceeds_noise(by_x, by_y)
         word = "noise unknown" if sure is None else "within noise"
@@ -69,13 +69,16 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         shown = [_rate(s) for s in ((by_x, by_y) if apart else (x, y))]
         lines.append([key[1], _where(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
     if drifts:
-        ends = {where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}"))
-                for where, d in drifts.items()}  # fmt: skip
+        ends = {
+            where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}")) for where, d in drifts.items()
+        }
         text = "; ".join(f"{' to '.join(found)} in {where}" for where, found in ends.items())
         notes.append(f"the machine's drift, B / A, is divided out: {text}")
     if unknown:
-        notes.append(f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
-                     "baseline and no manual is in both, so it is part of B / A")  # fmt: skip
+        notes.append(
+            f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
+            "baseline and no manual is in both, so it is part of B / A"
+        )
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
@@ -86,11 +89,11 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
 
 
 def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any]) -> list[Key]:
-    """The rows that this one is held against: other people's code at the same point, else at any
+    """The rows that this one is compared with: third-party code at the same point, else at any
     point of the mode, else manual at the same point."""
     versions = [c["machine"]["packages"] for c in (a, b)]
     trusted = ["nanogpt"]
-    if versions[0] == versions[1]:  # with another transformers it is other code
+    if versions[0] == versions[1]:  # another version of transformers is other code
         trusted += ["hf_eager", "hf_sdpa", "hf_flash_attention_2"]
     others = [k for k in shared if k[0] == key[0] and k[1] in trusted]
     plain = (key[0], "manual", key[2])
@@ -130,6 +133,6 @@ def _key(row: Row) -> Key:
 
 
 def _speed(row: Row) -> list[float]:
-    """Tokens, or calls, a second of each round."""
+    """Tokens or calls a second in each round."""
     size = row.get("tokens_a_step") or row["point"].get("B", 1) if row["mode"] != "kernel" else 1
     return [size / (r["ms"] / 1e3) for r in row["rounds"]]

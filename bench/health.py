@@ -1,4 +1,4 @@
-"""What else goes on on a machine while it is measured: other processes, heat, a held-down clock."""
+"""What disturbs a measurement: other processes, heat, a throttled clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# What nvidia-smi's clocks_event_reasons mean, of those that make a GPU slower than it could be.
+# Those of nvidia-smi's clocks_event_reasons that slow a GPU down.
 REASONS = {
     0x4: "its power cap",
     0x8: "a hardware slowdown",
@@ -21,7 +21,7 @@ REASONS = {
 
 
 def ask_nvidia_smi(query: str) -> list[list[str]]:
-    """The lines of one query, split; nothing where there is no nvidia-smi, or it does not know."""
+    """The lines of one query, split; empty if nvidia-smi is missing or cannot answer."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -33,8 +33,8 @@ def ask_nvidia_smi(query: str) -> list[list[str]]:
 
 @contextmanager
 def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[dict[str, Any]]:
-    """Look at the GPU every two seconds while a stage runs; what was seen, filled at the end: why
-    its clock was held down, its hottest, its largest power, other people's processes."""
+    """Look at the GPU every two seconds while a stage runs. The dict is filled at the end: why the
+    clock was throttled, the highest temperature and power, other processes."""
     seen: dict[str, Any] = {}
     over = threading.Event()
     reasons, hot, watts = set[str](), [0.0], [0.0]
@@ -62,7 +62,7 @@ def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[
 
 
 def busy(device: str, ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> list[str]:
-    """Who else is at work on this machine, before anything of ours is."""
+    """Which other processes are busy on this machine before ours start."""
     found = []
     if device == "cuda":
         for i, line in enumerate(ask("--query-gpu=memory.used,utilization.gpu")):

@@ -1,4 +1,4 @@
-"""The modes of bench_mfu.py: what each asks of the workers, and the rows that come of it."""
+"""The modes of bench_mfu.py: what each asks of the workers, and the rows it gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from core.settings import UserError
 
 SWEEP_ROUNDS = 3
 PROFILED_STEPS = 3
-CONVERGE_ROUNDS = 10  # parts into which the steps of a converge run are cut, to be run in turn
+CONVERGE_ROUNDS = 10  # parts of a converge run's steps, run in turn
 PATHS = {  # the training paths that converge can hold against a plain one
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -73,19 +73,19 @@ def train(bench: Bench) -> list[rows.Row]:
             made.append(row)
         return made
 
-    # A batch that fills the memory leaves no room for another's worker to sleep in.
+    # A batch that fills the memory leaves no room for another backend's idle worker.
     full = any(f["limit"] == "memory" for f in fits.values())
     fresh = True if full and config.fresh_rounds is None else None
     bench.measure(found, jobs, {"": ask}, config.rounds, table, fresh)
     for name, best in fits.items():
-        # The edge is not sharp, and a step under the profiler takes more: a little further back.
+        # The limit is not sharp, and a step under the profiler takes more: stay a little below.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
             bench.measure(found, {name: smaller}, {"": ask}, config.rounds, table, fresh)
     made = table()
-    if config.sweep:  # the model's own heads, and fewer rounds: it is beside the point
+    if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
         made += kernel(replace(bench, config=own, earlier=made))
@@ -93,7 +93,7 @@ def train(bench: Bench) -> list[rows.Row]:
 
 
 def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
-    """The largest batch of one that fits: fitting.search()."""
+    """The largest batch that fits for one backend or baseline: fitting.search()."""
     config, memory = bench.config, bench.machine["memory_limit"]
     job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
     how = (config.slowest_step, memory, config.timeout, bench.watch, bench.stop)
@@ -101,13 +101,15 @@ def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
     limits = {"memory": "memory", "time": f"a step of {config.slowest_step:g} s (--slowest_step)",
               "search": f"{fitting.SEARCH_S:g} s of searching"}  # fmt: skip
     tried = ", ".join(best["tried"])
-    bench.tell(f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
-               f"tried {tried}, not compiled")  # fmt: skip
+    bench.tell(
+        f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
+        f"tried {tried}, not compiled"
+    )
     return best
 
 
 def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
-    """A worker's profile, of one micro-batch and the update, with what each part takes at best."""
+    """A worker's profile of one micro-batch and the update, with each part's roofline."""
     config, m = bench.config, bench.machine
     parts = roofline.work(bench.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
     known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
@@ -127,7 +129,7 @@ def grid(bench: Bench) -> dict[str, dict[str, Any]]:
     sizes: tuple[int, ...] = (1, 8)
     if not cuda:
         default, sizes = (128, 512, 2048), (1, 4)
-    elif bench.mode == "train":  # beside the point, and nine backends have been compiled before it
+    elif bench.mode == "train":  # secondary, and nine backends have been compiled before it
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
     points = {}
@@ -214,7 +216,7 @@ def decode(bench: Bench) -> list[rows.Row]:
 
 
 def converge(bench: Bench) -> list[rows.Row]:
-    """The same training with every backend; a learning rate schedule that fits the steps."""
+    """The same training with every backend; the learning rate schedule fits the steps."""
     config = bench.config
     part, rest = divmod(config.steps, CONVERGE_ROUNDS)
     if rest or not part:
@@ -267,7 +269,7 @@ def converge(bench: Bench) -> list[rows.Row]:
 
 
 def only_roofline(config: BenchConfig, gpu: str) -> int:
-    """Print the least time of each part of a step on a GPU that need not be here."""
+    """Print the least time of each part of a step on any GPU, here or not."""
     wanted: str = config.train.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
@@ -290,11 +292,13 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     model, sequences = config.train.model(vocab_size), batch * micro
     parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
     console = tables.console()
-    console.print(Text(
-        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
-        f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
-        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
-    ))  # fmt: skip
+    console.print(
+        Text(
+            f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
+            f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
+            f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
+        )
+    )
     rates = {"ceiling": peak.tflops, "reachable": config.products_tflops}
     found = {}
     for name, tflops in rates.items():
@@ -312,7 +316,7 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
 
 
 def points(bench: Bench) -> dict[str, dict[str, Any]]:
-    """All points of the run, as bench/plan.py reckons with them."""
+    """All points of the run, for bench/plan.py."""
     if bench.mode == "decode":
         return texts(bench)
     alone = bench.mode == "kernel" or (bench.mode == "train" and bench.config.sweep)
@@ -320,8 +324,8 @@ def points(bench: Bench) -> dict[str, dict[str, Any]]:
 
 
 def specs(bench: Bench) -> list[dict[str, Any]]:
-    """What will be asked of the backends, as fields of Spec: a backend that can do none of it has
-    no process started."""
+    """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
+    process."""
     model = bench.model
     own: dict[str, Any] = {name: getattr(model, name) for name in ("n_head", "head_dim")}
     own |= {"n_kv_head": model.kv_heads, "window": model.spec("float32").window}

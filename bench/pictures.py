@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.rows import Row
 
-# One colour a backend in every picture, told apart by people who see few colours as well.
+# One colour for each backend in every picture, distinct for the colour-blind too.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f",
            "#9467bd", "#bcbd22", "#17becf", "#e377c2", "#2ca02c", "#d62728"]  # fmt: skip
 MARKERS = "osD^vPX*<>hdp8"
@@ -19,7 +19,7 @@ Look = dict[str, tuple[str, str]]  # backend -> colour, marker
 
 
 def draw(content: dict[str, Any]) -> dict[str, bytes]:
-    """Name -> PNG, of those that the rows can fill."""
+    """Name -> PNG, for those that the rows have data for."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,8 +84,10 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
     rows = [r for r in rows if {k: r["point"][k] for k in same} == same]
     lengths = sorted({r["point"]["T"] for r in rows})
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    sides = (("ms", 1.0, "milliseconds, forward and backward"),
-             ("memory_bytes", 1e-6, "MB beyond the inputs"))  # fmt: skip
+    sides = (
+        ("ms", 1.0, "milliseconds, forward and backward"),
+        ("memory_bytes", 1e-6, "MB beyond the inputs"),
+    )
     for ax, (key, unit, title) in zip(axes, sides):
         for name in dict.fromkeys(r["backend"] for r in rows):
             its = [r for r in rows if r["backend"] == name and r.get(key)]

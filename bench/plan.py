@@ -1,7 +1,7 @@
-"""What a run will take, reckoned before it starts, and what takes too long to be run at all.
+"""An estimate of how long a run will take, and what would take too long to be run at all.
 
-The seconds below are reckoned and not measured: they say whether one waits for a minute or for an
-hour. On a GPU most of it is the compiling, once for each backend.
+The seconds below are estimates, not measured: enough to tell a minute from an hour. On a GPU most
+of the time is compiling, once for each backend.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # Tokens beyond which a backend is left out, unless both it and the length are named: its scores
 # fill the memory (manual, math), or its loops over tiles launch kernels by the ten thousand.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
-# And of a compiled step, which takes a minute each: math is manual once more, tiled is unrolled.
+# Left out of a compiled step, a minute each: math is manual again, tiled is unrolled.
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}
-SURE = 0.1  # seconds from which on a call's time is its work, and not what launching it takes
+SURE = 0.1  # seconds above which a call's time is its work rather than its launches
 
 START_S = {"cuda": 7.0, "mps": 8.0, "cpu": 5.0}  # a process: imports, CUDA's context, the probe
 COMPILE_S = 3.0  # of a training step, a layer
@@ -38,7 +38,7 @@ def compiled(bench: Bench) -> bool:
 
 
 def work(point: Mapping[str, Any]) -> int:
-    """In proportion to the time of a call."""
+    """Work proportional to the time of a call."""
     heads = point["B"] * point["H"] * point["D"]
     return heads * point["T"] * min(point["T"], point["window"] or point["T"])
 
@@ -46,12 +46,12 @@ def work(point: Mapping[str, Any]) -> int:
 def too_long(
     bench: Bench, name: str, point: Mapping[str, Any], found: Mapping[Key, Outcome] | None = None
 ) -> str:
-    """Why a backend is not measured at a point, "" where it is.
+    """Why a backend is not measured at a point, "" if it is.
 
     Args:
         point: of the grid, with "T"; without, it is a training step or decoding.
-        found: what is known of other points: where a call at one of them took a tenth of a second
-            or more, it says how long this one would take.
+        found: results at other points: a call there that took a tenth of a second or more tells how
+            long this one would take.
     """
     config, alone = bench.config, "T" in point
     if bench.mode == "decode" and name in LONGEST and bench.device.startswith("cuda"):
@@ -63,8 +63,10 @@ def too_long(
     named = name in config.backends and (bool(config.lengths) or not alone)
     if most < T and not named:
         kind = "as a compiled step " if not alone and compiled(bench) else ""
-        return (f"left out {kind}beyond {most:,} tokens, where it takes too long or too much "
-                "memory; name it in --backends" + ", and --lengths" * alone)  # fmt: skip
+        return (
+            f"left out {kind}beyond {most:,} tokens, where it takes too long or too much "
+            "memory; name it in --backends" + ", and --lengths" * alone
+        )
     for (who, where), outcome in (found or {}).items():
         took = outcome.warm.get("call_s", 0.0)
         if who != name or took < SURE or not alone:
@@ -72,13 +74,15 @@ def too_long(
         if bool(outcome.warm["point"]["window"]) == bool(point["window"]):  # else another kernel
             wait = took * work(point) / work(outcome.warm["point"])
             if wait > config.slowest_step:
-                return (f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
-                        f"may take longer than --slowest_step={config.slowest_step:g}")  # fmt: skip
+                return (
+                    f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
+                    f"may take longer than --slowest_step={config.slowest_step:g}"
+                )
     return ""
 
 
 def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """What each backend and baseline of the mode will take, reckoned; those left out are not in it.
+    """An estimate for each backend and baseline of the mode that is not left out.
 
     Args:
         points: of attention alone, or of decoding.
@@ -102,7 +106,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if mode == "train":
             total += (4 + config.warm_up_steps) * step + SEARCH_S * (config.fixed_batch is None)
             total += config.rounds * (max(config.seconds, step) + step)
-            total += 10 * step * config.profile + start * bool(points)  # the sweep's own process
+            total += 10 * step * config.profile + start * bool(points)  # + the sweep's process
         elif mode == "converge":
             total = config.seeds * (total + config.steps * step)
         for p in points.values():

@@ -1,7 +1,7 @@
 """The matrix and the canary on the machine at hand: the job "proof", one case a request.
 
-All backends share one process, so that the truth of a case is computed once. Whoever breaks it, as
-a bad address on CUDA does, is noted, and another process goes on with the others.
+All backends share one process, so that the truth of a case is computed once. A backend that breaks
+it, by a bad address on CUDA say, is noted, and another process continues with the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Proof:
         self.about = {"cases": len(CASES)}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel raises of its own
-        accord goes through, for the process may be broken by it."""
+        """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel itself raises is
+        not caught, since it may have broken the process."""
         backend, dtype = attention.get(request["backend"]), request["dtype"]
         case, phase = CASES.get(request.get("case", "")), request.get("phase", "")
         specs = [case.spec(dtype)] if case else list(matrix.canaries(dtype, phase))
@@ -51,8 +51,8 @@ class Proof:
 
 
 def items(dtypes: list[str]) -> list[Item]:
-    """What each backend is asked, the most telling first: the canary in each phase, the cases in
-    the dtype of the run, then both in the others."""
+    """What each backend is tested on, the most informative first: the canary in each phase, the
+    cases in the run's dtype, then both in the others."""
     return [
         item
         for dtype in dtypes
@@ -71,8 +71,8 @@ def prove(
     timeout: float,
     watch: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
-    """Ask until all is asked or the time is up; the backend that has used least is next, so that
-    one that compiles for minutes takes no time from the others.
+    """Test until all is done or the time is up. The backend that has used the least time is next,
+    so that one that compiles for minutes takes none from the others.
 
     Args:
         stop: when to end.
@@ -100,7 +100,7 @@ def prove(
                     raise
                 answer = {"verdict": "wrong", "why": str(e)}
                 if e.kind == "died":
-                    if worker is None:  # none can be started: nothing will get better
+                    if worker is None:  # no process can be started: give up
                         raise
                     worker.close()
                     worker = None
@@ -116,7 +116,7 @@ def prove(
 
 
 def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
-    """What a backend's answers come to."""
+    """A backend's answers in one row."""
     by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
     heard = [a["verdict"] for a in answers if "phase" in a and a["verdict"] != "refused"]
     return {

@@ -5,9 +5,9 @@
     python bench_mfu.py qualify --stages=4,5        some stages
     python bench_mfu.py qualify --resume            what the last one did not get to
 
-Six stages, each in a time box of its own: what a stage leaves over goes to those after it. A stage
-plans what fits into its box by what the machine can do and what compiling takes, says what it left
-out, and is cut off at the end of the box. The record is written anew after every stage.
+Six stages, each in its own time box; what a stage leaves over goes to those after it. A stage plans
+what fits into its box, from the machine's speed and the time to compile, says what it left out, and
+is stopped at the end of the box. The record is rewritten after every stage.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from data.prepare import PrepareConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 MINUTES = 9.0
-GRAPHS = 120.0  # seconds in which the decode steps can be compiled, and CUDA graphs recorded
+GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
 CACHES = ("dynamic", "static", "paged")
 ROUNDS = 3
 STAGES = ("machine", "proof", "kernels", "training", "decode", "converge")
-# Of the whole time, stage by stage; what one leaves over is shared by those after it.
+# Shares of the whole time; what a stage leaves over goes to those after it.
 SHARES = dict(zip(STAGES, (0.06, 0.17, 0.22, 0.32, 0.13, 0.10), strict=True))
 Content = dict[str, Any]
 
@@ -47,14 +47,14 @@ Content = dict[str, Any]
 
 
 def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
-    """Seconds for each of the stages that are wanted, of those that are left for all of them."""
+    """Seconds for each of the wanted stages, out of those left for all."""
     total = sum(SHARES[name] for name in wanted)
     return {name: seconds * SHARES[name] / total for name in wanted}
 
 
 def grid(cuda: bool) -> list[dict[str, Any]]:
-    """The standard grid of attention alone, the most telling points first: causal at head sizes of
-    64 and 128 from 512 to 16,384 tokens, with a window and grouped heads in between.
+    """The standard grid of attention alone, the most informative points first: causal with a
+    head_dim of 64 and 128 from 512 to 16,384 tokens, with a window and grouped heads in between.
 
     On a GPU the width and the tokens of a call are the FlashAttention papers', 2048 and 16,384;
     elsewhere an eighth of the width and one sequence.
@@ -84,10 +84,10 @@ def where(point: Mapping[str, Any]) -> str:
 
 
 def that_fit(bench: Bench, box: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The points of the grid for which the box has time, by name; and the names of the others.
+    """The points of the grid that fit into the box, by name; and the names of the others.
 
     Raises:
-        Failure: it has time for none.
+        Failure: none fits.
     """
     taken: dict[str, dict[str, Any]] = {}
     dropped = []
@@ -103,8 +103,8 @@ def that_fit(bench: Bench, box: float) -> tuple[dict[str, dict[str, Any]], list[
 
 
 def contenders(bench: Bench, box: float) -> list[str]:
-    """As many of the backends as the box has time for, the first one in any case; none of those
-    that hold all scores or loop over tiles in Python, if there is another."""
+    """As many of the backends as fit into the box, at least one; none that hold all scores or loop
+    over tiles in Python, if there is another."""
     able = [name for name in bench.backends if name not in bench.refused]
     able = [name for name in able if name not in plan.LONGEST] or able
     taken: list[str] = []
@@ -116,8 +116,8 @@ def contenders(bench: Bench, box: float) -> list[str]:
 
 
 def batch_for(free: float) -> int | None:
-    """Sequences of 1,024 tokens of GPT-2 124M in half precision that surely fit into so many bytes;
-    None where none do."""
+    """How many sequences of 1,024 tokens of GPT-2 124M in half precision surely fit into so many
+    bytes; None: not even one."""
     fits = ((70, 64), (38, 32), (22, 16), (14, 8), (7, 4))
     return next((batch for gb, batch in fits if free >= gb * 1e9), None)
 
@@ -126,12 +126,12 @@ def batch_for(free: float) -> int | None:
 
 
 def machine(bench: Bench, box: float) -> Content:
-    """What is here has just been measured, and stands at the top of the record."""
+    """The machine: measured just before, and at the top of the record."""
     return {"about": bench.machine["about"]}
 
 
 def numbers(bench: Bench, box: float) -> Content:
-    """The matrix and the canary of every backend that runs here, as far as the time goes."""
+    """The matrix and the canary for every backend that runs here, as time allows."""
     first = bench.machine["dtype"]
     others = ("bfloat16", "float16", "float32") if bench.device.startswith("cuda") else ("float32",)
     dtypes = list(dict.fromkeys((first, *others)))
@@ -143,7 +143,7 @@ def numbers(bench: Bench, box: float) -> Content:
 
 
 def kernels(bench: Bench, box: float) -> Content:
-    wanted = ["manual", *contenders(bench, math.inf)]  # manual: what other machines have as well
+    wanted = ["manual", *contenders(bench, math.inf)]  # manual: to compare with other machines
     bench.backends = [name for name in bench.backends if name in wanted]
     bench.points, dropped = that_fit(bench, box)
     bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
@@ -165,7 +165,7 @@ def decoding(bench: Bench, box: float) -> Content:
 
 
 def convergence(bench: Bench, box: float) -> Content:
-    """The fast path beside a plain one, on the text of our own pages, which is always at hand."""
+    """The fast path beside a plain one, trained on the text of our own docs."""
     config = bench.config
     with tempfile.TemporaryDirectory() as folder:
         pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
@@ -215,8 +215,8 @@ STAGE = {
 
 
 def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float) -> BenchConfig:
-    """The model to train: what was asked for; else GPT-2 124M at a batch that fits, in one piece;
-    else, on a CPU or a small GPU, that of bench/cpu.py."""
+    """The model to train: the one asked for; else GPT-2 124M at a batch that fits without gradient
+    accumulation; else, on a CPU or a small GPU, that of bench/cpu.py."""
     if not cuda or "batch_size" in given:
         return config
     if batch := batch_for(free):
@@ -229,16 +229,16 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
 
 
 def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Path]:
-    """All stages that are asked for.
+    """Run the stages that were asked for.
 
     Args:
-        bench: with everything but what the machine is; its stop ends the run.
-        told: what a record says of the command.
+        bench: everything but the machine; its stop ends the run.
+        told: the record's entries about the command.
         given: the names of the settings that the user gave.
 
     Raises:
         Failure: nothing can be measured here.
-        UserError: --resume, and there is nothing to go on with.
+        UserError: --resume, and there is nothing to resume.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
@@ -313,7 +313,7 @@ def fast_path(config: BenchConfig, cuda: bool) -> BenchConfig:
 
 
 def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Content]]:
-    """The newest record of this slug and device, and its stages: --resume goes on with it."""
+    """The newest record of this slug and device, and its stages, for --resume."""
     tail = folder.name.split("_", 1)[1]
     found = sorted(folder.parent.glob(f"*_{tail}/record.json"))
     if not found:
@@ -330,7 +330,7 @@ def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Conten
 
 
 def finish(record: Content) -> None:
-    """Say what the stages so far come to, and what is missing."""
+    """Add the conclusions of the stages so far, and what is missing."""
     have = {s["name"]: s["status"] for s in record["stages"]}
     missing = [n for n in STAGES if have.get(n) != "done"]
     record["complete"] = not missing

@@ -1,8 +1,8 @@
-"""A record: what was measured, where and with what, every round of it.
+"""A record: what was measured, on what machine and software, with every round.
 
-A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (the tables, what they say) and
-the pictures. It is sealed: a hash of its raw rounds, and one of the Python source that ran, so that
-bench/board.py can check it long after. bench/compare.py lays two side by side.
+A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (tables and conclusions) and the
+pictures. It is sealed by a hash of its raw rounds and one of the Python source that ran, so that
+bench/board.py can check it long after. bench/compare.py compares two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2  # 1 had neither hashes nor proofs; it can still be read and compared
 TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
           "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
-# What a stage's part of a qualify record has from the whole, where it does not say it itself.
+# What a stage of a qualify record takes from the whole record unless it has its own.
 SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seconds", "machine",
           "vocab_size", "settings", "fresh_rounds", "reference", "complete")  # fmt: skip
 
@@ -34,7 +34,7 @@ def command(argv: list[str], program: str = "bench_mfu.py") -> str:
 
 
 def git(*words: str, told: str | None = None) -> str | None:
-    """What git prints here, `told` on its standard input; None where it fails."""
+    """The output of git with `told` on its standard input; None if it fails."""
     try:
         how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": told}
         done = subprocess.run(["git", *words], **how)
@@ -45,7 +45,7 @@ def git(*words: str, told: str | None = None) -> str | None:
 
 def git_state() -> dict[str, Any]:
     """The commit, whether tracked files differ from it, and the hash of the source as it is now;
-    None where this is no checkout."""
+    each None outside a checkout."""
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     dirty = None if status is None else bool(status)
     return {"commit": commit, "dirty": dirty, "source_sha256": source_sha256()}
@@ -55,11 +55,10 @@ def source_sha256(commit: str | None = None) -> str | None:
     """A hash of the project's Python source: of each tracked *.py, its path and its git blob.
 
     Args:
-        commit: whose source; None: as it lies in the working tree. Both give the same hash where
-            nothing was changed.
+        commit: whose source; None: the working tree, with the same hash if nothing was changed.
 
     Returns:
-        None where this is no checkout, or has no such commit.
+        None outside a checkout, or without such a commit.
     """
     if commit is None:
         names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
@@ -74,7 +73,7 @@ def source_sha256(commit: str | None = None) -> str | None:
 
 
 def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ordinary contents of any record: of a qualify record those of its stages, else it."""
+    """The contents of a qualify record's stages; of any other record just itself."""
     if content.get("mode") != "qualify":
         return [content]
     told = {name: content[name] for name in SHARED if name in content}
@@ -83,14 +82,14 @@ def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rounds_sha256(content: dict[str, Any]) -> str:
-    """A hash of all that was measured: every row's mode, backend, point and raw rounds."""
+    """A hash of everything measured: each row's mode, backend, point and raw rounds."""
     names = ("mode", "backend", "point", "rounds")
     found = [[row.get(n) for n in names] for part in parts(content) for row in part["rows"]]
     return _sha256(found)
 
 
 def seal(content: dict[str, Any]) -> dict[str, Any]:
-    """The same with the hash of its rounds, in place: the last thing before it is written."""
+    """Add the hash of its rounds, in place: the last step before it is written."""
     content["rounds_sha256"] = rounds_sha256(content)
     return content
 
@@ -113,7 +112,7 @@ def folder_of(records_dir: str | Path, slug: str, machine: dict[str, Any]) -> Pa
 
 
 def check_slug(slug: str) -> None:
-    """Raises: UserError for a name that is no part of a folder's."""
+    """Raises UserError for a slug that cannot be part of a folder's name."""
     if not re.fullmatch(r"[\w.-]+", slug):
         raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug!r}")
 
@@ -128,8 +127,8 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 def save(
     folder: Path, content: dict[str, Any], page: str = "", drawn: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a record's files; record.json in one stroke, so that whenever this process is killed
-    there is a whole one."""
+    """Write a record's files; record.json atomically, so that a killed process leaves a complete
+    one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "record.json.part"
@@ -145,12 +144,12 @@ def save(
 
 
 def commit(content: dict[str, Any]) -> str:
-    """The commit in short, and whether the code was changed since."""
+    """The abbreviated commit, and whether the code was changed since."""
     return (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The content of a record, by its folder or its record.json."""
+    """The content of a record, given its folder or record.json."""
     path = Path(path)
     path = path / "record.json" if path.is_dir() else path
     try:
@@ -170,7 +169,7 @@ def title(content: dict[str, Any]) -> str:
 
 
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a figure depends on, as (name, value)."""
+    """What the results depend on, as (name, value)."""
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])

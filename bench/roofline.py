@@ -3,7 +3,7 @@
 A part takes at least the time of its operations at the device's peak rate, and at least the time of
 its bytes at the bandwidth of its memory; the larger of both is its roofline (Williams, Waterman and
 Patterson 2009, CACM 52(4)). It is computed from the sizes alone, for what has to be done however
-well it is fused. Only a step that is small enough for the caches can be quicker than its bytes.
+well it is fused. Only a step that fits into the caches can beat the time of its bytes.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
@@ -29,7 +29,7 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
   (two tensors read, two written) and one backward (three read, one written).
 - optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
 - embedding: rows read, their sum written; its gradient read, and added to the rows that occur.
-- data: copied beside the computation. gaps: a device has none that is never kept waiting.
+- data: its copy overlaps the computation. gaps: a device that never waits has none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARTS = (*ROOFED, "data", "gaps", "unattributed")
 
 @dataclass(frozen=True)
 class Work:
-    """What a part has to do in a step."""
+    """The FLOPs and bytes of a part in a step."""
 
     flops: float
     bytes: float
@@ -56,7 +56,7 @@ class Work:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
     def limit(self, tflops: float, bandwidth: float) -> str:
-        """Which of both roofs it is: "FLOPs", "bytes", or "-" where there is nothing to do."""
+        """Which roof limits it: "FLOPs", "bytes", or "-" if it has no work."""
         if not self.flops and not self.bytes:
             return "-"
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
@@ -98,8 +98,10 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
 
 def told(found: dict[str, Any], of: str) -> str:
     """A ceiling in words."""
-    return (f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
-            f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s")  # fmt: skip
+    return (
+        f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
+        f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s"
+    )
 
 
 def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:

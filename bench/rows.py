@@ -1,4 +1,4 @@
-"""What the workers measured -> the rows of a table.
+"""From what the workers measured to the rows of a table.
 
 A row is a plain dict, as it stands in a record: what was measured (`mode`, `backend`, `point`),
 whether it was (`status`: ok, or unavailable, failed, skipped, stopped, and `why`), every round, and
@@ -19,20 +19,20 @@ from core import flops
 from model import GPTConfig
 
 Row = dict[str, Any]
-QUICKER = {  # why a part can seem to take less than its roofline
+QUICKER = {  # why a part can appear to beat its roofline
     "FLOPs": "it does more than the peak, which is too low",
     "bytes": "it reads from a cache, or the bandwidth is too low",
 }
-LEAST = 16e6  # bytes between two batch sizes: a smaller difference drowns in what a heap keeps
+LEAST = 16e6  # bytes between two batch sizes: a smaller difference is lost in the allocator's noise
 
 
 def unavailable(mode: str, backend: str, why: str) -> Row:
-    """A row of what was never started."""
+    """A row for what was never started."""
     return {"mode": mode, "backend": backend, "point": {}, "status": "unavailable", "why": [why]}
 
 
 def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, noise: float) -> Row:
-    """What every row has."""
+    """The fields that every row has."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
@@ -72,10 +72,10 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge, of so many sequences a step.
+    """A row of the modes train and converge.
 
     Args:
-        reference: loss and gradient_norm by manual in float32; empty where they are not known.
+        reference: loss and gradient_norm by manual in float32; empty if unknown.
     """
     if row["status"] != "ok":
         return row
@@ -107,11 +107,11 @@ def of_profile(
     bandwidth: tuple[float, str],
     products_tflops: float | None,
 ) -> dict[str, Any]:
-    """What Training.profile found, part by part beside the roofline; the largest gap first.
+    """What Training.profile found: each part beside its roofline, the largest gap first.
 
     Args:
-        bandwidth: bytes a second, and where that is from.
-        products_tflops: the rate that large matmuls really reach, where that is known.
+        bandwidth: bytes a second, and its source.
+        products_tflops: the rate that large matmuls reach in practice, if known.
     """
     if "why" in found:
         return found
@@ -166,15 +166,15 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
 
 
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
-    """Judge the final losses against the baseline's, in place; whether all passed.
+    """Judge the final losses against the baseline's, in place; returns whether all passed.
 
-    The final loss is the mean over the last tenth of the steps: the same sequences for all. Of one
-    seed it may differ by `tolerance` of itself. Of several seeds the mean difference must be less
-    than the standard deviation of the baseline's final losses over the seeds: the noise that the
-    choice of a seed makes anyway. A lower loss than that is as suspicious as a higher one.
+    The final loss is the mean over the last tenth of the steps: the same sequences for all. With
+    one seed it may differ by a fraction `tolerance`. With several the mean difference must be less
+    than the standard deviation of the baseline's final losses over the seeds, the noise that the
+    choice of a seed makes anyway. A loss that is too low is as suspicious as one too high.
 
     Args:
-        rows: whose rounds are those of all seeds, one seed after the other.
+        rows: their rounds are those of all seeds, one seed after the other.
     """
     for row in rows:
         if row["status"] == "ok":

@@ -5,9 +5,9 @@ the median: half of all rounds lie within. Two medians a and b differ when
 
     |log(a / b)|  >  spread(a) + spread(b)
 
-so a row with a wide spread can hardly win or lose. Within one run the rounds of two backends come
-in turn, and what slows one round down slows its neighbour down too; so there the ratios round by
-round are looked at, which are steadier than either: they differ when |log ratio| > spread(ratio).
+so a row with a wide spread can hardly win or lose. Within one run the rounds of two backends
+alternate, and what slows one round down slows its neighbour down too. So there the ratios of
+neighbouring rounds count, which are steadier: they differ when |log ratio| > spread(ratio).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Summary:
-    """What several rounds gave."""
+    """Median and quartiles of several rounds."""
 
     median: float
     q1: float  # a quarter of the rounds were below
@@ -37,7 +37,7 @@ class Summary:
 
     @property
     def spread(self) -> float | None:
-        """(q3 - q1) / median; None where one round tells nothing of it."""
+        """(q3 - q1) / median; None for a single round."""
         if self.rounds < 2:
             return None
         return (self.q3 - self.q1) / self.median if self.median else math.inf

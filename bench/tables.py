@@ -1,4 +1,4 @@
-"""The rows as tables, the same cells for the terminal and for Markdown; and what they say."""
+"""The rows as tables, with the same cells in the terminal and in Markdown; and conclusions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cells = tuple[list[str], list[list[str]]]  # the head, the lines
 
 
 def bytes_(n: float | None) -> str:
-    """A size as people read it: "1.23 GB"."""
+    """A size in words: "1.23 GB"."""
     if n is None:
         return "-"
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
@@ -53,14 +53,14 @@ def kernel_names(row: Row) -> str:
 
 
 def spread(row: Row) -> str:
-    """The quartiles, and the warning."""
+    """The quartiles, with a warning if noisy."""
     if row["spread"] is None:
         return "1 round"
     return f"{_ms(row['q1_ms'])} to {_ms(row['q3_ms'])}" + (" noisy" if row["noisy"] else "")
 
 
 def point(row: Row) -> str:
-    """Where in the grid: "B=1 P=64 cache=static processor"."""
+    """The point of the grid: "B=1 P=64 cache=static processor"."""
     at = row["point"].items()
     return " ".join(k if v is True else f"{k}={v}" for k, v in at if v not in (None, False))
 
@@ -134,7 +134,7 @@ COLUMNS: dict[str, list[tuple[str, Any]]] = {
 
 
 def cells(mode: str, rows: list[Row]) -> Cells:
-    """What was measured, a line a row."""
+    """The rows that were measured."""
     columns = COLUMNS[mode]
     lines = [[r["backend"], *(of(r) for _, of in columns)] for r in rows if r["status"] == "ok"]
     return ["backend", *(title for title, _ in columns)], lines
@@ -157,7 +157,7 @@ def profile(found: dict[str, Any]) -> Cells:
 
 
 def rooflines(lines: list[dict[str, Any]]) -> Cells:
-    """What bench/roofline.py computes, a line a part."""
+    """The roofline of each part, by bench/roofline.py."""
     head = ["part", "TFLOP", "GB", "roofline ms", "share", "limit"]
     made = []
     for p in lines:
@@ -167,7 +167,7 @@ def rooflines(lines: list[dict[str, Any]]) -> Cells:
 
 
 def missing(rows: list[Row]) -> Cells:
-    """What was not, and why; a backend with one reason everywhere is one line."""
+    """What was not measured, and why; a backend with the same reason everywhere is one line."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -181,7 +181,7 @@ def missing(rows: list[Row]) -> Cells:
 
 
 def console(width: int = 200) -> Console:
-    """A console on stdout, of this width where it is no terminal."""
+    """A console on stdout, of this width if it is no terminal."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=width)
 
@@ -205,7 +205,7 @@ def rich_table(title: str, content: Cells) -> Table:
 
 def markdown(content: Cells) -> str:
     head, lines = content
-    rows = [head, ["---"] * len(head), *lines]  # a pipe in a cell would begin another one
+    rows = [head, ["---"] * len(head), *lines]  # a pipe in a cell would start another one
     return "\n".join("| " + " | ".join(c.replace("|", "/") for c in r) + " |" for r in rows)
 
 
@@ -215,7 +215,7 @@ EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-5
 
 
 def answers(content: dict[str, Any]) -> list[str]:
-    """The sentences under the tables: which is fastest where, and whether the numbers agree."""
+    """The sentences under the tables: which is fastest where, and whether the results agree."""
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     said = [f"Fastest: {text}" for text in fastest(rows)]
     for of, title in (("mfu", "mfu"), ("share", "share of the peak"), ("mbu", "mbu")):
@@ -248,7 +248,7 @@ def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, list[str]]:
 
 
 def fastest(rows: list[Row]) -> list[str]:
-    """Who wins; of attention alone, from which length on."""
+    """Who wins; for attention alone, from which length on."""
     groups: dict[str, dict[int, list[Row]]] = {}
     for r in rows:
         at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
@@ -264,7 +264,7 @@ def fastest(rows: list[Row]) -> list[str]:
 
 
 def winner(rows: list[Row]) -> str:
-    """The fastest a token, and those that the noise does not tell from it."""
+    """The fastest per token, and those within the noise of it."""
 
     def ms(row: Row) -> list[float]:
         return [r["ms"] / row.get("tokens_a_step", 1) for r in row["rounds"]]
@@ -280,7 +280,7 @@ def winner(rows: list[Row]) -> str:
 
 
 def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
-    """Who is further off than rounding explains."""
+    """Whose results differ by more than rounding explains."""
     dtype, found = content["machine"]["dtype"], []
     loss, norm = (1e-2, 5e-2) if dtype in ("float16", "bfloat16") else (1e-4, 1e-3)  # relative
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
@@ -288,8 +288,10 @@ def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
         if "loss_difference" in r:
             off, grad = r["loss_difference"], r["gradient_norm_difference"]
             if not (abs(off) <= loss * content["reference"]["loss"] and abs(grad) <= norm):
-                found.append(f"{r['backend']} DISAGREES with manual in float32: the loss by "
-                             f"{off:.1e}, the gradient norm by {grad:.1e} of itself")  # fmt: skip
+                found.append(
+                    f"{r['backend']} DISAGREES with manual in float32: the loss by "
+                    f"{off:.1e}, the gradient norm by {grad:.1e} of itself"
+                )
         for error, times in (("error_out", 2), ("error_grad", 3)):
             plain = manual.get(str(r["point"]), {}).get(error, 0.0)
             if error in r and not r[error] <= times * plain + 32 * EPS[dtype]:

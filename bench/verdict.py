@@ -1,4 +1,4 @@
-"""What a qualification comes to, in plain words: its sentences, and the page of its record."""
+"""The conclusions of a qualification in sentences, and the page of its record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Content = dict[str, Any]
 
 
 def stages_of(record: Content) -> dict[str, Content]:
-    """Stage by name, of those that have something to say."""
+    """The stages with results, by name."""
     return {s["name"]: s for s in record["stages"] if s["record"]}
 
 
@@ -20,9 +20,9 @@ def ok_rows(record: Content, stage: str) -> list[Content]:
 
 
 def of(record: Content) -> list[str]:
-    """What the stages come to, a sentence each: the best, the gaps, the doubts, what is missing."""
+    """The stages' conclusions: the best, the gaps, the doubts, what is missing."""
     said = [f"Proof: {text}." for text in of_proof(record)]
-    # B and H go: the tokens of a call, and its width, are the same at all lengths.
+    # B and H are dropped: a call's tokens and width are the same at all lengths.
     alone = [
         {**row, "point": {k: v for k, v in row["point"].items() if k not in ("B", "H")}}
         for row in ok_rows(record, "kernels")
@@ -61,7 +61,7 @@ def of(record: Content) -> list[str]:
 
 
 def of_proof(record: Content) -> list[str]:
-    """Who is right in all that was reached, and how much that was."""
+    """Who was right in all cases that were reached, and how many those were."""
     rows = ok = stages_of(record).get("proof", {}).get("record", {}).get("rows", [])
     if not rows:
         return []
@@ -75,7 +75,7 @@ def of_proof(record: Content) -> list[str]:
 
 
 def doubts(record: Content) -> list[str]:
-    """What is wrong here, or makes a figure doubtful."""
+    """What is wrong, or makes a figure doubtful."""
     said = []
     for row in stages_of(record).get("proof", {}).get("record", {}).get("rows", []):
         for f in row["failures"][:3]:
@@ -92,8 +92,10 @@ def doubts(record: Content) -> list[str]:
     said += about.get("busy", [])
     for stage in record["stages"]:
         if held := stage.get("watched", {}).get("held_down_by"):
-            said.append(f"in the stage {stage['name']} the GPU's clock was held down by "
-                        f"{' and '.join(held)}")  # fmt: skip
+            said.append(
+                f"in the stage {stage['name']} the GPU's clock was held down by "
+                f"{' and '.join(held)}"
+            )
         rows = ok_rows(record, stage["name"])
         noisy = [row for row in rows if row.get("noisy")]
         if len(noisy) > len(rows) / 2:

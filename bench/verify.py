@@ -1,12 +1,12 @@
-"""Is a record what it says it is? Every check that needs no machine but this one.
+"""Is a record what it claims to be? All checks that need no other machine.
 
-A record keeps what was measured: raw rounds, sizes, the profiler's names. Whatever follows from
-these is computed anew here, by the functions that computed it when it was written (bench/rows.py),
-and compared. What cannot follow from them (the numbers' error, the canary, the source) is held
-against the policy, the table of GPUs, or the repository's history.
+A record keeps what was measured: raw rounds, sizes, the profiler's names. Everything derived from
+these is recomputed here, by the functions that computed it when it was written (bench/rows.py), and
+compared. The rest (the numerical error, the canary, the source) is checked against the policy, the
+table of GPUs, or the repository's history.
 
-This is no proof against somebody who makes up every round with care. It finds the mistakes and the
-small lies: tests/test_board.py has twelve.
+This is no proof against somebody who carefully invents every round. It finds mistakes and small
+lies: tests/test_board.py has twelve.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from train import TrainConfig
 
 TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
 OLD = "before proofs were kept"
-# Records of format 1, and of other programs: accepted as these very files, for sha256sum -c.
+# Records of format 1 and of other programs, accepted by their hash, for sha256sum -c.
 FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 
 # What the profiler shows when a backend ran: short names of PyTorch's and our own kernels (KERNELS
-# in attention/select.py; empty: none of them), and the names that the device's kernels have in
-# common, which is all that there is to see of another package or of a CUDA graph.
+# in attention/select.py; empty: none of them), and what the names of the device's kernels have in
+# common, the only trace of another package or of a CUDA graph.
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
 SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
 NOT_FUSED = ("", "")
@@ -74,7 +74,7 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
 
 
 def verify(content: dict[str, Any], folder: Path) -> list[str]:
-    """What is wrong with a record, a sentence each; empty where nothing is."""
+    """Everything wrong with a record, a sentence each; empty: nothing."""
     if content.get("format") != records.FORMAT:
         digest = hashlib.sha256((folder / "record.json").read_bytes()).hexdigest()
         if digest in FROZEN.read_text(encoding="ascii").split():
@@ -89,12 +89,14 @@ def verify(content: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _whole(content: dict[str, Any]) -> Iterator[str]:
-    """What concerns the record as one."""
+    """What is wrong with the record as a whole."""
     if content["rounds_sha256"] != records.rounds_sha256(content):
         yield "the hash of the raw rounds is not that of its rounds: they were edited"
     if source_state(content) == "another":
-        yield (f"it says that its code is clean at {content['commit'][:10]}, but the source that "
-               "ran is not that commit's")  # fmt: skip
+        yield (
+            f"it says that its code is clean at {content['commit'][:10]}, but the source that "
+            "ran is not that commit's"
+        )
     for stage in content["stages"] if content["mode"] == "qualify" else ():
         if stage["status"] not in ("done", "cut", "skipped", "failed"):
             yield f"stage {stage['name']}: there is no status {stage['status']!r}"
@@ -155,7 +157,7 @@ def _peak(part: dict[str, Any]) -> Iterator[str]:
 
 
 def _machine(part: dict[str, Any]) -> Iterator[str]:
-    """All rounds come from the machine that is named, and from one run."""
+    """All rounds are from the named machine, and from one run."""
     ok = [row for row in part["rows"] if row["status"] == "ok"]
     where = {r["machine"] for row in ok for r in row["rounds"]}
     named = part["machine"]["about"]
@@ -212,7 +214,7 @@ def sequences_of(row: Row, part: dict[str, Any]) -> int:
 
 
 def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
-    """The row's sizes are those that every one of its rounds says it had."""
+    """The row's sizes are those of each of its rounds."""
     mode, model = row["mode"], model_of(part)
     said: dict[str, Any] = dict(row["point"])
     if mode in ("train", "converge"):
@@ -232,7 +234,7 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
 
 
 def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
-    """What follows from the rounds and the sizes: medians, quartiles, rates, shares of the peak.
+    """What is derived from rounds and sizes: medians, quartiles, rates, shares of the peak.
 
     Computed by the functions that made them when the record was written.
     """
@@ -256,13 +258,13 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
         again = rows.of_decoding(again, outcome, m["bandwidth"])
     else:
         raise ValueError(f"there is no mode {mode!r}")
-    # These hold what a warm-up found, too, of which a record keeps the sum only.
+    # These include the warm-up, of which a record keeps only the sum.
     told = {"memory_bytes", "kernels", "events", "device_kernels", "title"}
     return {k: v for k, v in again.items() if k not in told}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, numbers to the last digits that another processor may round differently."""
+    """Equal, but for the last digits of floats, which another processor may round differently."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
     return a == b
@@ -279,7 +281,7 @@ def _kernel(row: Row, cuda: bool) -> Iterator[str]:
     there = any(re.search(device, kernel, re.I) for kernel in on_device) if device else False
     if foreign := [kernel for kernel in seen if not re.fullmatch(short, kernel)]:
         yield f"the profiler saw another kernel than is named: {', '.join(foreign)}"
-    # In other modes than these a worker notes the short names only.
+    # In other modes a worker records the short names only.
     looked = cuda and device and row["mode"] in ("train", "kernel")
     needed = (short or looked) and name not in MAY_SHOW_NONE
     if needed and not (seen or on_device):
@@ -291,7 +293,7 @@ def _kernel(row: Row, cuda: bool) -> Iterator[str]:
 
 
 def _proof(row: Row) -> Iterator[str]:
-    """Its numbers were right on that machine, and no later token leaked into an earlier one."""
+    """Its results were right on that machine, and no later token leaked into an earlier one."""
     proof = row.get("proof") or {}
     if proof.get("canary") is not True:
         word = "failed" if "canary" in proof else "is absent"
@@ -312,7 +314,7 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
     settings, judged = part["settings"], [r for r in part["rows"] if r["mode"] == "converge"]
     base = next((r for r in judged if r.get("verdict") == "baseline"), None)
     if base is None and not part.get("complete", True):
-        return  # it was cut off before its end: no row says that it has passed
+        return  # it was stopped early: no row claims to have passed
     if base is None:
         yield "converge has no baseline, so nothing has passed"
         return

@@ -1,4 +1,4 @@
-"""Save, load and resume; weights from other formats and to them."""
+"""Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
 from checkpoint.resume import build_model, restore, resumed, save_run

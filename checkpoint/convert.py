@@ -1,4 +1,4 @@
-"""Weights from elsewhere and to elsewhere: transformers' GPT-2 and nanoGPT's ckpt.pt."""
+"""Other formats: import and export of transformers' GPT-2, import of nanoGPT's ckpt.pt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) ->
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
     """GPT-2 from a folder with config.json and model.safetensors, as `transformers` writes it, or
-    from the hub: "gpt2" and its larger sizes, or "owner/name". `changes`: GPTConfig's fields."""
+    from the hub: "gpt2" and its larger sizes, or "owner/name". `changes` go into the GPTConfig."""
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = read_file(folder / "config.json", load_json)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
@@ -53,7 +53,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
     if lacking := [key for key in (*SAME_NAMES, "n_positions") if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-    unlike = {  # options that our model lacks, and the values with which it computes the same
+    unlike = {  # options that our model lacks, and the only values that it supports
         "n_inner": (None, 4 * saved["n_embd"]),
         "layer_norm_epsilon": (1e-5,),
         "activation_function": tuple(gelus),
@@ -86,7 +86,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
 
 
 def save_hf(model: GPT, folder: str | Path) -> None:
-    """Write a folder that transformers.GPT2LMHeadModel.from_pretrained loads, same logits."""
+    """Write a folder that transformers.GPT2LMHeadModel loads, with the same logits."""
     config = model.config
     if config.kv_heads != config.n_head or config.attention_window is not None:
         raise UserError("a model with n_kv_head or attention_window has no GPT-2 format to go to")
@@ -96,7 +96,7 @@ def save_hf(model: GPT, folder: str | Path) -> None:
         bias = name.removesuffix("weight") + "bias"
         has_bias = not name.endswith(("wte.weight", "wpe.weight", "bias"))
         if has_bias and bias not in model.state_dict():
-            weights[bias] = torch.zeros(tensor.shape[0])  # theirs always has one
+            weights[bias] = torch.zeros(tensor.shape[0])  # transformers always has a bias
     config_json = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -116,8 +116,8 @@ def save_hf(model: GPT, folder: str | Path) -> None:
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """A model with the weights of a checkpoint of ours or a run's folder, of a nanoGPT ckpt.pt, or
-    of what load_hf() takes; `changes` are to some of the config's fields."""
+    """A model with the weights of our own checkpoint or a run's folder, of a nanoGPT ckpt.pt, or of
+    anything that load_hf() takes; `changes` go into the GPTConfig."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := own_checkpoint(source):
@@ -126,17 +126,17 @@ def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
 
 
 def _derived(name: str) -> bool:
-    """Whether a name in a file from elsewhere holds no weight of its own: a mask, the tied head."""
+    """Whether a tensor in another format is no separate weight: a mask, the tied head."""
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def _is_conv1d(name: str) -> bool:
-    """Whether transformers keeps this weight as (in, out) where nn.Linear has (out, in)."""
+    """Whether transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 def _download(name: str) -> Path:
-    """The folder on this machine with config.json and model.safetensors of a model of the hub."""
+    """The local folder with config.json and model.safetensors of a model on the hub."""
     no_file = f"{name!r} is no local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists() or name.endswith(".pt")):
@@ -152,9 +152,9 @@ def _download(name: str) -> Path:
     except ImportError:
         needs = "taking it from the hub needs: pip install huggingface_hub"
         raise UserError(f"{no_file}, and {needs}") from None
-    # It prints its warnings itself; the root logger would print each of them again.
+    # It prints its own warnings; the root logger would print each of them again.
     logging.getLogger("huggingface_hub").propagate = False
-    offline = why_not_hub()  # then only a file that was downloaded before will do
+    offline = why_not_hub()  # then only files downloaded before will do
     try:
         hf_hub_download(name, "model.safetensors", local_files_only=offline is not None)
         config = hf_hub_download(name, "config.json", local_files_only=offline is not None)

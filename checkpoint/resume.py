@@ -1,4 +1,4 @@
-"""Training that goes on from weights: a run that is resumed, or another one's checkpoint."""
+"""Training that starts from weights: a resumed run, or another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from model import GPT
 
 C = TypeVar("C")  # train.py's TrainConfig
 
-# What weights were made with, and settings cannot change.
+# Fixed by the weights: settings cannot change these.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size")
 
 
 def resumed(loaded: Loaded[C]) -> Loaded[C]:
-    """The settings that the newest checkpoint in out_dir has, and on top of them what was given."""
+    """The settings of the newest checkpoint in out_dir, overridden by those that were given."""
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
     before: Any = saved.train_settings(type(given))
@@ -40,8 +40,8 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
 def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     """A new model, or one with the weights that init_from names, on the CPU.
 
-    Weights that do not fit the settings that were given, or the dataset (its meta.json), are
-    refused.
+    Raises:
+        UserError: the weights do not fit the given settings, or the dataset (its meta.json).
     """
     config, V = loaded.settings, meta["vocab_size"]
     if config.init_from == "scratch":
@@ -50,7 +50,7 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     resuming = config.init_from == "resume"
     source = str(latest(config.out_dir)) if resuming else config.init_from
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
-    if "attention_window" in loaded.origins:  # else the one that the weights were trained with
+    if "attention_window" in loaded.origins:  # otherwise the one that the weights were trained with
         changes["attention_window"] = config.attention_window
     model = init_model(source, config.policy, **changes)
     tokenizer = tokenizer_meta(source)
@@ -79,7 +79,7 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
 
 
 def save_run(run: Any, val_loss: float | None) -> None:
-    """Write a checkpoint after the step that train.py's Run just made (and evaluated, or not)."""
+    """Write a checkpoint after a step of train.py's Run (val_loss None: it was not evaluated)."""
     distributed = run.distributed
     rng = distributed.gather(random_state(distributed.device))  # of every process
     if val_loss is not None:
@@ -117,9 +117,9 @@ def restore(
     seed: int,
     distributed: DistInfo,
 ) -> tuple[int, float]:
-    """Put back what `saved` holds beside the weights; its step, and the lowest loss so far."""
+    """Restore all of `saved` but the weights; returns its step and the lowest loss so far."""
     tensors: dict[str, Any] = saved.optimizer()
-    # The optimizer keeps its own weight decay and betas, which the settings of a run may change.
+    # Weight decay and betas are this run's settings, not the saved ones.
     settings = [{k: g[k] for k in ("weight_decay", "betas")} for g in optimizer.param_groups]
     optimizer.load_state_dict(tensors["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -131,7 +131,7 @@ def restore(
         torch.set_rng_state(mine["cpu"])
         if "cuda" in mine and distributed.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"], distributed.device)
-    else:  # another number of processes: the same data, but dropout cannot go on exactly
+    else:  # another number of processes: the same data, but not the same dropout
         torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
     best = saved.state.get("best_val_loss")
     return saved.step, math.inf if best is None else best

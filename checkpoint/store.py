@@ -9,7 +9,7 @@ A checkpoint is a folder, out_dir/step-00000250:
 
 It is written under a temporary name, synced to disk, then renamed: a kill at any moment leaves the
 last good checkpoint. Loading never runs code from a file: the formats are safetensors, JSON, and
-torch.load with weights_only=True. What is missing, damaged or unfit is a UserError that says so.
+torch.load with weights_only=True. A missing, damaged or unsuitable file is a UserError.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from model import GPT, GPTConfig
 log = logging.getLogger("nanoattn")
 
 _NAME = re.compile(r"step-(\d+)(\.old)?")
-_TRAIN = "python train.py config/train_shakespeare_cpu.py"  # a run that any machine can do
+_TRAIN = "python train.py config/train_shakespeare_cpu.py"  # runs on any machine
 
-# Settings that older checkpoints hold -> their name today ("": nothing asks for them any more).
+# Settings in older checkpoints -> their present names ("": no longer used).
 RETIRED = {
     "attention_deterministic": "deterministic",
     "keep_freed_memory": "",
-    # Once of the model, now of the run or the process; TrainConfig still has some of them.
+    # Once settings of the model, now of the run or the process; TrainConfig still has some.
     **dict.fromkeys(("gradient_checkpointing", "residual_dtype", "attention_fallback"), ""),
     **dict.fromkeys(("attention_hub_kernels", "sdpa_flash_impl", "allow_mps_sdpa"), ""),
 }
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder and its two JSON files; tensors are read only when asked for."""
+    """A checkpoint's folder and its two JSON files; tensors are loaded on demand."""
 
     folder: Path
     settings: dict[str, Any]  # {"train": ..., "model": ..., "tokenizer": ...}
@@ -66,12 +66,12 @@ class Checkpoint:
         return int(self.state["step"])
 
     def config(self, **changes: Any) -> GPTConfig:
-        """The model's config, with `changes` to some of its fields."""
+        """The model's config, with `changes`."""
         saved = todays_names(GPTConfig, self.settings["model"])
         return from_dict(GPTConfig, {**saved, **changes}, str(self.folder / "settings.json"))
 
     def train_settings(self, cls: type[T]) -> T:
-        """The settings of the run, as an instance of train.py's TrainConfig."""
+        """The run's settings, an instance of train.py's TrainConfig."""
         saved = todays_names(cls, self.settings["train"])
         return from_dict(cls, saved, str(self.folder / "settings.json"))
 
@@ -83,15 +83,15 @@ class Checkpoint:
         return read_file(self.folder / "optimizer.pt", load_torch)
 
     def model(self, policy: Policy = Policy(), **changes: Any) -> GPT:
-        """The model on the CPU, with `changes` to some fields of its config."""
+        """The model on the CPU, with `changes` to its config."""
         model = GPT(self.config(**changes), policy)
         load_weights(model, self.weights(), str(self.folder))
         return model
 
 
 def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved settings of the dataclass cls, those in RETIRED renamed or dropped where cls lacks
-    them; any other unknown name is left for from_dict to refuse."""
+    """Saved settings for the dataclass cls: names in RETIRED that it lacks are renamed or dropped;
+    any other unknown name is left for from_dict to refuse."""
     known = {f.name for f in fields(cls)}
     names = {old: old if old in known else RETIRED.get(old, old) for old in saved}
     return {new: saved[old] for old, new in names.items() if new in known or old not in RETIRED}
@@ -100,12 +100,12 @@ def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 def folders(out_dir: str | Path) -> list[Path]:
     """The complete checkpoints of out_dir, oldest step first."""
     found = [(m, p) for p in Path(out_dir).glob("step-*") if (m := _NAME.fullmatch(p.name))]
-    # "step-7.old" is a step-7 that was being replaced: good, but second to step-7 itself.
+    # "step-7.old" is a step-7 that was being replaced: valid, but step-7 itself comes first.
     return [p for m, p in sorted(found, key=lambda mp: (int(mp[0][1]), mp[0][2] is None))]
 
 
 def latest(out_dir: str | Path) -> Path:
-    """The newest checkpoint of out_dir; where there is none, the error names runs that are near."""
+    """The newest checkpoint of out_dir; if there is none, the error suggests nearby runs."""
     if found := folders(out_dir):
         return found[-1]
     near = ", ".join(map(str, runs_near(Path(out_dir))))
@@ -116,7 +116,7 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def runs_near(out_dir: Path) -> list[Path]:
-    """Three folders with checkpoints in out_dir, beside it or in out/, the most similar first."""
+    """Up to three folders with checkpoints in or beside out_dir or in out/, most similar first."""
     places = {out_dir, out_dir.parent, Path("out")}
     beside = [p for place in places for p in islice(place.glob("*"), 1000)]
     runs = {p.resolve(): p for p in beside if folders(p)}.values()
@@ -148,14 +148,14 @@ def save(
 ) -> Path:
     """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
-    state's "step" names the folder, the lowest "val_loss" is the best; see Checkpoint for the rest.
+    state["step"] names the folder; the lowest state["val_loss"] is the best; else see Checkpoint.
     """
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
     old = final.with_name(final.name + ".old")
     partial = out_dir / f".{final.name}.partial"
     try:
-        for left in out_dir.glob(".step-*.partial"):  # by a save, or a deletion, that was killed
+        for left in out_dir.glob(".step-*.partial"):  # by a save or deletion that was killed
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         tensors = {k: v.detach().contiguous() for k, v in weights.items()}
@@ -181,21 +181,21 @@ def save(
         best = best_folder(out_dir)
         for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:
             _delete(folder)
-    except (OSError, UserError) as e:  # the new checkpoint is safe: no reason to end the run
+    except (OSError, UserError) as e:  # the new checkpoint is written: no reason to end the run
         log.warning("older checkpoints were left in %s (%s)", out_dir, e)
     return final
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint if it exists. It is renamed first, so a kill never leaves half of it."""
+    """Delete a checkpoint if it exists. Renamed first, so a kill never leaves half of one."""
     if folder.exists():
         gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, and name that
-    folder; None if there were no checkpoints."""
+    """Move an earlier run's checkpoints, metrics and picture to out_dir/earlier-N, the folder that
+    is returned; None if there were no checkpoints."""
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
         return None
@@ -218,7 +218,7 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy every weight into the model, which must have the same names and shapes."""
+    """Copy all weights into the model, whose names and shapes must be the same."""
     own = model.state_dict()
     if missing := own.keys() - weights.keys():
         raise UserError(f"the weights in {origin} are of another model: it lacks {min(missing)}")
@@ -237,13 +237,13 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
 
 
 def tokenizer_meta(init_from: str) -> dict[str, Any] | None:
-    """The tokenizer that a checkpoint of ours was trained with; None for weights from elsewhere."""
+    """The tokenizer of our own checkpoint; None for weights in another format."""
     own = own_checkpoint(init_from)
     return load(own).settings["tokenizer"] if own else None
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """The checkpoint of ours that is meant: a run's newest, or this folder, be it damaged."""
+    """Our own checkpoint: the newest of a run's folder, or this folder, damaged or not."""
     path = Path(init_from)
     if folders(path):
         return latest(path)
@@ -251,7 +251,7 @@ def own_checkpoint(init_from: str) -> Path | None:
 
 
 def read_file(path: Path, reader: Any) -> Any:
-    """reader(path), with a UserError of one sentence where that fails."""
+    """reader(path); its failure is a UserError of one sentence."""
     try:
         return reader(path)
     except FileNotFoundError:
@@ -264,7 +264,7 @@ def read_file(path: Path, reader: Any) -> Any:
 
 
 def _elsewhere(folder: Path) -> str:
-    """What else could be loaded."""
+    """A hint at what else could be loaded."""
     others = [p for p in folders(folder.parent) if p != folder]
     if not others:
         return f"name another checkpoint, or train one with {_TRAIN}"
@@ -272,7 +272,7 @@ def _elsewhere(folder: Path) -> str:
 
 
 def has_dicts(content: Any, *keys: str) -> bool:
-    """Whether what a file holds is a dict that has a dict under each of these keys."""
+    """Whether a file's content is a dict with a dict under each of these keys."""
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
@@ -280,7 +280,7 @@ def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
-        # torch's own message advises weights_only=False, which would run whatever the file says.
+        # torch's own message suggests weights_only=False, which would run code from the file.
         raise ValueError(
             "it is damaged, or holds Python objects beside tensors and plain values, and loading "
             "such objects could run code"
@@ -292,11 +292,11 @@ def load_json(path: Path) -> Any:
 
 
 def _sync(paths: Iterable[Path]) -> None:
-    """Have the disk confirm files, and folders where the system can."""
+    """Flush files to disk, and folders where the system can."""
     for path in paths:
         if path.is_dir() and os.name == "nt":
             continue
-        # Windows syncs only what is open for writing, POSIX opens a folder only for reading.
+        # Windows syncs only files open for writing; POSIX opens folders only for reading.
         fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(fd)

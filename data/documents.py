@@ -1,4 +1,4 @@
-"""Documents from files and from the hub, and the pieces of them that are tokenized at once."""
+"""Documents from files and from the hub, cut into pieces for the tokenizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration 
 }
 PIECE = 2**20  # characters of a document that are tokenized at once
 
-# A piece of a document: its number in the corpus, whether the document ends with it, its text.
+# A piece: the number of its document, whether it is the document's last, its text.
 Piece = tuple[int, bool, str]
 
 
 def source_files(root: Path) -> list[Path]:
-    """The file itself, or all of a folder with texts in them, in sorted order."""
+    """The file itself, or all text files of a folder, sorted."""
     if root.is_dir():
         return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
     return [root]
@@ -35,7 +35,7 @@ def source_files(root: Path) -> list[Path]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """An error while a file is read, as one sentence that names the file."""
+    """Turn an error while reading a file into a UserError that names the file."""
     try:
         yield
     except UnicodeDecodeError as e:
@@ -50,8 +50,8 @@ def _reading(path: Path) -> Iterator[None]:
 def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]:
     """Each document of a file or of the files in a folder, as an iterator of its parts.
 
-    A .txt file is one document; so is a line of .jsonl, and a row of .parquet. Folders are searched
-    in sorted order; .txt and .jsonl may be gzipped.
+    A document is a .txt file, a line of a .jsonl file, or a row of a .parquet file; .txt and .jsonl
+    may be gzipped. Files of a folder are sorted.
     """
     wanted = "a .txt, .jsonl or .parquet file, or a folder of them"
     if source is None:
@@ -109,7 +109,7 @@ def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _text(row: Any, key: str, where: str) -> str:
-    """The text of a row of JSON or a table."""
+    """The text of a JSON line or a table row."""
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
         has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
@@ -118,7 +118,7 @@ def _text(row: Any, key: str, where: str) -> str:
 
 
 def web_documents(name: str, configuration: str | None, key: str) -> Iterator[Iterator[str]]:
-    """Each document of a dataset of the hub."""
+    """Each document of a dataset on the hub."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -131,7 +131,7 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
             yield iter((_text(row, key, f"{name}, row {number},"),))
     except UserError:
         raise
-    except Exception as e:  # the library has dozens of errors for a hub out of reach
+    except Exception as e:  # the library has dozens of errors for an unreachable hub
         raise UserError(
             f"{name} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
             "network, or give .parquet or .jsonl files at hand with --source=PATH"
@@ -143,10 +143,10 @@ _TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
 
 
 def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of at most PIECE characters, the same whatever parts the text comes in.
+    """Document i in pieces of at most PIECE characters, however its text is split into `parts`.
 
-    A piece ends before a space or line break that a word follows, if its second half has one:
-    GPT-2's encoding never joins a token across such a place, so the tokens are those of the whole.
+    A piece ends before a space or line break that a word follows, if its second half has one: no
+    token of GPT-2 spans such a place, so the tokens are the same as of the whole text.
     """
     rest, start = "", 0
     for part in parts:
@@ -161,7 +161,7 @@ def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of about PIECE characters together: one task of a worker."""
+    """Lists of pieces with about PIECE characters in all: one task for a worker."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:

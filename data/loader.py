@@ -1,8 +1,7 @@
 """Batches of tokens, as a pure function of (seed, step, split).
 
-The sequences of a step are drawn for all processes together, and each process takes its slice. So a
-resumed run needs no state of the loader, and the same run on another number of processes sees the
-same data.
+The sequences of a step are drawn for all processes together, and each process takes its slice. So
+the loader has no state to resume, and a run on another number of processes sees the same data.
 
 An epoch cuts the split into windows of block_size tokens from a random offset, and visits each
 window once, in random order, before any comes again.
@@ -22,11 +21,11 @@ from core.settings import UserError
 from data.documents import HUB
 from data.prepare import command, map_ahead
 
-if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does without it
+if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
     import torch
     from torch import Tensor
 
-SCAN_ALL = 2**28  # tokens; larger files are checked in 256 places only
+SCAN_ALL = 2**28  # tokens; larger files are only sampled, in 256 places
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
@@ -52,10 +51,11 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """The tokens of a split ("train" or "val"), uint16, mapped into memory and not read yet.
+    """The tokens of a split ("train" or "val"), uint16, memory-mapped.
 
-    Refused where it does not hold a sequence of block_size and its targets, or where an id is not
-    below the model's vocab_size (of more than 2**28 tokens, 256 places are checked).
+    Raises:
+        UserError: fewer tokens than one sequence of block_size and its targets, or an id that is
+            not below the model's vocab_size (of more than 2**28 tokens, 256 places are checked).
     """
     folder = Path(folder)
     path = folder / f"{split}.bin"
@@ -95,21 +95,21 @@ class Batches:
 
     def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        """global_batch: sequences in a step, over all processes and micro-batches."""
+        """global_batch: sequences a step, over all processes and micro-batches."""
         import torch
 
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device = seed, torch.device(device)
         self._view = _windows(tokens, block_size)
         # A window's last target is the first token of the next. One window fewer than would fit
-        # leaves room for the offset, so that over the epochs sequences start anywhere.
+        # leaves room for the offset, so over the epochs sequences start anywhere.
         fit = (len(tokens) - 1) // block_size
         self.windows = max(1, fit - 1)
         self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
         self._epoch = (-1, np.empty(0, dtype=np.int64))  # the last epoch drawn
 
     def starts(self, step: int) -> np.ndarray:
-        """Where the global batch of a step begins in the tokens, (global_batch,) int64."""
+        """Where each sequence of a step begins in the tokens, (global_batch,) int64."""
         k = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         found = np.empty_like(k)
         for epoch in range(int(k[0]) // self.windows, int(k[-1]) // self.windows + 1):
@@ -118,7 +118,7 @@ class Batches:
         return found
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
-        drawn = self._epoch  # read and set at once: the prefetching thread is here too
+        drawn = self._epoch  # read and set in one go: the prefetching thread calls this too
         if drawn[0] != epoch:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             offset = random.integers(0, self.slack, endpoint=True)
@@ -134,13 +134,13 @@ class Batches:
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """get(start), get(start + 1), ... get(stop - 1), prepared up to four ahead by a thread."""
+        """get(start), ..., get(stop - 1), prepared by a thread up to four steps ahead."""
 
         def begin() -> None:
             if self.device.type == "cuda" and self.device.index is not None:
                 import torch
 
-                # A new thread is on device 0, where pinning would open a second context.
+                # A new thread starts on device 0, where pinning would create a second context.
                 torch.cuda.set_device(self.device)
 
         with ThreadPoolExecutor(1, "batches", begin) as pool:
@@ -153,8 +153,8 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
                  ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Evenly spaced windows of a split, the same ones every time.
 
-    Each process takes every world-th batch. A split that is too short for so many windows gives
-    each of its own once.
+    Each process takes every world-th batch. A split too short for so many windows yields each of
+    its windows once.
     """
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
@@ -166,7 +166,7 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
 def _windows(tokens: np.ndarray, T: int) -> np.ndarray:
     """A view of all windows of T inputs and their targets, (N - T, T + 1).
 
-    Copying whole rows of it is several times faster than an index for each token.
+    Copying whole rows is several times faster than indexing each token.
     """
     return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
 
@@ -181,6 +181,6 @@ def _gather(
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))
     if torch.device(device).type != "cuda":
         return x.to(device), y.to(device)
-    # From pinned memory the copy runs beside the computation.
+    # From pinned memory the copy overlaps the computation.
     x, y = x.pin_memory(), y.pin_memory()
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)

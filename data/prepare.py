@@ -1,8 +1,8 @@
 """Texts -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
 
-Files are written under temporary names and renamed at the end, meta.json last, so half a dataset is
-never taken for a whole one. Where the same dataset is there already, nothing is done; where another
-one is, it is not replaced. Errors are UserErrors.
+Files are written under temporary names and renamed at the end, meta.json last, so an incomplete
+dataset is never mistaken for a complete one. If the same dataset is there already, nothing is done;
+another one is not replaced. Errors are UserErrors.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
 _SHAKESPEARE = {"source", "val_fraction"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
-DATASETS = {  # name -> the settings that make its result
+DATASETS = {  # name -> the settings that determine its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS | {"tokenizer"},
     **dict.fromkeys(HUB, _DOCUMENTS),
 }
 BINS = ("train.bin", "val.bin")
-SMALL = 1_000_000  # tokens of a text for which characters may do better than GPT-2's vocabulary
+SMALL = 1_000_000  # tokens of a text for which characters may work better than GPT-2's vocabulary
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
-Report = Callable[[str, str], None]  # the stage of the work, and how far it is
+Report = Callable[[str, str], None]  # a stage of the work, and its progress
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> Path:
-    """Write train.bin, val.bin and meta.json, unless they are there and whole; their folder."""
+    """Write train.bin, val.bin and meta.json unless they are there and intact; their folder."""
     if dataset not in DATASETS:
         hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         if Path(dataset).suffix or Path(dataset).exists():
@@ -88,7 +88,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
     options = _options(dataset, config)
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
     if shakespeare and "source" not in options:
-        made_from["source"] = PLAYS_SHA256  # a later version may take another text out of them
+        made_from["source"] = PLAYS_SHA256  # a later version may extract another text
     if not config.force and up_to_date(out_dir, made_from):
         print(f"{out_dir} is prepared already: nothing to do (--force does it again)")
         return out_dir
@@ -99,7 +99,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         name, V = tokenizer.name, tokenizer.vocab_size
         meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         _publish(out_dir, meta | found)
-    except OSError as e:  # what cannot be read is a UserError by now
+    except OSError as e:  # an error of writing: those of reading are UserErrors by now
         reason = e.strerror or e
         raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
     train, val = found["tokens"]["train"], found["tokens"]["val"]
@@ -116,7 +116,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
 
 
 def train_command(dataset: str, folder: Path) -> str:
-    """The command that trains on a dataset that was just prepared."""
+    """The command that trains on the dataset just prepared."""
     web = dataset in HUB
     config, usual = ("gpt2", "openwebtext") if web else ("shakespeare_cpu", "shakespeare_char")
     options: dict[str, Any] = {}
@@ -128,17 +128,17 @@ def train_command(dataset: str, folder: Path) -> str:
 
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
-    """Give the partial files their names; a meta.json never lies beside files of another run."""
+    """Give the partial files their final names; no meta.json is ever beside another run's files."""
     meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in BINS}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
-    (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old files are no more
+    (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old dataset is gone
     for name in (*BINS, "meta.json"):
         os.replace(_partial_path(out_dir, name), out_dir / name)
 
 
 def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
-    """The settings that shape the result (workers, say, does not) and are not the default."""
+    """The settings that affect the result (not workers, say) and are not the default."""
     shaping = set().union(*DATASETS.values())
     given = {f.name: v for f in fields(config) if (v := getattr(config, f.name)) != f.default}
     options = {name: value for name, value in given.items() if name in shaping}
@@ -154,7 +154,7 @@ def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
 
 
 def _state(source: str | None) -> str | None:
-    """A hash of the names, sizes and times of a source's files, which changes with the text."""
+    """A hash of the names, sizes and times of a source's files: it changes when the text does."""
     if source is None or not (root := Path(source)).exists():
         return None
     stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
@@ -163,14 +163,14 @@ def _state(source: str | None) -> str | None:
 
 
 def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
-    """Whether out_dir holds this dataset, whole by its sha256; another one there is an error."""
+    """Whether out_dir holds this dataset, intact by its sha256; another one there is an error."""
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         if all(meta[key] == made_from[key] for key in ("dataset", "options")):
             whole = all(_sha256(out_dir / name) == meta["sha256"][name] for name in BINS)
             return whole and meta["source"] == made_from["source"]
         there = f"another dataset, made by: {command(out_dir, meta)}"
-    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         ours = any(p.exists() for p in (out_dir / "meta.json", _partial_path(out_dir, "meta.json")))
         if ours or not (out_dir / "train.bin").exists():
             return False
@@ -179,7 +179,7 @@ def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
 
 
 def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
-    """The command that prepares a folder's dataset, with the settings that its meta.json keeps."""
+    """The command that prepares a folder's dataset, with the settings in its meta.json."""
     meta = meta or {}
     dataset, options = meta.get("dataset", folder.name), dict(meta.get("options", {}))
     if dataset not in DATASETS:
@@ -201,7 +201,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 def prepare_shakespeare(
     dataset: str, config: PrepareConfig, out_dir: Path, report: Report
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """One text in memory; its first 90 % of characters train, the rest validates, as in nanoGPT."""
+    """One text in memory: the first 90 % of its characters for training, as in nanoGPT."""
     report("reading", f"the text ({config.source or 'plays'})")
     if config.source in (None, "plays"):
         text = plays()
@@ -229,8 +229,8 @@ def prepare_shakespeare(
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """The losses on val, in nats a token, of a unigram and a bigram model counted on train, each
-    count plus one (Laplace's rule)."""
+    """The losses on val, in nats a token, of a unigram and a bigram model of train with add-one
+    (Laplace) smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
     pairs = pairs.reshape(V, V)
@@ -248,8 +248,8 @@ def prepare_documents(
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Documents of any number and length, tokenized by worker processes in constant memory.
 
-    Whole documents at even distances validate (every tenth, where val_fraction is 0.1); where there
-    are too few documents for one, the last tokens of the text validate.
+    Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), or the
+    last tokens of the text if there are too few documents.
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
@@ -270,7 +270,7 @@ def prepare_documents(
             for chars in map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
                 report("looking for characters", f"found {len(seen):,}")
-            # A document ends with an entry that is no character, so no text contains it.
+            # eot is an entry that is no character, so no text contains it.
             tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
@@ -289,13 +289,13 @@ def prepare_documents(
     if int(documents * fraction) == 0:
         _move_tail(out_dir, fraction)
     sizes = {s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
-    if min(sizes.values()) < 2:  # an input and its target
+    if min(sizes.values()) < 2:  # one input and its target
         raise UserError(f"{where} has only {tokens} tokens; give a longer text")
     return tokenizer, {"documents": documents, "tokens": sizes}
 
 
 def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """pool.map, with no more than `ahead` tasks in memory; results in order."""
+    """pool.map with at most `ahead` tasks in memory; results in order."""
     running: deque[Future[Any]] = deque()
     for task in tasks:
         running.append(pool.submit(work, task))
@@ -346,7 +346,7 @@ def _partial_path(out_dir: Path, name: str) -> Path:
 
 @contextmanager
 def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
-    """A new file under its temporary name, on the disk when it is closed."""
+    """A new file under its temporary name, synced to disk when it is closed."""
     with _partial_path(out_dir, name).open("wb") as f:
         yield f
         f.flush()
@@ -362,7 +362,7 @@ def _sha256(path: Path) -> str:
 
 
 def progress(title: str) -> Report:
-    """On stderr: a line for each stage, and one every ten seconds."""
+    """Report on stderr: a line for each stage, and one every ten seconds."""
     shown, at = "", 0.0
 
     def report(stage: str, done: str) -> None:

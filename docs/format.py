@@ -9,7 +9,7 @@ Numbers = Sequence[float]
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; its columns stand under one another in a terminal too."""
+    """A Markdown table whose columns are aligned in a terminal too."""
     cells = [list(titles), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[n]) for row in cells) for n in range(len(titles))]
     lines = [" | ".join(c.ljust(w) for c, w in zip(row, widths)) for row in cells]

@@ -1,7 +1,7 @@
 """One decode step through each KV cache, by the caches themselves (inference/).
 
-The model reads the prompt into a cache, then decodes one token more. What stands where, the caches
-keep books on; what was written is found by comparing the buffers before and after. Layer 0 stands
+The model reads the prompt into a cache, then decodes one more token. The caches record what is
+stored where; what was written is found by comparing the buffers before and after. Layer 0 stands
 for all: every layer has the same cells.
 """
 
@@ -47,7 +47,7 @@ def caches(model: GPT, ids: list[int], pieces: list[bytes], notes: list[str]) ->
         notes = [*notes, "The prompt fills block_size, so its own last token is the one decoded."]
     tokens, want = [token_of(id_, pieces) for id_ in ids], last_logits(model, ids)
     found = [step(kind, model, ids, want) for kind in ("dynamic", "static", "paged")]
-    # Roundings of the largest logit: the probe allows a kernel one in its dtype, and 32 of
+    # In rounding errors of the largest logit: the probe allows a kernel one in its dtype and 32 in
     # float32; a model rounds more often.
     eps = torch.finfo(want.dtype).eps
     allowed = (4 * eps + 32 * min(eps, torch.finfo(torch.float32).eps)) * float(want.abs().max())
@@ -131,14 +131,14 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
 
 
 def refused(chosen: Resolution) -> list[Refused]:
-    """Every backend that was refused on the way to this one."""
+    """Every backend that was refused before this one."""
     return [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()]
 
 
 def _used(cache: PagedCache) -> list[int]:
-    """One new sequence in a pool that other texts have come to and gone from.
+    """One new sequence in a pool from which other texts have been freed.
 
-    In a fresh pool pages are handed out in order, and a page table would teach nothing.
+    A fresh pool hands out its pages in order, and the page table would show nothing.
     """
     pool = cache.pool
     others = [pool.new() for _ in range(pool.n_free)]
@@ -149,7 +149,7 @@ def _used(cache: PagedCache) -> list[int]:
 
 
 def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buffer:
-    """What layer 0 has and will have, by the cache's own books; `now` is the step of token n."""
+    """What layer 0 holds and will hold, as the cache records it; `now` is the step of token n."""
     first_seen = 0 if window is None else max(0, n + 1 - window)
     # (pages or 1, places, Hkv, D) of layer 0 -> (cells, Hkv, D)
     k, v = (t[0].flatten(0, 1) for t in (cache.k, cache.v))
@@ -162,7 +162,7 @@ def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buff
         read = list(range(now.length))
         at = {p: p for p in range(n + 1)}
     else:
-        gone = cache.stored - cache.kept  # tokens that no later one can see, and that were let go
+        gone = cache.stored - cache.kept  # tokens that no later one can see, already dropped
         at = {p: p - gone for p in range(gone, n + 1)}
         read = [c for p, c in at.items() if p >= first_seen]
     holds = [-1] * k.shape[0]
@@ -172,5 +172,5 @@ def _buffer(kind: str, cache: Any, now: Any, n: int, window: int | None) -> Buff
 
 
 def _bits(t: Tensor) -> Tensor:
-    """A copy to compare with: of bits, for what was never written may be NaN."""
+    """A copy of the bits to compare with, since unwritten cells may be NaN."""
     return t.clone().contiguous().view(torch.uint8)

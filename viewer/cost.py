@@ -1,27 +1,26 @@
 """What attention costs: bytes to and from main memory, FLOPs, and the roofline over both.
 
 Closed formulas, for one layer of one sequence of T tokens, all H query heads, causal or within a
-window. s is the size of a number, G = H / Hkv the query heads that share keys and values.
+window. s is the bytes an element, G = H / Hkv the query heads that share keys and values.
 
-    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 numbers each, and
-            Q, K, V and O once. Scale and mask count nothing, as if they were part of a neighbour;
-            manual.py, an operator each, moves more.
-    tiled   reads Q once, and K and V once for each block of queries, but for the tiles that are
-            skipped; writes O and L. S and P never leave the chip.
+    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 elements each, and
+            Q, K, V and O once. Scale and mask are free, as if fused into a neighbour; manual.py,
+            where each is an operator, moves more.
+    tiled   reads Q once, and K and V once for each block of queries, except for skipped tiles;
+            writes O and L. S and P never leave the chip.
 
-How large a block of queries can be, the fast memory decides. A block needs
+The fast memory limits the size of a block of queries. A block needs
 
     M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)     Q_i, K_j, V_j; O_i, S_ij, m_i, l_i
 
-bytes on chip, and K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) numbers, and
-manual's O(T D + T^2) do not depend on M at all. So Theorem 2 of Dao et al. 2022 (arXiv 2205.14135),
-whose loop over blocks of keys is the outer one; here it is the inner one (FlashAttention-2), so the
-block that is min(M / 4 D, D) there is the other one here.
+bytes on chip, and K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) elements,
+while manual's O(T D + T^2) does not depend on M. This is Theorem 2 of Dao et al. 2022 (arXiv
+2205.14135); there the loop over blocks of keys is the outer one, here the inner one
+(FlashAttention-2), so the block that is min(M / 4 D, D) there is the other one here.
 
-The roofline (Williams, Waterman, Patterson 2009, CACM 52(4)): what computes and moves so much takes
-at least max(FLOPs / peak, bytes / bandwidth). FLOPs are those of the two products, 2 * 2 * D a pair
-of query and key, of all pairs that are computed: the whole square for manual, the tiles visited for
-tiled.
+The roofline (Williams, Waterman, Patterson 2009, CACM 52(4)) is the least possible time, max(FLOPs
+/ peak, bytes / bandwidth). FLOPs are those of the two matmuls, 2 * 2 * D for each pair of query and
+key that is computed: the whole square for manual, the visited tiles for tiled.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from viewer.document import Cost, Costs, ManualStep
 
 LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
-# Whose roofline can be asked for: names as PyTorch has them, without the maker.
+# GPUs with a roofline: PyTorch's names, without the maker.
 GPUS = [gpu.short for gpu in RATED]
 
 
 def find_gpu(text: str) -> str:
-    """The name in GPUS that is meant: the whole of it, or a part that no other has."""
+    """The name in GPUS that the text is, or is a unique part of."""
     asked = text.lower()
     for fits in (str.__eq__, str.__contains__, lambda name, asked: asked.endswith(f" {name}")):
         found = [name for name in GPUS if fits(name.lower(), asked)]
@@ -53,12 +52,12 @@ def find_gpu(text: str) -> str:
 
 
 def size_of(spec: Spec) -> int:
-    """Bytes of a number of q, k, v and out."""
+    """Bytes an element of q, k, v and out."""
     return torch.finfo(getattr(torch, spec.dtype)).bits // 8
 
 
 def size_inside(spec: Spec) -> int:
-    """Bytes of a number of O_i, S_ij, m, l and L: float32, float64 for float64."""
+    """Bytes an element of O_i, S_ij, m, l and L: float32, float64 for float64."""
     return max(4, size_of(spec))
 
 

@@ -1,10 +1,10 @@
 """The document: what explain.py computes, and what the page and the terminal show, as JSON.
 
-It is the contract between the two sides. The one that computes (maps.py, tiles.py, caches.py,
-cost.py) fills it in; the one that shows (page.py, text.py) computes no attention of its own.
+It is the contract between the side that computes (maps.py, tiles.py, caches.py, cost.py) and the
+side that shows (page.py, text.py), which computes no attention of its own.
 
-Numbers are plain JSON where there are few, and `Packed` where there are many. T is the number of
-prompt tokens shown, L layers, H query heads, D numbers a head. Bytes are bytes, seconds seconds.
+Short arrays are plain JSON, long ones `Packed`. T is the number of prompt tokens shown, L layers, H
+query heads, D the head dimension. Sizes are in bytes, times in seconds.
 Layers, heads, tokens and tiles are counted from 0.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Packed(TypedDict):
-    """An array: base64 of its numbers, little endian, the last dimension fastest."""
+    """An array: base64 of its elements, little endian, the last dimension fastest."""
 
     dtype: str  # "uint8", "uint16" or "float32", which may hold -Infinity and NaN
     shape: list[int]
@@ -28,17 +28,17 @@ class Packed(TypedDict):
 
 class Token(TypedDict):
     id: int
-    text: str  # its text; a part of a character, which is no text, as "<E2 80>"
+    text: str  # its text; bytes that are only part of a character as "<E2 80>"
     label: str  # the same in one line: a space as "␣", a line break as "⏎", a tab as "⇥"
 
 
 class Refused(TypedDict):
-    name: str  # of a backend that was asked for, or came before the one that ran
+    name: str  # of a backend requested, or tried before the one that ran
     why: list[str]  # every reason
 
 
 class About(TypedDict):
-    """The model, the prompt, and what really ran."""
+    """The model, the prompt, and what ran."""
 
     source: str  # where the weights come from
     tokenizer: str  # "char" or "gpt2"
@@ -67,13 +67,13 @@ class About(TypedDict):
 
 
 class Agreement(TypedDict):
-    """One layer's output, as the model's backend computed it, held against the formula.
+    """One layer's output from the model's backend, compared with the formula.
 
-    The truth is manual in float64, on the q, k and v that this layer had in this run.
+    The truth is manual in float64, on this layer's q, k and v in this run.
     """
 
     error: float  # largest |backend - truth| of all tokens and heads
-    allowed: float  # the largest error that agrees, as the probe has it
+    allowed: float  # the largest error that counts as agreement, by the probe's policy
     agrees: bool
     manual_error: float  # largest |manual - truth|, manual in the model's dtype
     largest: float  # largest |truth|
@@ -86,7 +86,7 @@ class Maps(TypedDict):
     weights: Packed  # (L, H, T (T + 1) / 2) integers, each `weight * levels` rounded. Row i, query
     # i, has the keys 0 .. i and begins at i (i + 1) / 2. What visible() hides is 0.
     levels: int  # 65535 or 255
-    rounding: float  # the most that a weight is off by the rounding to integers: 0.5 / levels
+    rounding: float  # the largest error of rounding to integers: 0.5 / levels
     sum_error: float  # largest |sum of a row - 1| before rounding
     seen: list[list[int]]  # T pairs [first, stop): the keys that query i sees, by visible()
     layers: list[Agreement]  # L
@@ -148,20 +148,19 @@ class Tiles(TypedDict):
     block_n: int  # columns of a tile, keys
     n_rows: int  # blocks of queries
     n_cols: int  # blocks of keys
-    size: int  # bytes of a number of q, k, v, out
+    size: int  # bytes an element of q, k, v, out
     fast_memory: int  # bytes on chip that one tile needs: Q_i, K_j, V_j in the dtype; O_i, S_ij,
     # m_i, l_i in float32
     steps: list[TileStep]  # n_rows * n_cols, in the order of the algorithm
     manual: list[ManualStep]  # 3
-    heads: list[TracedHead]  # the heads that are there: all, or those that a note names
-    notes: list[str]  # what was left out, and why; empty: nothing was
+    heads: list[TracedHead]  # all heads, or those that a note names
+    notes: list[str]  # what was left out, and why
 
 
 class CacheStep(TypedDict):
     """One decode step through one cache: what its buffers hold in layer 0, and what is touched.
 
-    Cells are numbered through: place c of the buffer; in a paged cache cell c is slot
-    c % page_size of page c // page_size.
+    Cell c is position c of the buffer; in a paged cache slot c % page_size of page c // page_size.
     """
 
     kind: str  # "dynamic", "static" or "paged"
@@ -188,7 +187,7 @@ class Caches(TypedDict):
     prompt: list[Token]  # the tokens that were read first
     token: Token  # the one that is decoded
     position: int  # where it stands
-    predicted: bool  # whether it is the model's likeliest next token, or the prompt's own last
+    predicted: bool  # whether it is the model's likeliest next token, or the last of the prompt
     bytes_per_token: int  # all layers, keys and values
     steps: list[CacheStep]  # dynamic, static, paged
     allowed: float  # the largest `error` that counts as agreement
@@ -197,9 +196,9 @@ class Caches(TypedDict):
 
 
 class Cost(TypedDict):
-    """One pass of attention: what it computes and moves, and the time below which it cannot be."""
+    """One pass of attention: what it computes and moves, and the least possible time."""
 
-    flops: int  # FLOPs of the two products
+    flops: int  # FLOPs of the two matmuls
     bytes: int  # to and from main memory
     intensity: float  # FLOPs a byte
     seconds: float  # the larger of flops / peak and bytes / bandwidth: the roofline

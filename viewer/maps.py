@@ -1,11 +1,11 @@
 """Attention maps: what a model really computed, seen from outside of its kernel.
 
-A fused kernel never holds P = softmax(Q K^T / sqrt(D)): there is nothing to look at. So the q, k
-and v of each layer are caught on their way into the kernel, and P is computed again from them by
-manual.py. To get P out of a function that gives P V, V is the identity: P I = P.
+A fused kernel never materializes P = softmax(Q K^T / sqrt(D)). So the q, k and v of each layer are
+captured on their way into the kernel, and manual.py recomputes P from them. To get P out of a
+function that returns P V, V is the identity: P I = P.
 
-Whether the picture is of the same computation, the output says: the kernel's is held against
-manual's from the same q, k and v, by the tolerance of the probe.
+To check that the map shows the same computation, the kernel's output is compared with manual's from
+the same q, k and v, by the tolerance of the probe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from attention.select import allowed_error
 from model import GPT
 from viewer.document import Agreement, Maps, pack
 
-FINE = 5_000_000  # so many weights have 16 bits each, more of them 8; GPT-2 has 4.7 million
+FINE = 5_000_000  # up to so many weights are stored in 16 bits, more in 8; GPT-2 has 4.7 million
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the attention of one layer was given, and what it gave. One sequence: B = 1."""
+    """The inputs and output of one layer's attention. One sequence: B = 1."""
 
     q: Tensor  # (1, T, H, D)
     k: Tensor  # (1, Tk, Hkv, D)
@@ -46,7 +46,7 @@ class Call:
 
 @contextmanager
 def watched(model: GPT) -> Iterator[list[Call]]:
-    """Fills the list with a Call for each layer, while the model runs inside."""
+    """A list that gets a Call for each layer of the model that runs inside."""
     calls: list[Call] = []
 
     def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def maps(calls: list[Call]) -> Maps:
 
 
 def weights(call: Call) -> Tensor:
-    """P of every head, (H, T, T) float32: manual's output where the values are the identity."""
+    """P of every head, (H, T, T) float32: manual's output with the identity for values."""
     T, Hkv = call.k.shape[1:3]
     identity = torch.eye(T, device=call.q.device).expand(Hkv, T, T).transpose(0, 1)[None]
     spec = replace(call.spec, dtype="float32")
@@ -118,7 +118,7 @@ def truth(call: Call) -> Tensor:
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output held against the formula, by the tolerance of the probe."""
+    """One layer's output compared with the formula, by the tolerance of the probe."""
     exact = truth(call)
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)

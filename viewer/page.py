@@ -1,8 +1,8 @@
 """The page of explain.py: a document (document.py) -> one HTML file that needs nothing else.
 
-page.html holds the words, page.css the looks, and page*.js, one file for each part, draw and play.
-The document goes in as a block of JSON, which no browser runs, and the script sets every text of it
-as text, never as HTML. A content security policy lets this one script run, and nothing be loaded:
+page.html has the text, page.css the style, and page*.js, one file for each part, draw and animate.
+The document is embedded as a block of JSON, which no browser runs, and the script inserts all of it
+as text, never as HTML. A content security policy lets only this script run, and nothing be loaded:
 any prompt is safe.
 """
 
@@ -37,7 +37,7 @@ def render(document: Document) -> str:
         "js": js,
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
-    # In one pass: what is put in may contain the marks of the others.
+    # In one pass: an inserted text may contain another placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template)
 
 

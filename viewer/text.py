@@ -112,10 +112,12 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
     scores = unpack(traced["scores"])
     if tiles["n_cols"] <= 16 and tiles["n_rows"] <= 16:
         lines += ["", *grid(steps, tiles["n_cols"], scores)]
-    lines += ["", f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}"
-              f"{'read':>9}"]  # fmt: skip
+    lines += [
+        "",
+        f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}{'read':>9}",
+    ]
     m, l, rescale = (unpack(traced[name]) for name in ("m", "l", "rescale"))
-    # Skipped tiles that are neighbours in a row share a line.
+    # Adjacent skipped tiles of a row share a line.
     by_line = groupby(steps, lambda s: (s["i"], -1 if s["skipped"] else s["j"]))
     walked = [list(line) for _, line in by_line]
     for first, *rest in walked[:STEPS]:

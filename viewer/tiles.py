@@ -1,7 +1,7 @@
-"""The trace of attention/tiled.py, made ready to be played tile by tile.
+"""The trace of attention/tiled.py, prepared for playing tile by tile.
 
-The trace is that of the algorithm itself (forward_tiles), on the q, k and v that the model had:
-what is shown is what was computed. Bytes are counted for all heads of a layer together, since heads
+The trace is of the algorithm itself (forward_tiles), on the model's q, k and v: what is shown is
+what was computed. Bytes are counted for all heads of a layer together, since heads
 that share keys and values read them once; the rest is a head's own.
 """
 
@@ -20,11 +20,11 @@ from viewer.document import Tiles, TileStep, TracedHead, pack
 from viewer.maps import Call, agreement, off
 
 MOST_TILES = 1024  # of one head
-BUDGET = 1_500_000  # numbers in all, 6 MB
+BUDGET = 1_500_000  # elements in all, 6 MB
 
 
 def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles:
-    """The trace of each layer and head, as many as BUDGET allows; one is always there."""
+    """The trace of as many layers and heads as BUDGET allows, at least one."""
     T, H, D = calls[0].q.shape[1:]
     rows, cols = blocks(T, B_r), blocks(T, B_c)
     if len(rows) * len(cols) > MOST_TILES:
@@ -113,13 +113,14 @@ def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -
     return found
 
 
-def _chosen(shape: tuple[int, int], layer: int, head: int,
-            each: int) -> tuple[list[int], list[int], list[str]]:  # fmt: skip
+def _chosen(
+    shape: tuple[int, int], layer: int, head: int, each: int
+) -> tuple[list[int], list[int], list[str]]:
     """Which layers and heads are traced: the most that the budget allows.
 
     Args:
-        shape: layers and heads that there are.
-        each: numbers of one head.
+        shape: the numbers of layers and heads.
+        each: elements of one head's trace.
     """
     L, H = shape
     if L * H * each <= BUDGET:
@@ -132,8 +133,9 @@ def _chosen(shape: tuple[int, int], layer: int, head: int,
     return [layer], heads, [f"Tiles are traced for {what}, {why}; --layer and --head choose."]
 
 
-def _heads(call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor,
-           tile: tuple[int, int]) -> list[TracedHead]:  # fmt: skip
+def _heads(
+    call: Call, layer: int, heads: list[int], trace: list[Tile], out: Tensor, tile: tuple[int, int]
+) -> list[TracedHead]:
     """The trace of some heads of one layer, and the output of tiled beside manual's."""
     B_r, B_c = tile
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
