@@ -123,7 +123,7 @@ JOINED = {"cat 3x": L}  # the gradients of q, k and v: the kernel's backward mak
 
 WEIGHTS = {  # autocast: each weight of a product as bfloat16, and its gradient back
     "float32 -> bfloat16 weight": 4 * L + 1,  # once a micro-batch; 1: the head's
-    "bfloat16 -> float32 weight": 4 * L,  # the head sums its own in float32
+    "bfloat16 -> float32 weight": 4 * L + 1,
 }
 LOSS = {
     "bfloat16 -> float32 logits": 1,  # log_softmax in float32; on CUDA it casts while it reads
