@@ -131,7 +131,7 @@ class Row:
 
 
 def best_dtype(machine: Machine) -> str:
-    """What train.py takes there if it is not told: runtime.pick_dtype's rule."""
+    """What train.py takes there if it is not told, but on a CPU: runtime.pick_dtype's rule."""
     if machine.device != "cuda":
         return "float32"
     return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
