@@ -30,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.system import cpu_name
+from attention.system import cpu_name, matrix_units
 from core.loss import Head, linear_cross_entropy
 
 
@@ -270,8 +270,7 @@ def why_not_bfloat16(n_embd: int) -> str | None:
     By what the processor has and the model's width: a resumed run comes to the same answer.
     Bfloat16 without matrix units (AVX512_BF16) was not measured, and is not taken.
     """
-    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
-    if not has.get("amx_bf16"):
+    if not matrix_units():
         return "this processor has no bfloat16 matrix units (AMX)"
     if n_embd < LEAST_WIDTH:
         return f"measured to be faster from n_embd={LEAST_WIDTH} on, this is {n_embd}"
