@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
                            kwargs: Any = None) -> Any:  # fmt: skip
         out = function(*args, **(kwargs or {}))
         name = name_of(function)
-        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_sparse]
         if name == "_local_scalar_dense":
             self.reads.append(taken[0].data_ptr())
         if "scaled_dot_product" in name and "backward" not in name:
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
                 for t in taken[:3]))  # fmt: skip
         held = {t.untyped_storage().data_ptr() for t in taken}
         for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or (kind := kind_of(t)) is None:
+            if not isinstance(t, Tensor) or t.is_sparse or (kind := kind_of(t)) is None:
                 continue
             if name in COPIES:
                 source, to = (str(x.dtype).removeprefix("torch.") for x in (taken[-1], t))
