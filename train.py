@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,7 +88,7 @@ class TrainConfig:
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: Dtype = "auto"  # of matrix products; auto: the GPU's best half, else float32
+    dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
     compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
@@ -115,7 +115,8 @@ class TrainConfig:
     def setup(self, device: torch.device) -> Setup:
         """How the run uses the device."""
         names = ("tf32", "compile", "compile_mode", "onednn", "deterministic", "sdpa_flash_impl")
-        return Setup.of(device, self.dtype, **{name: getattr(self, name) for name in names})
+        how = {name: getattr(self, name) for name in (*names, "n_embd")}
+        return Setup.of(device, self.dtype, **how)
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
@@ -186,6 +187,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
     setup = config.setup(device)
+    config = replace(config, dtype=runtime.dtype_name(setup.dtype))  # type: ignore[arg-type]
     folder, T = Path(config.data_dir) / config.dataset, config.block_size
     meta = data.read_meta(folder)
     model = setup.place(checkpoint.build_model(loaded, meta))

@@ -131,7 +131,7 @@ class Row:
 
 
 def best_dtype(machine: Machine) -> str:
-    """train.py's default there: the rule of runtime.pick_dtype."""
+    """train.py's default there, except on a CPU: the rule of runtime.pick_dtype."""
     if machine.device != "cuda":
         return "float32"
     return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attention import flash, flex, manual, paged, sdpa, tiled, triton_flash
+from attention import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from attention.flash_impl import flash_impl
 from attention.spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
 from attention.system import first_line, profiled
@@ -38,7 +38,8 @@ BACKENDS: dict[str, Backend] = {
     b.name: b
     for b in (
         manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN,
-        sdpa.MATH, flex.BACKEND, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4, paged.BACKEND,
+        sdpa.MATH, sdpa_bmm.BACKEND, flex.BACKEND, triton_flash.BACKEND, flash.V2, flash.V3,
+        flash.V4, paged.BACKEND,
     )
 }  # fmt: skip
 RULES = ("auto", "fastest")  # not kernels: they choose one. autotune.py measures for "fastest"
@@ -76,11 +77,15 @@ def packages() -> tuple[str, ...]:
 
 def _first_of_auto(spec: Spec, machine: Machine) -> str:
     """The first name that "auto" tries: the latest FlashAttention that is installed and supports
-    this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged."""
+    this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged. To train on a
+    CPU with matrix units it is SDPA with another backward, where that supports it."""
     if machine.device == "cuda":
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
             if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
                 return name
+    trains = spec.grad and not spec.compiled
+    if machine.matrix_units and trains and not sdpa_bmm.BACKEND.why_not(spec, machine):
+        return "sdpa_bmm"
     return "paged" if spec.cache == "paged" else "sdpa"
 
 

@@ -120,13 +120,14 @@ class Machine:
     packages: Mapping[str, str] = field(default_factory=dict)
     interpreted: bool = False  # do Triton kernels run in Triton's interpreter, on the CPU?
     deterministic: bool = False  # is torch.use_deterministic_algorithms(True) on?
+    matrix_units: bool = False  # has the CPU units for bfloat16 products (AMX)?
 
     @classmethod
     def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
         """This machine. The packages are imported: one that is installed may still fail to load."""
         import torch
 
-        from attention.system import cpu_name, import_version
+        from attention.system import cpu_name, import_version, matrix_units
 
         kind = torch.device(device).type
         name, capability = cpu_name() or platform.processor() or platform.machine(), None
@@ -139,6 +140,7 @@ class Machine:
             kind, name, capability, torch.__version__, torch.version.cuda, found,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
+            matrix_units=kind == "cpu" and matrix_units(),
         )  # fmt: skip
 
 

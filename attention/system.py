@@ -29,6 +29,14 @@ def cpu_name() -> str | None:
     return found.group(1).strip() if found else None
 
 
+def matrix_units() -> bool:
+    """Whether this processor has units for bfloat16 matrix products (AMX)."""
+    import torch
+
+    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
+    return bool(has.get("amx_bf16"))
+
+
 def import_version(package: str) -> str | None:
     """A package's version, "" if it imports but has none; the text of the error that its import
     raised; None if it is not installed."""

@@ -4,10 +4,10 @@
     python bench/against_nanogpt.py --nanogpt=../nanoGPT
 
 Both loops run as their users run them, each in a fresh process, on the same files of tokens, at
-the same sizes, in float32: A B A B ..., so that a drifting clock hits both alike. Reported are
-medians of tokens/s and of the largest resident memory, and the median, lowest and highest of the
-ratios pair by pair. The first steps, which touch fresh memory, are left out on both sides. The
-checkout is only read, and nothing of it is copied here.
+the same sizes: A B A B ..., so that a drifting clock hits both alike. nanoGPT's CPU path knows
+float32 only; --dtype is ours. Reported are medians of tokens/s and of the largest resident memory,
+and the median, lowest and highest of the ratios pair by pair. The first steps, which touch fresh
+memory, are left out on both sides. The checkout is only read, and nothing of it is copied here.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class BenchConfig:
     sizes: str = "abc"  # which of the sizes a, b and c
     compile: bool = False  # torch.compile, on both sides
     attention_backend: str = "auto"  # this project's
+    dtype: str = "float32"  # this project's: auto, float32 or bfloat16; nanoGPT has float32
     record: str | None = None  # also write bench/records/DATE_cpu_RECORD, with every round
 
 
@@ -103,7 +104,8 @@ def ours(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
     """Mean seconds a step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1",
-                f"--attention_backend={config.attention_backend}"]  # fmt: skip
+                f"--attention_backend={config.attention_backend}",
+                f"--dtype={config.dtype}"]  # fmt: skip
     _, memory = run(command, work)
     with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
         times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
@@ -164,7 +166,7 @@ def main() -> int:
                 pairs.append((ours(SIZES[s], config, work), theirs(SIZES[s], config, work)))
     about = (
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {config.rounds} rounds, "
+        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}"
     )
     table = "\n".join([

@@ -11,7 +11,7 @@ import torch
 from checkpoint.convert import init_model
 from checkpoint.store import Checkpoint, latest, load, save, tokenizer_meta
 from core.distributed import DistInfo
-from core.runtime import random_state
+from core.runtime import dtype_name, pick_device, pick_dtype, random_state
 from core.settings import Loaded, UserError
 from model import GPT
 
@@ -29,6 +29,9 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
         changes.setdefault("lr_decay_iters", before.max_iters)
+    if before.dtype == "auto":  # an older version's: by the rule of then
+        there = pick_device(changes.get("device", before.device))
+        changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
     try:
         merged = replace(before, **changes)
     except ValueError as e:

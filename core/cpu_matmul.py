@@ -1,4 +1,4 @@
-"""float32 matrix products on the CPU, by oneDNN where that is faster than PyTorch's choice.
+"""What is specific to a processor: matrix products by the faster path, and when bfloat16 pays.
 
 On x86 PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at half the
 rate of oneDNN, although both are part of PyTorch (measured: docs/LOG.md). PyTorch has one public
@@ -11,7 +11,11 @@ a look at the error on this very machine. (Not after a stopwatch: a resumed run 
 same decision.) It must not stay on for a whole step: PyTorch's CPU attention kernel multiplies tiny
 tiles, for which oneDNN's set-up costs several times the product.
 
-The model knows nothing of this: convert(model) swaps its linear layers and its head from outside.
+In bfloat16 all products are oneDNN's; some shapes it takes twice as long for as for two halves of
+them. And the gradient of an embedding, mostly zeros, is kept as its rows.
+
+The model knows nothing of this: convert(model) swaps its linear layers, its embeddings and its head
+from outside.
 """
 
 from __future__ import annotations
@@ -26,28 +30,53 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.system import cpu_name
+from attention.system import cpu_name, matrix_units
 from core.loss import Head, linear_cross_entropy
 
 
-def convert(model: nn.Module) -> None:
-    """Make the linear layers and the head of `model` take oneDNN for float32 products.
+def convert(model: nn.Module, float32: bool = True) -> None:
+    """Make `model` take what is faster on the CPU; `float32`: float32 products by oneDNN, too.
 
-    Only their forward changes: parameters, names and hooks stay. Under autocast, in other dtypes,
-    and in a compiled training step they are what they were.
+    Only the forward of its layers changes: parameters, names and hooks stay. In other dtypes, and
+    in a compiled training step, they are what they were.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = Linear
-        elif type(module) is Head:
+            module.__class__ = Linear if float32 else HalfLinear
+        elif type(module) is nn.Embedding:
+            module.__class__ = Embedding
+        elif type(module) is Head and float32:
             module.__class__ = OneDNNHead
 
 
-class Linear(nn.Linear):
+class HalfLinear(nn.Linear):
+    """nn.Linear whose bfloat16 products under autocast are half_product()'s."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+        if not half or torch.get_autocast_dtype("cpu") != torch.bfloat16 or _compiling():
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        return _HalfLinear.apply(x.to(torch.bfloat16), self.weight, bias)
+
+
+class Linear(HalfLinear):
     """nn.Linear by linear()."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return super().forward(x) if _plain(x) else linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose gradient, where it has more rows than tokens, holds those of the tokens.
+
+    For a weight that has a dense gradient too, as a tied head gives it: autograd adds the rows to
+    that one, and no zeros are written. The sum is dense.
+    """
+
+    def forward(self, idx: Tensor) -> Tensor:
+        few = idx.numel() < self.num_embeddings and not _compiling()
+        return F.embedding(idx, self.weight, sparse=few)
 
 
 class OneDNNHead(Head):
@@ -57,8 +86,11 @@ class OneDNNHead(Head):
         return linear(x, weight, None)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        switch = nullcontext if _plain(x) or torch.compiler.is_compiling() else onednn
+        switch = nullcontext if _plain(x) or _compiling() else onednn
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), switch)
+
+
+_compiling = torch.compiler.is_compiling
 
 
 def _plain(x: Tensor) -> bool:
@@ -92,10 +124,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _plain(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        if torch.compiler.is_compiling():
+        if _compiling():
             return torch.ops.nanoattn.linear(x, weight, bias)
         return _linear(x, weight, bias)
-    if torch.compiler.is_compiling():
+    if _compiling():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
@@ -159,6 +191,44 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dy.sum(0) if want_b else None
 
 
+def half_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in bfloat16, (M, K) and (K, N): in two halves of rows where that is faster.
+
+    With two threads oneDNN divides a product of about 0.6 to 1 million numbers badly: (1024, 3072)
+    times (3072, 768) takes 1.7 times as long as its halves (docs/LOG.md).
+    """
+    M, N = a.shape[0], b.shape[1]
+    if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
+        return a @ b
+    out = a.new_empty(M, N)
+    for half in (slice(0, M // 2), slice(M // 2, M)):
+        torch.mm(a[half], b, out=out[half])
+    return out
+
+
+class _HalfLinear(torch.autograd.Function):
+    """_Linear in bfloat16: x and bias are, weight and its gradient are float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        w = weight.to(x.dtype)
+        ctx.save_for_backward(x, w)
+        y = half_product(x.reshape(-1, x.shape[-1]), w.t())
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        want_x, want_w, want_b = ctx.needs_input_grad
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = half_product(dy, w).view(x.shape) if want_x else None
+        dw = (dy.t() @ x.reshape(-1, x.shape[-1])).float() if want_w else None
+        return dx, dw, dy.sum(0) if want_b else None
+
+
 @lru_cache(maxsize=1)
 def errors() -> tuple[float, float]:
     """The errors of oneDNN and of PyTorch's choice: the largest over the largest float64 value."""
@@ -187,4 +257,21 @@ def why_not() -> str | None:
     if not exact():
         ours, plain = errors()
         return f"its products are not exact here: error {ours:.1e} against {plain:.1e}"
+    return None
+
+
+WHY_BFLOAT16 = "this processor has bfloat16 matrix units (AMX)"
+LEAST_WIDTH = 128  # n_embd of the smallest model that was measured
+
+
+def why_not_bfloat16(n_embd: int) -> str | None:
+    """Why a training should not begin in bfloat16 on this processor; None: it should.
+
+    By what the processor has and the model's width: a resumed run comes to the same answer.
+    Bfloat16 without matrix units (AVX512_BF16) was not measured, and is not taken.
+    """
+    if not matrix_units():
+        return "this processor has no bfloat16 matrix units (AMX)"
+    if n_embd < LEAST_WIDTH:
+        return f"measured to be faster from n_embd={LEAST_WIDTH} on, this is {n_embd}"
     return None

@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matmul_switch: Switch,
     ) -> Tensor:
         N, V = x.shape[0], weight.shape[0]
-        rows = chunk_rows(N, V, x.device.type)
+        rows = chunk_rows(N, V, x.device.type, dtype)
         if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
             rows = min(rows, 4096)
         wide = torch.promote_types(dtype, torch.float32)
@@ -76,45 +76,84 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counted = targets != IGNORE  # (N,)
         target = targets.masked_fill(~counted, 0)[:, None]  # (N, 1)
         dx = torch.empty_like(x_) if want_grad else None
-        dw = torch.zeros_like(weight, dtype=wide) if want_grad else None
+        dw: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=x.device)
         with torch.autocast(x.device.type, enabled=False), matmul_switch():
-            for a in range(0, N, rows):
-                c = slice(a, min(a + rows, N))
-                logp = F.log_softmax(x_[c] @ w.t(), dim=-1, dtype=wide)  # (rows, V)
-                total -= logp.gather(1, target[c])[:, 0].mul(counted[c]).sum()
-                if dx is None or dw is None:
+            for c in pieces(N, rows):
+                logits = x_[c] @ w.t()  # (rows, V)
+                loss, dlogits = _softmax(logits, target[c], counted[c], wide, want_grad)
+                total -= loss
+                if dx is None or dlogits is None:
                     continue
-                if torch.compiler.is_compiling():  # a comparison fuses; a scatter would not
-                    onehot = torch.arange(V, device=x.device) == target[c]  # (rows, V)
-                    dlogits = torch.where(onehot, logp.exp() - 1, logp.exp())
-                else:
-                    dlogits = logp.exp_()
-                    minus_1 = dlogits.new_full((), -1.0).expand(c.stop - a, 1)
-                    dlogits.scatter_add_(1, target[c], minus_1)
-                dlogits = dlogits.mul_(counted[c, None]).to(dtype)
-                torch.mm(dlogits, w, out=dx[c])
-                if dtype == wide:
+                for p in pieces(len(dlogits), product_rows(dtype, x.device.type)):
+                    torch.mm(dlogits[p], w, out=dx[c][p])
+                if dw is None:
+                    dw = dlogits.t() @ x_[c]  # (V, C)
+                elif dtype == wide:
                     dw.addmm_(dlogits.t(), x_[c])
                 else:
-                    dw += dlogits.t() @ x_[c]
+                    dw = dw.to(wide).add_(dlogits.t() @ x_[c])
         n = counted.sum()
         ctx.save_for_backward(dx, dw, n)
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes = x.dtype, weight.dtype, wide
         return total / n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n = ctx.saved_tensors
-        # Late, so that float16 gradients meet the loss scale before they underflow; and in dw's
+        # Late, so that float16 gradients meet the loss scale before they underflow; and in
         # float32, for a scale rounded to bfloat16 is off by up to 0.4 %, and 65536 has no float16.
         scale = grad / n.clamp(min=1)
-        dx, dw = dx.to(dw.dtype).mul_(scale), dw.mul_(scale)
+        dx, dw = (d.to(ctx.dtypes[2]).mul_(scale) for d in (dx, dw))
         return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
 
 
-def chunk_rows(N: int, V: int, device: str) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough to stay in caches."""
+def _softmax(
+    logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of log p of the targets, and the gradient of minus that in the logits' dtype.
+
+    In half precision on the CPU it is written over the logits, some rows at a time, so that what is
+    made of them in float32 stays in the caches.
+    """
+    compiling, cached = torch.compiler.is_compiling(), None
+    if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
+        cached = 2**20 // logits.shape[1]
+    total = torch.zeros((), dtype=wide, device=logits.device)
+    for r in pieces(len(logits), cached):
+        logp = F.log_softmax(logits[r], dim=-1, dtype=wide)  # (rows, V)
+        total += logp.gather(1, target[r])[:, 0].mul(counted[r]).sum()
+        if not want_grad:
+            continue
+        if compiling:  # a comparison fuses; a scatter would not
+            onehot = torch.arange(logits.shape[1], device=logits.device) == target[r]
+            dlogits = torch.where(onehot, logp.exp() - 1, logp.exp())
+        else:
+            dlogits = logp.exp_()
+            dlogits.scatter_add_(1, target[r], dlogits.new_full((), -1.0).expand(len(logp), 1))
+        dlogits = dlogits.mul_(counted[r, None])
+        if cached is None:
+            return total, dlogits.to(logits.dtype)
+        logits[r] = dlogits
+    return total, logits if want_grad else None
+
+
+def pieces(n: int, size: int | None) -> list[slice]:
+    """n rows in pieces of `size` (at least 1; None: of n); the last may be smaller."""
+    size = n if size is None else max(1, size)
+    return [slice(a, min(a + size, n)) for a in range(0, n, size)]
+
+
+def product_rows(dtype: torch.dtype, device: str) -> int | None:
+    """Rows of dlogits in one product with the weight: oneDNN's bfloat16 products on the CPU take
+    1.5 times as long for 1024 rows of 768 numbers as for twice 512 (docs/LOG.md)."""
+    return 512 if device == "cpu" and dtype == torch.bfloat16 else None
+
+
+def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) -> int:
+    """Rows of logits at a time: enough for an efficient product, few enough to stay in memory."""
     budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
+    if device == "cpu" and dtype == torch.bfloat16:  # wants more rows in the gradient's product
+        budget = 2**26  # 128 MB
     return max(1, min(N, budget // V))

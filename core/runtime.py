@@ -47,10 +47,18 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products; "auto" is bfloat16 on a GPU that has it in hardware."""
+def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
+    """The dtype of the matrix products; "auto" is bfloat16 on a GPU that has it in hardware.
+
+    Args:
+        n_embd: of a model that begins to train: on a CPU with bfloat16 matrix units "auto" is
+            bfloat16 then too, if it is wide enough (core/cpu_matmul.py).
+    """
     if wanted != "auto":
         return getattr(torch, wanted)
+    if device.type == "cpu" and n_embd is not None:
+        slower = cpu_matmul.why_not_bfloat16(n_embd)
+        return torch.float32 if slower else torch.bfloat16
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
@@ -91,6 +99,7 @@ class Setup:
     compile: Decision
     compile_mode: str
     onednn: Decision
+    why_dtype: str = ""  # why "auto" is that one on the CPU
 
     @classmethod
     def of(
@@ -104,6 +113,7 @@ class Setup:
         onednn: bool | None = None,
         deterministic: bool = False,
         sdpa_flash_impl: str = "FA2",
+        n_embd: int | None = None,
     ) -> Setup:
         """Decide; and throw the process's switches: TF32, determinism, whose flash kernel.
 
@@ -112,6 +122,7 @@ class Setup:
             compile, onednn: None decides by what pays here.
             deterministic: torch.use_deterministic_algorithms, for every operator.
             sdpa_flash_impl: what PyTorch's flash kernel on CUDA is: attention.use_flash_impl().
+            n_embd: see pick_dtype().
         """
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
@@ -121,9 +132,12 @@ class Setup:
             torch.use_deterministic_algorithms(True)
             # Else every torch.empty() is filled first, at the cost of a pass over its memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        chosen, graph = pick_dtype(dtype, device), decide_compile(compile, device)
+        chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
         products = decide_onednn(onednn, device, chosen, bool(graph))
-        return cls(device, chosen, graph, compile_mode, products)
+        why = ""
+        if dtype == "auto" and device.type == "cpu" and n_embd is not None:
+            why = cpu_matmul.why_not_bfloat16(n_embd) or cpu_matmul.WHY_BFLOAT16
+        return cls(device, chosen, graph, compile_mode, products, why)
 
     @property
     def autocast(self) -> torch.autocast:
@@ -142,8 +156,8 @@ class Setup:
         """
         model = model.to(self.device, self.dtype if cast else None)
         model.compiled = self.compile.on  # type: ignore[assignment]
-        if self.onednn:
-            cpu_matmul.convert(model)
+        if self.device.type == "cpu" and (self.onednn or not self.compile):
+            cpu_matmul.convert(model, self.onednn.on)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:
@@ -170,6 +184,8 @@ class Setup:
         count = "1 process" if processes == 1 else f"{processes} processes"
         where = f"{self.device} ({describe(self.device)})"
         lines = [f"device: {where}, {dtype_name(self.dtype)}, {count}"]
+        if self.why_dtype:
+            lines.append(f"dtype: {dtype_name(self.dtype)} ({self.why_dtype})")
         if self.device.type == "cpu":
             lines.append(f"oneDNN for float32 products: {self.onednn}")
         mode = f" (mode {self.compile_mode})" if self.compile else ""

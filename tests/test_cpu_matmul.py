@@ -183,6 +183,64 @@ def test_it_is_taken_on_amd_s_avx_512_only_and_only_where_it_is_exact(
     assert "AMD" in str(cpu_matmul.why_not())
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_half_linear_and_its_gradients_are_autocast_s(
+    bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in halves, whose rows are the same products."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    layer, shapes = torch.nn.Linear(24, 800, bias=bias), []
+    x, dy = torch.randn(3, 243, 24), torch.randn(3, 243, 800)
+    mm = torch.mm
+
+    def count(a: torch.Tensor, b: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        shapes.append(len(a))
+        return mm(a, b, **out)
+
+    results = []
+    for _ in range(2):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(own)
+        layer.zero_grad()
+        y.backward(dy.to(y.dtype))
+        results.append([y, own.grad, *(p.grad for p in layer.parameters())])
+        cpu_matmul.convert(layer := torch.nn.ModuleList([layer]), float32=False)
+        layer = layer[0]
+        monkeypatch.setattr(torch, "mm", count)
+    assert type(layer) is cpu_matmul.HalfLinear
+    assert shapes == ([364, 365] if threads == 2 else [])  # 729 * 800 is between 2**19 and 2**20
+    for plain, half in zip(*results, strict=True):
+        assert plain.dtype == half.dtype
+        torch.testing.assert_close(half, plain, rtol=2**-7, atol=2**-7 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("V, kept", [(48, False), (200, True)])
+def test_the_gradient_of_a_tied_embedding_is_the_same_and_dense(V: int, kept: bool) -> None:
+    """Where there are more rows than the 48 tokens, only theirs are made."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=V, n_layer=1, n_head=1, n_embd=8))
+    idx = torch.randint(V, (3, 16))
+    grads = []
+    for n in range(4):  # twice as it is, once for each micro-batch; then converted
+        if n == 2:
+            cpu_matmul.convert(model, float32=False)
+            found = model.transformer.wte(idx)
+            (rows,) = torch.autograd.grad(found.sum(), model.transformer.wte.weight)
+            assert rows.is_sparse == kept
+        if n % 2 == 0:
+            model.zero_grad()
+        loss = model(idx, idx)[1]
+        assert loss is not None
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for plain, half in zip(grads[1], grads[3], strict=True):
+        assert not half.is_sparse
+        torch.testing.assert_close(half, plain)
+
+
 def test_the_look_at_the_error_leaves_the_random_state_alone() -> None:
     cpu_matmul.errors.cache_clear()
     before = torch.get_rng_state()

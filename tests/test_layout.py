@@ -62,7 +62,7 @@ def test_imports_point_down_only() -> None:
 
 
 def test_kernels_do_not_know_one_another() -> None:
-    kernels = {"manual", "tiled", "sdpa", "flex", "triton_flash", "flash", "paged"}
+    kernels = {"manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged"}
     for kernel in kernels:
         found = [module for module, _ in imported(ROOT / "attention" / f"{kernel}.py")]
         assert not {f"attention.{k}" for k in kernels} & set(found), kernel

@@ -113,6 +113,15 @@ def test_cpu() -> None:
     assert runs("sdpa_efficient", FP32, CPU) == "sdpa"
 
 
+def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> None:
+    there, half = replace(CPU, matrix_units=True), replace(FP32, dtype="bfloat16")
+    assert runs("auto", half, there, STRICT) == "sdpa_bmm" and runs("auto", half, CPU) == "sdpa"
+    for other in (FP32, replace(half, grad=False), replace(half, compiled=True),
+                  replace(half, segments=True), replace(half, dropout=0.1)):  # fmt: skip
+        assert runs("auto", other, there, STRICT) == "sdpa"
+        assert resolve("auto", other, there).rejected == {}
+
+
 def test_torch_before_sdpa() -> None:
     assert runs("auto", FP32, OLD) == "manual"
     assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.0, this is 1.13.1"]

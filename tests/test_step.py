@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
                            kwargs: Any = None) -> Any:  # fmt: skip
         out = function(*args, **(kwargs or {}))
         name = name_of(function)
-        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        taken = [t for t in tree_leaves(args) if isinstance(t, Tensor) and not t.is_sparse]
         if name == "_local_scalar_dense":
             self.reads.append(taken[0].data_ptr())
         if "scaled_dot_product" in name and "backward" not in name:
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
                 for t in taken[:3]))  # fmt: skip
         held = {t.untyped_storage().data_ptr() for t in taken}
         for t in tree_leaves(out):
-            if not isinstance(t, Tensor) or (kind := kind_of(t)) is None:
+            if not isinstance(t, Tensor) or t.is_sparse or (kind := kind_of(t)) is None:
                 continue
             if name in COPIES:
                 source, to = (str(x.dtype).removeprefix("torch.") for x in (taken[-1], t))
@@ -123,7 +123,7 @@ JOINED = {"cat 3x": L}  # the gradients of q, k and v: the kernel's backward mak
 
 WEIGHTS = {  # autocast: each weight of a product as bfloat16, and its gradient back
     "float32 -> bfloat16 weight": 4 * L + 1,  # once a micro-batch; 1: the head's
-    "bfloat16 -> float32 weight": 4 * L,  # the head sums its own in float32
+    "bfloat16 -> float32 weight": 4 * L + 1,
 }
 LOSS = {
     "bfloat16 -> float32 logits": 1,  # log_softmax in float32; on CUDA it casts while it reads

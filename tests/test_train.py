@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import itertools
+import json
 import math
 import platform
 import re
@@ -30,7 +31,7 @@ import checkpoint
 import data
 import train
 from checkpoint import build_model
-from core import flops, peaks, runtime
+from core import cpu_matmul, flops, peaks, runtime
 from core.distributed import DistInfo
 from core.metrics import duration
 from core.metrics import read as read_rows
@@ -976,6 +977,41 @@ def test_the_dtype_that_is_picked(capability, dtype, monkeypatch):
     assert runtime.pick_dtype("auto", torch.device("cuda")) is dtype
     assert runtime.pick_dtype("float32", torch.device("cuda")) is torch.float32
     assert runtime.pick_dtype("auto", torch.device("cpu")) is torch.float32
+
+
+@pytest.mark.parametrize("amx, n_embd, taken, why", [
+    (True, 128, "bfloat16", "has bfloat16 matrix units"), (True, 64, "float32", "n_embd=128 on"),
+    (False, 768, "float32", "no bfloat16 matrix units"), (True, None, "float32", ""),
+])  # fmt: skip
+def test_a_training_on_the_cpu_begins_in_bfloat16_where_it_is_faster(amx, n_embd, taken, why,
+                                                                     monkeypatch):  # fmt: skip
+    has = {"amx_bf16": amx, "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    setup = runtime.Setup.of(torch.device("cpu"), "auto", n_embd=n_embd)
+    assert runtime.dtype_name(setup.dtype) == taken and why in setup.why_dtype
+    line = next((n for n in setup.report() if n.startswith("dtype: ")), "")
+    assert line == (f"dtype: {taken} ({setup.why_dtype})" if why else "")
+    named = runtime.Setup.of(torch.device("cpu"), "float32", n_embd=n_embd)
+    assert named.dtype is torch.float32 and not named.why_dtype
+
+
+def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatch):
+    """Also on a processor without the units; and one of an earlier version, "auto", in float32."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    monkeypatch.setattr(cpu_matmul, "LEAST_WIDTH", 1)
+    r = run(data_dir, tmp_path, max_iters=1)
+    assert r.code == 0 and "dtype: bfloat16 (this processor" in r.out
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {}, raising=False)
+    r = run(data_dir, tmp_path, max_iters=2, init_from="resume")
+    assert r.code == 0 and ", bfloat16, 1 process" in r.out and "dtype: " not in r.out
+    settings = Path(checkpoint.latest(tmp_path)) / "settings.json"
+    told = json.loads(settings.read_text(encoding="utf-8"))
+    assert told["train"]["dtype"] == "bfloat16"
+    told["train"]["dtype"] = "auto"
+    settings.write_text(json.dumps(told), encoding="utf-8")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    r = run(data_dir, tmp_path, max_iters=3, init_from="resume")
+    assert r.code == 0 and ", float32, 1 process" in r.out
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")

@@ -1,0 +1,83 @@
+"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
+
+On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for the processor's
+matrix units (AMX): it takes 6 times as long as its forward (docs/LOG.md). Here some heads at a time
+are done whole, with batched products that oneDNN gives to those units:
+
+    S = Q K^T / sqrt(D)     P = softmax(S)                       computed again, as flash does
+    dV = P^T dO             dP = dO V^T
+    dS = P * (dP - rowsum(P * dP))
+    dQ = dS K / sqrt(D)     dK = dS^T Q / sqrt(D)
+
+Memory  q, k and v stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk) heads
+        at a time, of one head at least.
+FLOPs   4 * Tq * Tk * D a head forward, less what a causal kernel skips; 10 * Tq * Tk * D backward.
+Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
+Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's; softmax and its gradient are
+        float32 inside.
+Refuses other devices and dtypes, segments, dropout, static caches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.spec import Backend, Caps, Spec
+from attention.views import mask, zeros_before_the_first_key
+
+ELEMENTS = 2**21  # of S at a time: 4 MB
+
+
+@zeros_before_the_first_key
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
+           segments: None = None, cache: None = None) -> Tensor:  # fmt: skip
+    """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+    return SDPA.apply(q, k, v, spec.window)
+
+
+class SDPA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.window = window
+        Tq, Tk = q.shape[1], k.shape[1]
+        causal = Tq == Tk and window is None
+        seen = None if causal else mask(Tq, Tk, window, None, q.device)  # (1, 1, Tq, Tk)
+        q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        (B, Tq, H, D), Tk = q.shape, k.shape[1]
+        scale = 1 / math.sqrt(D)
+        Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))
+        dQ, dK, dV = (torch.empty_like(t) for t in (Q, K, V))  # (B * H, T, D)
+        seen = mask(Tq, Tk, ctx.window, None, q.device)[0, 0]
+        hidden = torch.zeros(Tq, Tk, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        heads = max(1, ELEMENTS // (Tq * Tk))
+        for h in (slice(a, a + heads) for a in range(0, B * H, heads)):
+            P = (Q[h] @ K[h].mT).add_(hidden).softmax(dim=-1)  # (heads, Tq, Tk)
+            torch.bmm(P.mT, dO[h], out=dV[h])
+            dS = torch._softmax_backward_data(dO[h] @ V[h].mT, P, -1, P.dtype)
+            torch.bmm(dS, K[h], out=dQ[h])
+            torch.bmm(dS.mT, Q[h], out=dK[h])
+        dQ *= scale
+        return *(t.unflatten(0, (B, H)).transpose(1, 2) for t in (dQ, dK, dV)), None
+
+
+BACKEND = Backend(
+    name="sdpa_bmm",
+    title="PyTorch SDPA forward, backward by batched products",
+    attend=attend,
+    caps=(Caps(("cpu",), ("bfloat16",), min_torch="2.3", dropout=False, segments=False),),
+    fallback="sdpa",
+)
