@@ -51,6 +51,7 @@ SHOWS: dict[str, tuple[str, str]] = {
     "manual": NOT_FUSED,
     "tiled": NOT_FUSED,
     "sdpa": SDPA,
+    "sdpa_bmm": SDPA,
     "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
     "sdpa_efficient": ("efficient", "fmha|attn"),
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
