@@ -18,9 +18,10 @@ import pytest
 import torch
 from test_bench import SMALL, run, write_tokens
 
+import attention
 from attention.gpus import datasheet_tflops
 from bench import board, records
-from bench.verify import FROZEN, figures, source_state, verify
+from bench.verify import FROZEN, SHOWS, figures, source_state, verify
 from core import flops
 from model import GPTConfig
 
@@ -417,3 +418,7 @@ def test_the_hash_of_the_rounds_needs_no_order_of_keys(content: Content) -> None
     turned = json.loads(json.dumps(content), object_pairs_hook=lambda p: dict(reversed(p)))
     assert records.rounds_sha256(turned) == records.rounds_sha256(content)
     assert torch.get_num_threads() == content["machine"]["threads"]
+
+
+def test_every_backend_has_names_to_be_known_by() -> None:
+    assert set(attention.BACKENDS) <= set(SHOWS)
