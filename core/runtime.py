@@ -144,6 +144,8 @@ class Setup:
         model.compiled = self.compile.on  # type: ignore[assignment]
         if self.onednn:
             cpu_matmul.convert(model)
+        if cast and self.device.type == "cpu":
+            cpu_matmul.for_inference(model)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:
