@@ -66,6 +66,14 @@ def convert(model: nn.Module, head: Tensor) -> None:
             module.__class__ = Int8Head
 
 
+def parameters(model: nn.Module) -> int:
+    """How many weights are int8, the head's among them."""
+    modules = list(model.modules())
+    layers = [m.weight for m in modules if isinstance(m, Int8Linear)]
+    heads = [m.q for m in modules if isinstance(m, Int8Head)]
+    return sum(q.numel() for q in (*layers, *heads))
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
     w = weight.detach().float()
