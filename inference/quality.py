@@ -91,8 +91,7 @@ def log_probs(model: GPT, texts: Tensor) -> Tensor:
 
 def _remembered(kept: Path | None, key: dict[str, Any]) -> float | None:
     with suppress(OSError, ValueError):
-        found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None else {}
-        ratio = found.get("perplexity")
-        if isinstance(ratio, float) and all(found.get(k) == v for k, v in key.items()):
-            return ratio
+        found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None else None
+        if isinstance(found, dict) and all(found.get(k) == v for k, v in key.items()):
+            return float(found.get("perplexity", "missing"))
     return None
