@@ -6,7 +6,7 @@ the logarithm of the ratio is a divergence, the mean over its places of
     KL(p || q) = sum_v p(v) (log p(v) - log q(v)),      p before, q after
 
 which needs no text to be at hand, is exact at each place instead of for one token of it, and is
-never negative. On text of others it agrees (docs/LOG.md).
+never negative. On validation text it agreed (docs/LOG.md).
 """
 
 from __future__ import annotations
