@@ -10,9 +10,11 @@ import pytest
 import torch
 from test_sample import refused
 
+import bench_mfu
 from bench.verify import int8_parameters
 from core import cpu_matmul, int8
 from core.runtime import Setup
+from core.settings import UserError
 from inference import engine, quality
 from model import GPT, GPTConfig
 
@@ -129,6 +131,11 @@ def test_sample_refuses_in_one_sentence(tmp_path: Path) -> None:
     save_hf(GPT(odd), tmp_path / "odd")
     line = refused(f"--init_from={tmp_path / 'odd'}", "--weights=int8")
     assert "multiple of 16 inputs, got 8" in line
+
+
+def test_int8_is_for_decoding_only() -> None:
+    with pytest.raises(UserError, match="--weights is for the mode decode, not for train"):
+        bench_mfu.main(["train", "--weights=int8"])
 
 
 def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> None:
