@@ -142,6 +142,8 @@ def check(mode: str, config: BenchConfig) -> None:
         raise UserError(f"--profile and --roofline are for the mode train, not for {mode}")
     if mode != "converge" and (config.paths or config.seeds > 1):
         raise UserError(f"--paths and --seeds are for the mode converge, not for {mode}")
+    if config.weights != "dtype" and mode != "decode":
+        raise UserError(f"--weights is for the mode decode, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
     if config.baseline and mode not in ("train", "decode", "qualify"):

@@ -69,6 +69,7 @@ class SampleConfig:
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
+    weights: Literal["dtype", "int8"] = "dtype"  # int8: of linear layers and head (core/int8.py)
     batch_size: PositiveInt = 8  # texts at a time
     n_pages: int | None = None  # of 16 tokens, with --kv_cache=paged; none: enough for batch_size
     # --- machine ---
@@ -105,7 +106,7 @@ import attention
 import checkpoint
 import data
 from core.runtime import Setup, decide_compile, pick_device, show_log
-from inference import constrain
+from inference import constrain, quality
 from inference.sampling import Options
 from inference.texts import Prompt, Text, Writer, before
 from model import GPT
@@ -132,6 +133,8 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
     )
     changes["attention_backend"] = config.attention_backend
     model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
+    if config.weights == "int8":
+        quality.to_int8(model, Path(source))
     # Says what runs, before the text. A static cache is empty when the prompts are read: none.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
     with torch.no_grad():

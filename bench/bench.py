@@ -105,6 +105,7 @@ class Bench:
             "train": asdict(self.config.training(batch_size, **changes)),
             "device": self.device,
             "vocab_size": self.vocab_size,
+            "weights": self.config.weights,
             "memory_limit": self.memory_limit,
             "profile": self.config.profile,
             "bandwidth_gbs": self.config.bandwidth_gbs,

@@ -47,6 +47,7 @@ class Knobs:
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
     processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
+    weights: Literal["dtype", "int8"] = "dtype"  # decode: int8: of our linear layers and head
     new_tokens: Annotated[int, Field(ge=2)] | None = None  # decode: none: 16, on CUDA 128
     steps: PositiveInt = 100  # converge: steps that each one trains; a multiple of 10
     seeds: PositiveInt = 1  # converge: runs of each; from 2 on, their scatter is the tolerance

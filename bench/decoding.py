@@ -10,7 +10,8 @@ The processor, where there is one, forbids the token that was just written: it r
 changes the logits, as a repetition penalty or a grammar does.
 
 MBU, model bandwidth utilization, is the share of the memory bandwidth that decoding needs at the
-very least: for every token all weights are read once (for all sequences together), and the keys
+very least: for every token all weights are read once (for all sequences together; with
+--weights=int8 those of the linear layers and the head are a byte each), and the keys
 and values of every sequence, whether or not they are kept in a cache here:
 
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
@@ -33,7 +34,9 @@ from attention.select import KERNELS
 from bench import baselines, machine
 from bench.baselines import Processor
 from bench.job import Job
+from core import int8
 from core.runtime import synchronize
+from core.settings import UserError
 from inference import engine
 from inference.sampling import Stats
 
@@ -46,9 +49,14 @@ def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
 class Ours:
     """This project's model with the attention backend that was named."""
 
-    def __init__(self, name: str, job: Job, compile: bool) -> None:
+    def __init__(self, name: str, job: Job, compile: bool, weights: str) -> None:
         self.title, self.compile = attention.get(name).title, compile
         self.model = job.model(cast=True).eval()
+        if weights == "int8":
+            embedding = self.model.transformer.wte.weight
+            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
+                raise UserError(why)
+            int8.convert(self.model, embedding)
 
     def write(
         self, prompt: Tensor, new: int, cache: str, processor: Processor | None
@@ -78,15 +86,16 @@ class Decoding:
         # neither dropout nor gradient_checkpointing is anything to generation
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, dtype, config = job.device, job.setup.dtype, job.config
-        self.ours = None if told["baseline"] else Ours(told["name"], job, compile)
+        self.ours = None if told["baseline"] else Ours(told["name"], job, compile, told["weights"])
         other = told["baseline"]
         self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
-        weights = self.parameters = baselines.parameters(self.who)
+        self.parameters = baselines.parameters(self.who)
+        self.int8 = int8.parameters(self.who.model)
         kv_heads = config.n_kv_head or config.n_head
         head_dim = config.n_embd // config.n_head
         self.about = {
             "title": self.who.title,
-            "weight_bytes": weights * dtype.itemsize,
+            "weight_bytes": weight_bytes(self.parameters, self.int8, dtype.itemsize),
             "token_bytes": 2 * config.n_layer * kv_heads * head_dim * dtype.itemsize,
         }
 
@@ -104,7 +113,8 @@ class Decoding:
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,
             "cache_bytes": cache_bytes,
-            "shape": {"B": B, "P": P, "new_tokens": new, "parameters": self.parameters},
+            "shape": {"B": B, "P": P, "new_tokens": new, "parameters": self.parameters}
+            | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
     def warm_up(
@@ -125,6 +135,12 @@ class Decoding:
             ran = (e.key for e in profiler.key_averages())
             kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
         return {"kernels": kernels, "proof": proof, "peak_bytes": peak}
+
+
+def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
+    """What a token reads of the weights; of int8 ones the head's are read, and not the embedding's,
+    which are as many."""
+    return (parameters - int8_parameters) * itemsize + int8_parameters
 
 
 def mbu(

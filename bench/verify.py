@@ -25,6 +25,7 @@ from attention.gpus import datasheet_tflops
 from bench import records, rows, tables
 from bench.baselines import HF
 from bench.compare import SAME
+from bench.decoding import weight_bytes
 from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
 from bench.process import Outcome
 from bench.rows import Row
@@ -232,6 +233,15 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
             most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS))
             if not least <= N <= most:
                 yield f"a round ran {N:,} parameters, and its settings describe {least:,}"
+        ours = row["backend"] not in OTHERS and part["settings"].get("weights") == "int8"
+        if ran.get("int8_parameters", 0) != (int8_parameters(model) if ours else 0):
+            yield f"a round ran {ran.get('int8_parameters', 0):,} weights in int8"
+
+
+def int8_parameters(model: GPTConfig) -> int:
+    """The weights of the linear layers and the head."""
+    C, KV = model.n_embd, model.kv_heads * model.head_dim
+    return model.n_layer * (2 * C * C + 2 * C * KV + 8 * C * C) + model.vocab_size * C
 
 
 def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
@@ -254,8 +264,9 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     elif mode == "decode":
         size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
         keys = 2 * model.n_layer * model.kv_heads * model.head_dim
-        N = row["rounds"][0]["shape"]["parameters"]
-        outcome.about = {"weight_bytes": N * size, "token_bytes": keys * size}
+        shape = row["rounds"][0]["shape"]
+        read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
+        outcome.about = {"weight_bytes": read, "token_bytes": keys * size}
         again = rows.of_decoding(again, outcome, m["bandwidth"])
     else:
         raise ValueError(f"there is no mode {mode!r}")

@@ -100,6 +100,7 @@ class Setup:
     compile_mode: str
     onednn: Decision
     why_dtype: str = ""  # why "auto" is that one on the CPU
+    few_rows: bool = True  # of float32, by oneDNN's own product (never with --onednn=False)
 
     @classmethod
     def of(
@@ -137,7 +138,7 @@ class Setup:
         why = ""
         if dtype == "auto" and device.type == "cpu" and n_embd is not None:
             why = cpu_matmul.why_not_bfloat16(n_embd) or cpu_matmul.WHY_BFLOAT16
-        return cls(device, chosen, graph, compile_mode, products, why)
+        return cls(device, chosen, graph, compile_mode, products, why, onednn is not False)
 
     @property
     def autocast(self) -> torch.autocast:
@@ -156,8 +157,11 @@ class Setup:
         """
         model = model.to(self.device, self.dtype if cast else None)
         model.compiled = self.compile.on  # type: ignore[assignment]
-        if self.device.type == "cpu" and (self.onednn or not self.compile):
-            cpu_matmul.convert(model, self.onednn.on)
+        if self.device.type == "cpu":
+            if self.onednn or not (self.compile or cast):
+                cpu_matmul.convert(model, self.onednn.on)
+            if cast and self.few_rows:
+                cpu_matmul.for_inference(model)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:

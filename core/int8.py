@@ -1,0 +1,123 @@
+"""Linear layers and the head with weights of 8 bits: generation reads a quarter of float32's bytes.
+
+    W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127
+
+Symmetric, one scale for each output, and only the weights: what flows between the layers stays in
+floats. The scales are rounded up to bfloat16 before q is taken, so that a kernel which wants them
+in bfloat16 reads the very same ones: |scale * q - W| <= scale / 2, exactly.
+
+On the CPU a few rows go to PyTorch's _weight_int8pack_mm, which reads q itself. On x86 it is fast
+for bfloat16 alone (in float32 it is a plain loop), so a product takes and gives bfloat16 there, and
+adds up in float32, whatever the model's dtype is. More rows, a prompt's, would make it compute
+bound: they have the weights widened once and take F.linear. On CUDA that operator is one thread (in
+later releases one warp) an output and float32 only: there the product is written so that the
+compiler of a decode step (--compile) reads q and widens it in registers; without it the weights are
+widened for each step, which saves memory and no time.
+
+The model knows nothing of this: convert(model) swaps its layers from outside. Inference only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.loss import IGNORE, Head
+
+FEW_ROWS = 16  # above, widening the weights costs less than the kernel's arithmetic (docs/LOG.md)
+
+
+def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the weights of `model` cannot be int8 there; None: they can."""
+    if device.type not in ("cpu", "cuda"):
+        return f"int8 weights need a CPU or CUDA, this is {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"int8 weights go with float32 and bfloat16, not with {dtype}"
+    odd = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+    if odd := {k for k in odd if k % 16}:  # the kernel loads 16 numbers at a time, to the very end
+        return f"int8 weights need layers of a multiple of 16 inputs, got {min(odd)}"
+    return None
+
+
+def convert(model: nn.Module, head: Tensor) -> None:
+    """Give the linear layers of `model` int8 weights, and its head a copy of `head` in int8.
+
+    Args:
+        head: (V, C), the weights that the head is tied to, which stay as they are: the embedding
+            reads a row of them for each token.
+
+    Raises:
+        ValueError: why_not().
+    """
+    if why := why_not(model, head.device, head.dtype):
+        raise ValueError(why)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            q, scale = quantize(module.weight)
+            module.weight = nn.Parameter(q, requires_grad=False)
+            module.register_buffer("scale", scale, persistent=False)
+            module.__class__ = Int8Linear
+        elif isinstance(module, Head):
+            for name, t in zip(("q", "scale"), quantize(head), strict=True):
+                module.register_buffer(name, t, persistent=False)
+            module.__class__ = Int8Head
+
+
+def parameters(model: nn.Module) -> int:
+    """How many weights are int8, the head's among them."""
+    modules = list(model.modules())
+    layers = [m.weight for m in modules if isinstance(m, Int8Linear)]
+    heads = [m.q for m in modules if isinstance(m, Int8Head)]
+    return sum(q.numel() for q in (*layers, *heads))
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
+    w = weight.detach().float()
+    scale = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16) / 127
+    up = scale.bfloat16()
+    up = torch.where(up.float() < scale, torch.nextafter(up, up.new_full((), torch.inf)), up)
+    return (w / up.float()[:, None]).round_().to(torch.int8), up
+
+
+class Int8Linear(nn.Linear):
+    """nn.Linear by int8_linear(); its weight is q."""
+
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+class Int8Head(Head):
+    """The head by int8_linear(), with weights of its own."""
+
+    q: Tensor
+    scale: Tensor
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return int8_linear(x, self.q, self.scale)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = self(x, weight).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
+
+
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K) times (scale * q).T, q (N, K) int8, scale (N,) -> (..., N) in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.device.type == "cpu":
+        rows = rows.bfloat16()
+        if len(rows) <= FEW_ROWS:
+            y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), q, scale)
+        else:  # float32 inside as the kernel is, so that every cache gives the same tokens
+            y = (F.linear(rows.to(x.dtype), q.to(x.dtype)) * scale.to(x.dtype)).bfloat16()
+    elif len(rows) == 1 and torch.compiler.is_compiling():  # a reduction, fused with the widening
+        y = (rows.float() * q).sum(dim=1)[None] * scale
+    else:
+        y = F.linear(rows, q.to(x.dtype)) * scale.to(x.dtype)
+    y = y.to(x.dtype).view(*x.shape[:-1], len(q))
+    return y if bias is None else y + bias

@@ -1,0 +1,192 @@
+"""int8 weights: the product within its bound, the same tokens from every cache, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_sample import refused
+
+import bench_mfu
+from bench.verify import int8_parameters
+from core import cpu_matmul, int8
+from core.runtime import Decision, Setup
+from core.settings import UserError
+from inference import engine, quality
+from model import GPT, GPTConfig
+
+CONFIG = GPTConfig(block_size=48, vocab_size=96, n_layer=2, n_head=4, n_embd=64, n_kv_head=2)
+
+
+def model(dtype: torch.dtype = torch.float32, config: GPTConfig = CONFIG) -> GPT:
+    torch.manual_seed(0)
+    made = GPT(config).to(dtype).eval()
+    for p in made.parameters():
+        if p.dim() == 2:
+            p.data *= 8  # lively: the likeliest token is likelier by far
+    return made
+
+
+def converted(dtype: torch.dtype = torch.float32, config: GPTConfig = CONFIG) -> GPT:
+    made = model(dtype, config)
+    int8.convert(made, made.transformer.wte.weight)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    w = (torch.randn(40, 32) * torch.logspace(-6, 3, 40)[:, None]).to(dtype)
+    w[3] = 0
+    q, scale = int8.quantize(w)
+    assert q.dtype == torch.int8 and scale.dtype == torch.bfloat16
+    step = scale.double()[:, None]
+    assert torch.isfinite(step).all() and not q[3].any()
+    assert ((q * step - w.double()).abs() <= step / 2).all()
+    assert (q.abs().amax(1)[[0, 1, 2, *range(4, 40)]] >= 126).all()  # all of the range is used
+
+
+@pytest.mark.parametrize("rows", [1, 3, int8.FEW_ROWS, int8.FEW_ROWS + 1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_the_widened_weights(rows: int, dtype: torch.dtype) -> None:
+    """Twice the error of plain bfloat16, which rounds the same inputs and outputs."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1, 256).to(dtype)
+    q, scale = int8.quantize(torch.randn(100, 256))
+    wide = q.double() * scale.double()[:, None]
+    bias = torch.randn(100).to(dtype)
+    truth = x.double() @ wide.t()
+    got = int8.int8_linear(x, q, scale, bias)
+    assert got.dtype == dtype and got.shape == (rows, 1, 100)
+    plain = x.bfloat16() @ wide.bfloat16().t()
+    allowed = 2 * (plain.double() - truth).abs().max() + 2**-8 * truth.abs().max()
+    assert (got.double() - bias.double() - truth).abs().max() <= allowed
+
+
+def test_few_rows_and_many_agree() -> None:
+    """One kernel decodes, another reads prompts: in float32 they differ by one rounding at most."""
+    torch.manual_seed(0)
+    x = torch.randn(int8.FEW_ROWS + 1, 64)
+    q, scale = int8.quantize(torch.randn(96, 64))
+    many = int8.int8_linear(x, q, scale)
+    few = int8.int8_linear(x[:-1], q, scale)
+    assert (many[:-1] == few).float().mean() > 0.98
+    assert (many[:-1] - few).abs().max() <= 2**-7 * many.abs().max()
+
+
+@pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("lengths", [(7, 7), (3, 20)])
+def test_every_cache_gives_the_same_tokens(kv: str, lengths: tuple[int, ...]) -> None:
+    lively, prompts = converted(), [torch.arange(n) % 96 for n in lengths]
+    plain = engine.generate(lively, prompts, 12, temperature=0.0, kv_cache="none")
+    found = engine.generate(lively, prompts, 12, temperature=0.0, kv_cache=kv)
+    assert [t.tolist() for t in found] == [t.tolist() for t in plain]
+
+
+@pytest.mark.slow
+def test_the_compiler_gives_the_same_tokens() -> None:
+    lively, prompt = converted(), torch.arange(14).view(2, 7)
+    how = {"temperature": 0.0, "kv_cache": "static"}
+    plain = engine.generate(lively, prompt, 12, **how)
+    assert engine.generate(lively, prompt, 12, compile=True, **how).tolist() == plain.tolist()
+
+
+def test_the_model_is_nearly_what_it_was() -> None:
+    x = torch.arange(40).view(1, 40)
+    before, after = model()(x)[0], converted()(x)[0]
+    assert 0 < (before - after).abs().max() < 0.1 * before.abs().max()
+    loss = model()(x, x)[1], converted()(x, x)[1]
+    assert abs(loss[0] - loss[1]) < 0.05 * loss[0] and loss[0] != loss[1]
+
+
+def test_what_is_int8_is_what_a_record_reckons_with() -> None:
+    assert int8.parameters(model()) == 0
+    assert int8.parameters(converted()) == int8_parameters(CONFIG)
+
+
+def test_layers_that_convert_swapped_are_int8_too() -> None:
+    made = model()
+    cpu_matmul.convert(made)
+    int8.convert(made, made.transformer.wte.weight)
+    assert int8.parameters(made) == int8_parameters(CONFIG)
+
+
+def test_refusals() -> None:
+    odd = model(config=GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=2, n_embd=24))
+    cpu = torch.device("cpu")
+    assert "multiple of 16 inputs, got 24" in (int8.why_not(odd, cpu, torch.float32) or "")
+    assert "not with torch.float16" in (int8.why_not(model(), cpu, torch.float16) or "")
+    assert "this is mps" in (int8.why_not(model(), torch.device("mps"), torch.float32) or "")
+    with pytest.raises(ValueError, match="multiple of 16"):
+        int8.convert(odd, odd.transformer.wte.weight)
+
+
+def test_sample_refuses_in_one_sentence(tmp_path: Path) -> None:
+    from checkpoint.convert import save_hf
+
+    odd = GPTConfig(block_size=16, vocab_size=50304, n_layer=1, n_head=1, n_embd=8)
+    save_hf(GPT(odd), tmp_path / "odd")
+    line = refused(f"--init_from={tmp_path / 'odd'}", "--weights=int8")
+    assert "multiple of 16 inputs, got 8" in line
+
+
+def test_int8_is_for_decoding_only() -> None:
+    with pytest.raises(UserError, match="--weights is for the mode decode, not for train"):
+        bench_mfu.main(["train", "--weights=int8"])
+
+
+def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "nanoattn")
+    first = quality.to_int8(model(), tmp_path)
+    assert 1 <= first < quality.MOST and "perplexity +" in caplog.text
+    assert json.loads((tmp_path / quality.KEPT).read_text())["perplexity"] == first
+    monkeypatch.setattr(quality, "own_texts", None)  # not called again
+    again = model()
+    assert quality.to_int8(again, tmp_path) == first
+    assert int8.parameters(again) == int8_parameters(CONFIG)
+    monkeypatch.undo()
+    (tmp_path / quality.KEPT).write_text("[]")
+    assert quality.to_int8(model(), tmp_path) == first
+
+
+def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
+    def coarse(weight):
+        q, scale = quantize(weight)
+        return (q.float() / 64).round().to(torch.int8), scale * 64  # five values a weight
+
+    quantize = int8.quantize
+    monkeypatch.setattr(int8, "quantize", coarse)
+    assert quality.to_int8(model()) > quality.MOST
+    assert [r.levelname for r in caplog.records if "more than 1 %" in r.message] == ["WARNING"]
+
+
+def test_a_few_rows_of_float32_are_exact_and_only_in_inference(monkeypatch) -> None:
+    if cpu_matmul.why_not_few():
+        pytest.skip("no AVX-512, or a PyTorch without the product")
+    torch.manual_seed(0)
+    w, b = torch.randn(96, 64), torch.randn(96)
+    calls = []
+    product = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or product(*a)
+    )
+    for rows in (1, 3, 4, 9):
+        x = torch.randn(rows, 1, 64)
+        truth = x.double() @ w.double().t() + b.double()
+        with torch.no_grad():
+            y = cpu_matmul.few_rows(x, w, b)
+        assert (y.double() - truth).abs().max() <= 2e-6 * truth.abs().max()
+        assert bool(calls) == (rows >= 4)
+    calls.clear()
+    cpu_matmul.few_rows(torch.randn(9, 64), w, b)  # with gradients
+    assert not calls
+    setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=Decision(False, "as on Intel"))
+    kinds = {type(m) for m in setup.place(model(), cast=True).modules()}
+    assert {cpu_matmul.FewLinear, cpu_matmul.FewHead} <= kinds
+    assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model()).modules()}
+    off = Setup.of(torch.device("cpu"), "float32", onednn=False)
+    assert cpu_matmul.FewLinear not in {type(m) for m in off.place(model(), cast=True).modules()}
