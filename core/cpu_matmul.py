@@ -40,10 +40,10 @@ def convert(model: nn.Module, float32: bool = True) -> None:
     Only the forward of its layers changes: parameters, names and hooks stay. In other dtypes, and
     in a compiled training step, they are what they were.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear if float32 else HalfLinear
-        elif type(module) is nn.Embedding:
+        elif type(module) is nn.Embedding and name.endswith("wte"):
             module.__class__ = Embedding
         elif type(module) is Head and float32:
             module.__class__ = OneDNNHead
@@ -70,8 +70,8 @@ class Linear(HalfLinear):
 class Embedding(nn.Embedding):
     """nn.Embedding whose gradient, where it has more rows than tokens, holds those of the tokens.
 
-    For a weight that has a dense gradient too, as a tied head gives it: autograd adds the rows to
-    that one, and no zeros are written. The sum is dense.
+    For wte alone, which has a dense gradient too, the tied head's: autograd adds the rows to that
+    one, and no zeros are written. The sum is dense, as the optimizer needs it.
     """
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -277,3 +277,14 @@ def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.Monk
     entered.clear()
     assert len(list(tokens)) == 3
     assert steps == [before] * 3 and True not in entered
+
+
+def test_a_gradient_is_never_left_sparse_for_the_optimizer() -> None:
+    """Also where a text is shorter than the context, so that positions have rows to spare."""
+    from core.runtime import Setup
+
+    config = GPTConfig(block_size=64, vocab_size=512, n_layer=1, n_head=2, n_embd=32)
+    model = Setup.of(torch.device("cpu"), "float32").place(GPT(config))
+    x = torch.randint(512, (2, 10))
+    model(x, x)[1].backward()
+    assert all(p.grad.layout == torch.strided for p in model.parameters())  # type: ignore[union-attr]
