@@ -5,17 +5,15 @@
 
 A finite automaton reads text and is in one of n states; some accept: the text so far is a whole
 match. Whether a token may come next depends on the state alone, so a decode step needs two gathers,
-inside its graph, and the host waits for nothing (Willard & Louf 2023, "Efficient guided generation
-for large language models", arXiv 2307.09702). Tokens that agree in every state are one class: tens
-to hundreds of classes, where GPT-2 has 50,257 tokens.
+inside its graph, and the host waits for nothing (Willard & Louf 2023, arXiv 2307.09702). Tokens
+that agree in every state are one class: at most hundreds, where GPT-2 has 50,257 tokens.
 
 **Every text ends well.** For each state is known the least number of tokens that lead to a match.
 A token is allowed only where that many are left after it, so what max_new_tokens cuts off is a
 match as well. The end-of-text token is allowed where a state accepts; where in the tokens that are
 left no longer match can follow, a text ends without it.
 
-Regular expressions are compiled by outlines-core (the extra "constrain"); docs/CONSTRAINTS.md has
-this beside xgrammar and llguidance, which cut a text where it is.
+Regular expressions are compiled by outlines-core (the extra "constrain"); see docs/CONSTRAINTS.md.
 """
 
 from __future__ import annotations
