@@ -745,7 +745,8 @@ def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:
               "onednn": False}  # fmt: skip
     train = asdict(TrainConfig(**{**config, **changes}))
     return {"job": kind, "name": name, "baseline": "", "train": train, "device": "cpu",
-            "vocab_size": 64, "memory_limit": None, "profile": False}  # fmt: skip
+            "vocab_size": 64, "memory_limit": None, "profile": False,
+            "weights": "dtype"}  # fmt: skip
 
 
 def test_whether_a_batch_fits_is_tried_in_a_real_step():
