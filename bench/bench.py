@@ -64,7 +64,7 @@ class Bench:
         content = {
             "mode": self.mode,
             "seconds": seconds,
-            "machine": self.machine,
+            "machine": dict(self.machine),  # as the rows were reckoned: a later look may better it
             "vocab_size": self.vocab_size,
             "settings": self.config.flat(),
             "fresh_rounds": self.fresh,
