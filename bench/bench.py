@@ -131,7 +131,7 @@ class Bench:
             return
         again, m["looked_again"] = self.ask_once("machine"), True
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m.get(rate) and again[rate] > m[rate]:
+            if m.get(rate) and (again[rate] or 0) > m[rate]:  # a mode may not ask for it
                 m |= {rate: again[rate], source: again[source]}
 
     def measure(

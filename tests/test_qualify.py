@@ -397,3 +397,12 @@ def test_a_better_peak_that_a_later_stage_finds_leaves_earlier_rows_as_they_were
     made = bench.content([], 1.0, "")
     bench.machine["peak_tflops"] = 2000.0
     assert made["machine"]["peak_tflops"] == 989.4
+
+
+def test_a_later_look_need_not_measure_the_bandwidth() -> None:
+    bench = bench_of()
+    bench.machine |= {"peak_source": "measured now", "bandwidth_source": "measured now"}
+    again = {"peak_tflops": 1e4, "peak_source": "measured then", "bandwidth": None}
+    bench.ask_once = lambda kind, n=1: again  # type: ignore[method-assign]
+    bench.look_again()
+    assert (bench.machine["peak_tflops"], bench.machine["bandwidth"]) == (1e4, 4e12)
