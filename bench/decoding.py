@@ -127,7 +127,7 @@ class Decoding:
             with torch.no_grad():
                 page = 16 if cache == "paged" else None
                 chosen, _ = self.ours.model.attention(cache=cache, page_size=page)
-            kernels, proof = list(chosen.kernels), getattr(chosen, "proof", None)
+            kernels, proof = list(chosen.kernels), chosen.proof
         else:  # which kernels torch chose for it, as the profiler saw them in two tokens
             with torch.profiler.profile() as profiler:
                 self.who.write(prompt, 2, cache, processor)

@@ -128,7 +128,7 @@ class Kernels:
             with profiler(self.device) as looking:
                 call([])
                 synchronize(self.device)
-            proof = {"kernels": list(chosen.kernels), "proof": getattr(chosen, "proof", None)}
+            proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
             self.kernels[spec] = kernels_of(looking) | proof
         got = call([])
         answer: dict[str, Any] = dict(self.kernels[spec])

@@ -272,23 +272,10 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
                       deadline=time.monotonic() + box, earlier=[])  # fmt: skip
         if name == "converge":
             own.config = fast_path(own.config, cuda)
-        entry: Content = {"name": name, "box_s": box, "why": "", "record": {}}
-        began = time.monotonic()
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
-        try:
-            own.stop.check()
-            asked = {"names": own.backends, "specs": modes.specs(own)}
-            own.refused = probe.ask(asked)["refused"]
-            with watched() as entry["watched"]:
-                entry["record"] = stage.run(own, box)
-            whole = entry["record"].get("complete", not own.stop.why)
-            entry["status"] = "done" if whole else "cut"
-            entry["why"] = "" if whole else entry["record"].get("incomplete", own.stop.why)
-        except (Failure, UserError) as e:
-            stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
-            entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
-        entry["seconds"] = time.monotonic() - began + first_look * (name == "machine")
+        entry = attempt(name, own, box, probe)
         if name == "machine":
+            entry["seconds"] += first_look
             entry["record"]["busy"] = others
         record["stages"].append(entry)
         record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
@@ -298,6 +285,26 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
     probe.close()
     records.save(folder, records.seal(record), verdict.page(record))
     return record, folder
+
+
+def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
+    """A stage's part of the record, whatever becomes of it."""
+    entry: Content = {"name": name, "box_s": box, "why": "", "record": {}}
+    began = time.monotonic()
+    try:
+        bench.stop.check()
+        asked = {"names": bench.backends, "specs": modes.specs(bench)}
+        bench.refused = probe.ask(asked)["refused"]
+        with watched() as entry["watched"]:
+            entry["record"] = STAGE[name].run(bench, box)
+        whole = entry["record"].get("complete", not bench.stop.why)
+        entry["status"] = "done" if whole else "cut"
+        entry["why"] = "" if whole else entry["record"].get("incomplete", bench.stop.why)
+    except (Failure, UserError) as e:
+        stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
+        entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
+    entry["seconds"] = time.monotonic() - began
+    return entry
 
 
 def ranked(record: Content, names: list[str]) -> list[str]:

@@ -125,7 +125,7 @@ class Training:
             self.batch = job.random_tokens(n)
         self.about = {"title": self.who.title, "compiled": self.compiled,
                       "dtype": job.dtype, "base_bytes": self.base,
-                      "proof": getattr(self.ours.chosen, "proof", None) if self.ours else None,
+                      "proof": self.ours.chosen.proof if self.ours else None,
                       }  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:

@@ -21,6 +21,7 @@ from outside.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -239,12 +240,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        want_x, want_w, want_b = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1])
-        dx = matmul(dy, weight).view(x.shape) if want_x else None
-        dw = matmul(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
-        return dx, dw, dy.sum(0) if want_b else None
+        return _gradients(ctx, dy, matmul, matmul)
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, for_x: Callable[..., Tensor], for_w: Callable[..., Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw and db of a linear layer that saved x and its weight, by these two products."""
+    x, weight = ctx.saved_tensors
+    want_x, want_w, want_b = ctx.needs_input_grad
+    dy = dy.reshape(-1, dy.shape[-1])
+    dx = for_x(dy, weight).view(x.shape) if want_x else None
+    dw = for_w(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
+    return dx, dw, dy.sum(0) if want_b else None
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
@@ -277,12 +285,7 @@ class _HalfLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, w = ctx.saved_tensors
-        want_x, want_w, want_b = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1])
-        dx = half_product(dy, w).view(x.shape) if want_x else None
-        dw = (dy.t() @ x.reshape(-1, x.shape[-1])).float() if want_w else None
-        return dx, dw, dy.sum(0) if want_b else None
+        return _gradients(ctx, dy, half_product, lambda a, b: (a @ b).float())
 
 
 @lru_cache(maxsize=1)
