@@ -27,14 +27,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attention import autotune
-from attention.autotune import Shape, draw, seconds, work
-from attention.machines import describe
-from attention.select import BACKENDS, RULES, Probe, packages, probe, resolve, select
-from attention.spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
-from attention.system import first_line
 from core.runtime import pick_device, show_log
 from core.settings import UserError, exit_on_user_error, read
+
+from . import autotune
+from .autotune import Shape, draw, seconds, work
+from .machines import describe
+from .select import BACKENDS, RULES, Probe, packages, probe, resolve, select
+from .spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
+from .system import first_line
 
 ALIASES = {
     "as": "machine",  # a keyword in Python, so no name for a field

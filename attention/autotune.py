@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.select import BACKENDS, packages, probe, resolve, select
-from attention.spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
-from attention.system import cache_folder, first_line, own_code, synchronize, write_at_once
-from attention.views import PagedView, StaticView, filled_cache
+from .select import BACKENDS, packages, probe, resolve, select
+from .spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
+from .system import cache_folder, first_line, own_code, synchronize, write_at_once
+from .views import PagedView, StaticView, filled_cache
 
 log = logging.getLogger("nanoattn")
 

@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention.spec import Backend, Caps, Spec
-from attention.views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
+from .spec import Backend, Caps, Spec
+from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 

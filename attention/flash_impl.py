@@ -11,8 +11,8 @@ import re
 
 import torch
 
-from attention.spec import BackendUnavailable, version
-from attention.system import import_version
+from .spec import BackendUnavailable, version
+from .system import import_version
 
 # Major compute capabilities that each supports: _fa3.py, _fa4.py of torch/nn/attention in 2.13.
 FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}

@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention.spec import Backend, Caps, Spec, visible
-from attention.system import own_code
-from attention.views import zeros_before_the_first_key
+from .spec import Backend, Caps, Spec, visible
+from .system import own_code
+from .views import zeros_before_the_first_key
 
 TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
 THREE = ("float16", "bfloat16", "float32")

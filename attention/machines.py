@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from attention.gpus import GPUS
-from attention.spec import UNKNOWN_VERSION, Machine, dotted
+from .gpus import GPUS
+from .spec import UNKNOWN_VERSION, Machine, dotted
 
 APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec
-from attention.views import StaticView, mask
+from .spec import Backend, Caps, Spec
+from .views import StaticView, mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import oracle
-from attention.spec import Backend, Spec
+from . import oracle
+from .spec import Backend, Spec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.spec import visible
+from .spec import visible
 
 
 @dataclass(frozen=True)

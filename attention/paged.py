@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec, visible
-from attention.views import PagedView
+from .spec import Backend, Caps, Spec, visible
+from .views import PagedView
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
-        from attention.paged_kernels import decode
+        from .paged_kernels import decode
 
         return decode(
             q, k, v, cache.page_table, cache.start, cache.count, spec.window or 0, splits=0

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.spec import Backend, Caps, Spec
-from attention.views import StaticView, mask, zeros_before_the_first_key
+from .spec import Backend, Caps, Spec
+from .views import StaticView, mask, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 CUDNN_DROPOUT_STEP = 1 / 16

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec
-from attention.views import mask, zeros_before_the_first_key
+from .spec import Backend, Caps, Spec
+from .views import mask, zeros_before_the_first_key
 
 ELEMENTS = 2**21  # of S at a time: 4 MB
 

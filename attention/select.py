@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attention import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
-from attention.flash_impl import flash_impl
-from attention.spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
-from attention.system import first_line, profiled
-from attention.views import filled_cache
+from . import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from .flash_impl import flash_impl
+from .spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
+from .system import first_line, profiled
+from .views import filled_cache
 
 log = logging.getLogger("nanoattn")
 

@@ -127,7 +127,7 @@ class Machine:
         """This machine. The packages are imported: one that is installed may still fail to load."""
         import torch
 
-        from attention.system import cpu_name, import_version, matrix_units
+        from .system import cpu_name, import_version, matrix_units
 
         kind = torch.device(device).type
         name, capability = cpu_name() or platform.processor() or platform.machine(), None

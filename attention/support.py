@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from attention.select import BACKENDS
-from attention.spec import DTYPES, Caps, dotted
+from .select import BACKENDS
+from .spec import DTYPES, Caps, dotted
 
 ROOT = Path(__file__).resolve().parent.parent
 

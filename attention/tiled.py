@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec, visible
-from attention.views import not_compiled
+from .spec import Backend, Caps, Spec, visible
+from .views import not_compiled
 
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 

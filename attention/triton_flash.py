@@ -37,14 +37,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Backend, Caps, Spec
+from .spec import Backend, Caps, Spec
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention by our own kernels; shapes as in spec.Backend."""
     assert cache is None, "triton has no cache"
-    from attention.triton_kernels import flash_forward  # imports triton, which is optional
+    from .triton_kernels import flash_forward  # imports triton, which is optional
 
     first, last = (None, None) if segments is None else borders(segments)
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.spec import Spec, visible
+from .spec import Spec, visible
 
 
 def mask(

@@ -36,8 +36,13 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(child, ast.Import):
                 yield from ((name.name, inside) for name in child.names)
             elif isinstance(child, ast.ImportFrom):
-                assert not child.level, f"{path}: a relative import"
-                yield child.module or "", inside
+                # Only attention/, which is a package of the wheel too, imports relatively.
+                assert child.level <= (path.parent == ROOT / "attention"), f"{path}: {child.level}"
+                if child.level and child.module is None:  # from . import a, b
+                    yield from ((f"attention.{name.name}", inside) for name in child.names)
+                else:
+                    here = "attention." if child.level else ""
+                    yield here + (child.module or ""), inside
             named = isinstance(child, ast.FunctionDef)
             yield from visit(child, child.name if named else inside)  # type: ignore[attr-defined]
 
