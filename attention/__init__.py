@@ -2,7 +2,8 @@
 
 from .autotune import fastest
 from .flash_impl import use_flash_impl
-from .select import BACKENDS, RULES, announce, get, packages, probe, resolve, select
+from .own import is_file
+from .select import BACKENDS, RULES, announce, check_name, get, packages, probe, resolve, select
 from .spec import (
     Backend,
     BackendUnavailable,

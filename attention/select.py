@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from . import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .flash_impl import flash_impl
 from .spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
 from .system import first_line, profiled
@@ -53,11 +53,14 @@ MPS_GUARD = Refusal(
 
 
 def get(name: str) -> Backend:
-    """The backend with that name or alias.
+    """The backend with that name or alias, or the one that a file defines, which is run (own.py).
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
+        BackendUnavailable: the file defines no backend that can be used.
     """
+    if own.is_file(name):
+        return own.load(name, (*RULES, *_BY_ANY_NAME))
     if name not in _BY_ANY_NAME:
         near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -66,9 +69,16 @@ def get(name: str) -> Backend:
     return _BY_ANY_NAME[name]
 
 
-def packages() -> tuple[str, ...]:
-    """The import names of all packages that any backend needs."""
-    rows = (c for b in BACKENDS.values() for c in b.caps)
+def check_name(name: str) -> None:
+    """A ValueError where no backend has that name. A file is not run, nor is it looked for."""
+    if not (name in RULES or own.is_file(name)):
+        get(name)
+
+
+def packages(*names: str) -> tuple[str, ...]:
+    """The import names of all packages that any backend needs, files among `names` included."""
+    backends = [*BACKENDS.values(), *(get(name) for name in names if own.is_file(name))]
+    rows = (c for b in backends for c in b.caps)
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
@@ -96,7 +106,7 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name or alias, or "auto", which names no kernel: it may fall back even
+        name: a backend's name, alias or file, or "auto", which names no kernel: it may fall back even
             with policy.fallback=False, and the backends that it skips at first are not reported.
         failed: backends known not to run here, whatever they declare, with the reasons.
 
@@ -137,7 +147,7 @@ def select(
     Args:
         shape: batch size and tokens a sequence, if known, for math_note().
     """
-    machine = Machine.here(str(device), packages())
+    machine = Machine.here(str(device), packages(name))
     failed: dict[str, tuple[str, ...]] = {}
     while True:
         chosen = resolve(name, spec, machine, policy, failed=failed)

@@ -35,7 +35,7 @@ class Knobs:
 
     # --- what is measured ---
     batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
-    backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
+    backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
     baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
     roofline: str | None = None  # train: only compute the roofline of this GPU: "NVIDIA H200"
@@ -147,7 +147,8 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
             raise UserError(f"{word!r} is a rule that chooses a backend; name the backends, or all")
         if word != "all":
             try:
-                chosen[attention.get(word).name] = None
+                backend = attention.get(word)  # of a file the worker needs the path
+                chosen[word if attention.is_file(word) else backend.name] = None
             except ValueError as e:
                 raise UserError(str(e)) from None
             continue

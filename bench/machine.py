@@ -234,7 +234,7 @@ class MachineProbe:
         No process need be started for them. Those that remain still have to prove themselves.
         """
         config = self.job.config
-        here = Machine.here(str(self.device), attention.packages())
+        here = Machine.here(str(self.device), attention.packages(*request["names"]))
         always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
         refused = {}
         for name in request["names"]:

@@ -26,7 +26,6 @@ class Proof:
     def __init__(self, told: dict[str, Any]) -> None:
         self.job = Job(told)
         self.device = self.job.device
-        self.here = Machine.here(str(self.device), attention.packages())
         self.about = {"cases": len(CASES)}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
