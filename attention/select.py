@@ -106,8 +106,8 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name, alias or file, or "auto", which names no kernel: it may fall back even
-            with policy.fallback=False, and the backends that it skips at first are not reported.
+        name: a backend's name, alias or file; or "auto", which names no kernel: it may fall back
+            even with policy.fallback=False, and what it skips at first is not reported.
         failed: backends known not to run here, whatever they declare, with the reasons.
 
     Raises:
@@ -243,7 +243,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     draw = torch.Generator().manual_seed(0)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     cached = spec.cache in ("static", "paged")
-    run = _run_cached if cached else _run
+    run = run_cached if cached else _run
     out, plain, truth = [], [], []
     events: list[str] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
@@ -265,7 +265,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
                         raise FloatingPointError("not finite with dropout")
                 if Tq == T:
                     for _ in range(3):  # a library may round differently once, as under load
-                        leak = _leak(partial(run, backend.attend), inputs, seg, quiet)
+                        leak = leakage(partial(run, backend.attend), inputs, seg, quiet)
                         if leak == 0:
                             break
             except Exception as e:  # whatever a kernel raises is the reason to refuse it
@@ -300,7 +300,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     return Probe(tuple(f"its numbers are wrong ({w})" for w in why), kernels, tuple(events), proof)
 
 
-def _leak(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,
+def leakage(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,
           spec: Spec) -> float:  # fmt: skip
     """By how much the earlier outputs move when q, k and v of the last token change."""
     before = run(inputs, seg, spec, backward=False)[0]
@@ -396,7 +396,7 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 
 
 @torch.no_grad()
-def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
     """The same output through a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _, *sinks = inputs

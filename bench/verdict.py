@@ -79,7 +79,7 @@ def doubts(record: Content) -> list[str]:
     said = []
     for row in stages_of(record).get("proof", {}).get("record", {}).get("rows", []):
         for f in row["failures"][:3]:
-            what = f.get("case") or f"canary, {f['phase']}"
+            what = proof.failed(f)
             said.append(f"{row['backend']} is wrong in {what}, {f['dtype']}: {f['why']}")
     m = record["machine"]
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
