@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
@@ -188,7 +187,7 @@ def check(
     for n, (device, item) in enumerate(asked):
         watch(n, len(asked), f"{item.name}, {item.dtype}, {device}")
         try:
-            with _random_state_kept(device):
+            with torch.random.fork_rng([device] if device[:4] == "cuda" else []):  # seeds are set
                 answer = judge(backend, item, here[device], device)
         except Exception as e:  # whatever a kernel raises: it declares that it can do this
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
@@ -198,22 +197,13 @@ def check(
     return report
 
 
-@contextmanager
-def _random_state_kept(device: str) -> Iterator[None]:
-    """Promises set seeds. And what a kernel leaves switched on must not change the next answer."""
-    with torch.random.fork_rng([device] if device.startswith("cuda") else []), torch.enable_grad():
-        yield
-
-
 def script(name: str, item: Item, device: str, why: str) -> str:
     """About ten lines that fail as the item did, to be run where the package is importable."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
     lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
     if isinstance(item.of, Promise):
-        n = [p.name + repr(p.spec) for p in promises(item.dtype)].index(
-            item.of.name + repr(item.spec)
-        )
+        n = [Item(p, item.dtype).name for p in promises(item.dtype)].index(item.name)
         return "\n".join([
             *lines,
             f"from {package} import get",

@@ -1,4 +1,4 @@
-"""What `python -m attention check` asks, on the machine at hand: the job "proof", one item a request.
+"""What `python -m attention check` asks, on this machine: the job "proof", one item a request.
 
 All backends share one process, so that the truth of a case is computed once. A backend that breaks
 it, by a bad address on CUDA say, is noted, and another process continues with the others.
@@ -23,7 +23,7 @@ class Proof:
     """Judges one backend at one item."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.device = str(Job(told).device)
+        self.device = Job(told).device
         self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
         self.about = {"cases": len(matrix.CASES)}
 
@@ -31,8 +31,8 @@ class Proof:
         """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel itself raises is
         not caught, since it may have broken the process."""
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
-        here = Machine.here(self.device, attention.packages(name))
-        answer = check.judge(attention.get(name), item, here, self.device)
+        here = Machine.here(str(self.device), attention.packages(name))
+        answer = check.judge(attention.get(name), item, here, str(self.device))
         return {"verdict": answer.verdict, "why": "; ".join(answer.why)}
 
 
