@@ -54,6 +54,11 @@ class Item:
         return self.of.spec(self.dtype) if isinstance(self.of, Case) else self.of.spec
 
     @property
+    def deterministic(self) -> bool:
+        """Is it asked under torch.use_deterministic_algorithms(True)?"""
+        return isinstance(self.of, Promise) and self.of.deterministic
+
+    @property
     def features(self) -> list[str]:
         return _features(self.of) if isinstance(self.of, Case) else [self.of.feature]
 
@@ -96,7 +101,7 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
     A kernel without a backward pass is asked the cases all the same, forward only.
     """
     promise = item.of if isinstance(item.of, Promise) else None
-    machine = replace(machine, deterministic=bool(promise and promise.deterministic))
+    machine = replace(machine, deterministic=item.deterministic)
     spec = item.spec
     why = backend.why_not(spec, machine)
     if not promise and [w.kind for w in why] == ["grad"]:

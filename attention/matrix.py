@@ -201,11 +201,11 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
     """
     spec = case.spec(dtype, grad=grad, compiled=compiled)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    leaves = [t.requires_grad_(grad) for t in (q, k, v)]
     more: dict[str, Any] = {"segments": segments(case, device)}
     if case.sinks:
         more["sinks"] = sinks(case, dtype, device)
-        leaves.append(more["sinks"].requires_grad_())
+        leaves.append(more["sinks"].requires_grad_(grad))
     exact, rough = truth(case, dtype), plain(case, dtype, device)
     blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
     if grad:
