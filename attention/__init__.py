@@ -14,3 +14,10 @@ from .spec import (
     Spec,
     visible,
 )
+
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
+if __name__ == "attention":  # a checkout; where it is installed, the package is nanoattn
+    from .alias import share
+
+    share()
