@@ -4,7 +4,7 @@
     python -m attention sdpa_flash --dtype=float32        explain one decision
     python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    what would run there?
     python -m attention --as=h100                         every backend there
-    python -m attention check my_kernel.py                prove a kernel: --help after check
+    python -m attention check my_kernel.py                prove a kernel; check --help: options
     python -m attention --help                            all options
 
 The times are of one attention call at the given shape, not of a model; bench_mfu.py measures those.
@@ -14,16 +14,20 @@ described nothing is run: what the backends declare decides.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and (sys.argv[1:2] == ["check"] or __package__ == "nanoattn"):
+    # Before the imports below, of what pip does not install.
+    if sys.argv[1:2] != ["check"]:
+        sys.exit("python -m nanoattn has one command, check; all else is in a checkout of the "
+                 "project: python -m attention")  # fmt: skip
+    from .check import main as check
+
+    sys.exit(check(sys.argv[2:]))
+
 import os
 import re
 import statistics
-import sys
-
-if __name__ == "__main__" and sys.argv[1:2] == ["check"]:  # it needs neither core nor rich
-    from .check import main as prove
-
-    sys.exit(prove(sys.argv[2:]))
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

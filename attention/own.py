@@ -11,12 +11,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection
-from dataclasses import fields, replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
 
-from .spec import Backend, BackendUnavailable, Caps
+from .spec import Backend, BackendUnavailable
 from .system import first_line
 
 _RUN: dict[str, Backend] = {}  # absolute path -> what the file defines, once it was run
@@ -64,25 +62,11 @@ def _run(path: str, fail: Callable[[str], BackendUnavailable]) -> Backend:
         del sys.modules[name]
         own = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else own[-1] if own else None
-        hint = ""
-        if isinstance(e, ImportError) and e.name in ("attention", "nanoattn"):
-            hint = f"; here this package is called {__package__!r}"
+        hint = "; import it as nanoattn" * (getattr(e, "name", "") == "attention")  # the wheel
         raise fail(f"line {line}: {type(e).__name__}: {first_line(e)}{hint}") from e
     if not hasattr(module, "BACKEND"):
         raise fail("it defines no BACKEND = Backend(...)")
-    try:
-        backend = _ours(module.BACKEND)
-    except AttributeError:
-        raise fail(f"its BACKEND is a {type(module.BACKEND).__name__}, not a Backend") from None
-    return _RUN.setdefault(path, backend)
-
-
-def _ours(given: Any) -> Backend:
-    """The Backend, which may be made of the classes of this package's other copy: a checkout's
-    where the wheel runs, or the wheel's in a checkout. An AttributeError if it is something else.
-    """
-    if isinstance(given, Backend):
-        return given
-    caps = tuple(Caps(**{f.name: getattr(c, f.name) for f in fields(Caps)}) for c in given.caps)
-    backend = Backend(**{f.name: getattr(given, f.name) for f in fields(Backend)})
-    return replace(backend, caps=caps)
+    if not isinstance(module.BACKEND, Backend):
+        raise fail(f"its BACKEND is a {type(module.BACKEND).__name__}, not a Backend")
+    _RUN[path] = module.BACKEND
+    return module.BACKEND
