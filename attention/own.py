@@ -25,11 +25,11 @@ def is_file(name: str) -> bool:
     return name.endswith(".py") or os.sep in name or bool(os.altsep and os.altsep in name)
 
 
-def load(path: str, known: Collection[str]) -> Backend:
+def load(path: str, backends: Collection[str], rules: Collection[str]) -> Backend:
     """The BACKEND that the file defines; the file is run when it is first asked for.
 
     Args:
-        known: names and aliases of the backends that there are already.
+        backends, rules: the names that there are already, which it may fall back to, or not.
 
     Raises:
         BackendUnavailable: there is no such file, it raises, or its BACKEND cannot be used.
@@ -41,9 +41,9 @@ def load(path: str, known: Collection[str]) -> Backend:
     if not os.path.isfile(path):
         raise fail("there is no such file")
     backend = _run(os.path.abspath(path), fail)
-    if taken := {backend.name, *backend.aliases} & set(known):
-        raise fail(f"there is a backend called {min(taken)!r} already; give it another name")
-    if not (backend.fallback is None or backend.fallback in known):
+    if taken := {backend.name, *backend.aliases} & {*backends, *rules}:
+        raise fail(f"its name {min(taken)!r} is taken; give it another one")
+    if not (backend.fallback is None or backend.fallback in backends):
         raise fail(f"it would fall back to {backend.fallback!r}, and there is no such backend")
     return backend
 
@@ -51,8 +51,8 @@ def load(path: str, known: Collection[str]) -> Backend:
 def _run(path: str, fail: Callable[[str], BackendUnavailable]) -> Backend:
     if path in _RUN:
         return _RUN[path]
-    # In sys.modules, as dataclasses, pickle and Triton expect of a module; under its path.
-    name = f"nanoattn kernel {path}"
+    # In sys.modules, as dataclasses, Triton and torch.compile expect of a module.
+    name = f"nanoattn_kernel_{len(_RUN)}"
     spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
     assert spec and spec.loader
     module = sys.modules[name] = module_from_spec(spec)

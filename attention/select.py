@@ -60,7 +60,7 @@ def get(name: str) -> Backend:
         BackendUnavailable: the file defines no backend that can be used.
     """
     if own.is_file(name):
-        return own.load(name, (*RULES, *_BY_ANY_NAME))
+        return own.load(name, _BY_ANY_NAME, RULES)
     if name not in _BY_ANY_NAME:
         near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -8,7 +8,6 @@ commas) says that this machine must run them.
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import traceback
@@ -331,32 +330,6 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
 
 
 # --- the layout ---
-
-ROOT = Path(__file__).parent.parent
-FILES = {"manual", "tiled", "sdpa", "flex", "triton_flash", "flash", "paged"}  # of the backends
-
-
-def _imports(path: Path) -> set[str]:
-    """The modules that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def test_attention_imports_nothing_of_the_project_but_itself() -> None:
-    """Only its command line reads core's settings; and no backend knows another."""
-    rooms = {p.name for p in ROOT.iterdir() if p.is_dir()} | {p.stem for p in ROOT.glob("*.py")}
-    for path in (ROOT / "attention").glob("*.py"):
-        above = {name.partition(".")[0] for name in _imports(path)} & rooms - {"attention"}
-        assert above <= ({"core"} if path.name == "__main__.py" else set()), (path.name, above)
-        others = FILES & {n.split(".")[1] for n in _imports(path) if n.startswith("attention.")}
-        if path.stem in FILES:
-            assert others <= {path.stem}, (path.name, others)
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "paged"])
