@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 
 import torch
 
 from . import matrix
 from .matrix import Case
-from .promises import Promise, promises
+from .promises import Item, promises
 from .select import get, packages
 from .spec import DTYPES, Backend, Machine, Refusal, Spec
 from .system import first_line
@@ -34,58 +35,17 @@ FEATURES = ("causal", "lengths", "blind rows", "grouped heads", "window", "segme
 THERE = ("device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels")
 
 
-@dataclass(frozen=True)
-class Item:
-    """One question: a case or a promise, in one dtype."""
-
-    of: Case | Promise
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        if isinstance(self.of, Case):
-            return self.of.name
-        spec = self.of.spec
-        heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
-        return self.of.name + heads + (f", window {spec.window}" if spec.window else "")
-
-    @property
-    def spec(self) -> Spec:
-        return self.of.spec(self.dtype) if isinstance(self.of, Case) else self.of.spec
-
-    @property
-    def deterministic(self) -> bool:
-        """Is it asked under torch.use_deterministic_algorithms(True)?"""
-        return isinstance(self.of, Promise) and self.of.deterministic
-
-    @property
-    def features(self) -> list[str]:
-        return _features(self.of) if isinstance(self.of, Case) else [self.of.feature]
-
-
-def _features(case: Case) -> list[str]:
-    has = {
-        "lengths": case.Tq != case.Tk,
-        "blind rows": case.Tq > case.Tk,
-        "grouped heads": case.Hkv < case.H,
-        "window": case.window,
-        "segments": case.segments,
-        "scale": case.scale,
-        "softcap": case.softcap,
-        "sinks": case.sinks,
-        "large scores": case.size > 2,
-        "unusual scores": case.kind != "noise",
-        "strides": case.layout != "contiguous",
-    }
-    return [name for name, there in has.items() if there] or ["causal"]
-
-
 def items(dtypes: Iterable[str], quick: bool = False) -> Iterator[Item]:
     """All questions, those that cover most first; with quick matrix.SAMPLE instead of all cases."""
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
-        yield from (Item(case, dtype) for case in cases)
-        yield from (Item(promise, dtype) for promise in promises(dtype))
+        for case in cases:
+            yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
+        yield from promises(dtype)
+
+
+def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad)
 
 
 @dataclass(frozen=True)
@@ -100,24 +60,18 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
 
     A kernel without a backward pass is asked the cases all the same, forward only.
     """
-    promise = item.of if isinstance(item.of, Promise) else None
-    machine = replace(machine, deterministic=item.deterministic)
-    spec = item.spec
+    machine, spec = replace(machine, deterministic=item.deterministic), item.spec
     why = backend.why_not(spec, machine)
-    if not promise and [w.kind for w in why] == ["grad"]:
+    if item.case and [w.kind for w in why] == ["grad"]:
         spec = replace(spec, grad=False)
         why = backend.why_not(spec, machine)
     if why:
         return Answer("refused", tuple(why))
     try:
-        if promise:
-            promise.ask(backend, spec, device)
-        else:
-            assert isinstance(item.of, Case)
-            matrix.check(backend, item.of, item.dtype, device, grad=spec.grad)
+        item.ask(backend, spec, device)
     except AssertionError as e:
         return Answer("wrong", (str(e),))
-    return Answer("right", grad=spec.grad and not promise)
+    return Answer("right", grad=spec.grad and item.case is not None)
 
 
 # --- a whole check ---
@@ -169,16 +123,14 @@ class Report:
 
 
 def check(
-    name: str,
-    devices: Sequence[str],
-    dtypes: Sequence[str] = DTYPES,
-    quick: bool = False,
-    watch: Callable[[int, int, str], None] = lambda done, of, what: None,
-) -> Report:
+    name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
+    first: bool = False, watch: Callable[[int, int, str], None] = lambda done, of, what: None,
+) -> Report:  # fmt: skip
     """Ask a backend everything.
 
     Args:
         name: a backend's name, alias or file.
+        first: end at the first failure.
         watch: called before each question: how many are answered, of how many, the next one.
 
     Raises:
@@ -197,6 +149,8 @@ def check(
         except Exception as e:  # whatever a kernel raises: it declares that it can do this
             answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
         report.add(item, device, answer)
+        if first and report.failures:
+            break
     watch(len(asked), len(asked), "done")
     report.seconds = time.monotonic() - began
     return report
@@ -207,20 +161,20 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
     lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
-    if isinstance(item.of, Promise):
-        n = [Item(p, item.dtype).name for p in promises(item.dtype)].index(item.name)
+    if item.case is None:
+        n = [p.name for p in promises(item.dtype)].index(item.name)
         return "\n".join([
             *lines,
             f"from {package} import get",
             f"from {package}.promises import promises",
             "",
-            f"promise = list(promises({item.dtype!r}))[{n}]  # {item.of.name}",
+            f"promise = list(promises({item.dtype!r}))[{n}]  # {item.name}",
             "print(promise.spec)",
             f"promise.ask(get({name!r}), promise.spec, {device!r})  # promises.py says how",
         ])  # fmt: skip
-    given = {f.name: getattr(item.of, f.name) for f in fields(Case)}
+    given = {f.name: getattr(item.case, f.name) for f in fields(Case)}
     changed = ", ".join(f"{k}={v!r}" for k, v in given.items() if v != getattr(Case, k, None))
-    sinks = f", sinks=matrix.sinks(case, dtype, {device!r})" * item.of.sinks
+    sinks = f", sinks=matrix.sinks(case, dtype, {device!r})" * item.case.sinks
     return "\n".join([
         *lines,
         f"from {package} import get, matrix",
@@ -290,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps; all that are here if left out")
     parser.add_argument("--dtype", help=f"some of {','.join(DTYPES)}, all if left out")
     parser.add_argument("--quick", action="store_true", help="a sample of the cases")
+    parser.add_argument("--first", action="store_true", help="end at the first failure")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
     dtypes = options.dtype.split(",") if options.dtype else DTYPES
@@ -301,7 +256,8 @@ def main(argv: Sequence[str]) -> int:
     if not there.get(kind, kind == "cpu"):
         parser.error(f"--device={devices[0]}: there is no such device here")
     try:
-        report = check(options.backend, devices, dtypes, options.quick, progress())
+        report = check(options.backend, devices, dtypes, quick=options.quick, first=options.first,
+                       watch=progress())  # fmt: skip
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -45,6 +45,24 @@ class Case:
             softcap=self.softcap, sinks=self.sinks, segments=self.segments is not None, **changes
         )  # fmt: skip
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it has that others have not, as check.py counts it."""
+        has = {
+            "lengths": self.Tq != self.Tk,
+            "blind rows": self.Tq > self.Tk,
+            "grouped heads": self.Hkv < self.H,
+            "window": self.window,
+            "segments": self.segments,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "large scores": self.size > 2,
+            "unusual scores": self.kind != "noise",
+            "strides": self.layout != "contiguous",
+        }
+        return tuple(name for name, there in has.items() if there) or ("causal",)
+
 
 def _square(T: int, **changes: Any) -> Case:
     return Case(f"{T}", T, T, **changes)

@@ -25,51 +25,62 @@ from .spec import Backend, Spec, visible
 
 
 @dataclass(frozen=True)
-class Promise:
+class Item:
     """One question to a backend that supports `spec`; what is wrong is an AssertionError."""
 
     name: str
-    feature: str  # a row of the table that check.py prints
+    features: tuple[str, ...]  # rows of the table that check.py prints
     spec: Spec
     ask: Callable[[Backend, Spec, str], None]  # the backend, spec, the device
     deterministic: bool = False  # asked under torch.use_deterministic_algorithms(True)
+    case: matrix.Case | None = None  # of the matrix; None: a promise
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
 
 
-def promises(dtype: str) -> Iterator[Promise]:
+def promises(dtype: str) -> Iterator[Item]:
     """All of them, in one dtype."""
+
+    def item(name: str, feature: str, spec: Spec, ask: Callable[..., None], **more: Any) -> Item:
+        heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
+        window = f", window {spec.window}" if spec.window else ""
+        return Item(name + heads + window, (feature,), spec, ask, **more)
+
     heads = partial(Spec, 4, 2, 32, dtype)
     windows = (None, 9)
     for phase, (_, _, grad) in PHASES.items():
         for spec in canaries(dtype, phase):
-            yield Promise(f"canary, {phase}", "canary", spec, partial(_canary, phase))
+            yield item(f"canary, {phase}", "canary", spec, partial(_canary, phase))
         if phase != "decode":  # one query has no other segment before it and behind it
             for w in windows:
                 spec = heads(window=w, segments=True, grad=grad)
-                yield Promise(f"segments, {phase}", "canary", spec, partial(segments, phase))
+                yield item(f"segments, {phase}", "canary", spec, partial(segments, phase))
     for w, Tq in itertools.product((None, 5), (20, 7, 1)):
         spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
-        yield Promise(f"huge negative scores, {Tq} of 20", "canary", spec, partial(negative, Tq))
-    yield Promise("behind the view", "canary", heads(grad=False), behind)
+        yield item(f"huge negative scores, {Tq} of 20", "canary", spec, partial(negative, Tq))
+    yield item("behind the view", "canary", heads(grad=False), behind)
     for w in windows:
-        yield Promise("no gradient to later tokens", "canary", heads(window=w), later_gradient)
+        yield item("no gradient to later tokens", "canary", heads(window=w), later_gradient)
     for p in (0.125, 0.5):
-        yield Promise(f"share dropped, {p}", "dropout", _dropping(dtype, p), share)
-    yield Promise("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
+        yield item(f"share dropped, {p}", "dropout", _dropping(dtype, p), share)
+    yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
     for w in windows:
-        yield Promise("no random number without", "dropout", heads(window=w), no_random)
+        yield item("no random number without", "dropout", heads(window=w), no_random)
     for p in (0.0, 0.25):
         name = "the same bits" + ", with dropout" * bool(p)
-        yield Promise(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
+        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
     for grad in (True, False):
         name = "compiled" + ", no gradients" * (not grad)
-        yield Promise(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
+        yield item(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
     for w, Tq in itertools.product((None, 6), (24, 3, 1)):
         spec = heads(window=w, segments=True, grad=False, cache="dynamic")
-        yield Promise(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
+        yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
     for w, size in itertools.product(windows, (None, 16, 256)):
         kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
         spec = heads(window=w, grad=False, cache=kind, page_size=size)
-        yield Promise(name, "caches", spec, cached)
+        yield item(name, "caches", spec, cached)
 
 
 # --- nothing unseen changes an output ---
