@@ -58,7 +58,7 @@ class Tiled(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
                 segments: Tensor | None, spec: Spec, *tiles: int) -> Tensor:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
-            out, L = forward_tiles(q, k, v, spec, segments, *tiles, sinks=sinks)
+            out, L = forward_tiles(q, k, v, spec, segments, sinks, *tiles)
         ctx.save_for_backward(q, k, v, out, L, sinks, segments)
         ctx.options = spec, *tiles  # the seed, B_r, B_c
         return out
@@ -72,8 +72,8 @@ class Tiled(torch.autograd.Function):
 
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
-                  seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N, on_tile: Any = None,
-                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
+                  B_c: int = BLOCK_N, on_tile: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and the
     logsumexp L (B, Hkv, H/Hkv, Tq, 1) in float32, or float64 for float64. A tile's dropout mask has
     the seed `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i."""

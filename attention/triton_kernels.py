@@ -22,9 +22,8 @@ Visible tiles   Each row sees one interval of keys: causality ends it, window an
                          masked       not masked       masked
 
                 From the keys' side it is the same: a key is seen by one interval of rows.
-exp2            The hardware has 2^x, so the scores, and with them m_i and L_i, are in units of log 2.
-                S_ij is what tl.dot gives, or its tanh if there is a softcap; times `unit` it is in
-                those units.
+exp2            The hardware has 2^x, so scores, and with them m_i and L_i, are in units of log 2:
+                S_ij, as tl.dot gives it or its tanh if there is a softcap, is multiplied by `unit`.
 Sinks           begin the sums of the forward pass, and L_i contains them: the backward kernels need
                 nothing else. The sinks' own gradient comes from L_i and D_i, in PyTorch.
 Order           The last rows see most keys. Programs start in the order of their ids, so blocks of
