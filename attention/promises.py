@@ -81,6 +81,9 @@ def promises(dtype: str) -> Iterator[Item]:
         kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
         spec = heads(window=w, grad=False, cache=kind, page_size=size)
         yield item(name, "caches", spec, cached)
+        if w is None:
+            more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
+            yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
 
 
 # --- nothing unseen changes an output ---
@@ -378,8 +381,11 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
     is that of the whole sequence; and a later token moves no earlier output."""
     T = 64 if (spec.page_size or 0) < 64 else 300
     case = matrix.Case("cached", T, T, spec.n_head, spec.n_kv_head, spec.head_dim,
-                       window=spec.window)  # fmt: skip
+                       window=spec.window, scale=spec.scale, softcap=spec.softcap,
+                       sinks=spec.sinks)  # fmt: skip
     inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
+    if (sinks := matrix.sinks(case, spec.dtype, device)) is not None:
+        inputs.append(sinks)
     (out,) = run_cached(backend.attend, inputs, None, spec)
     rough, exact = matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype)
     oracle.check(oracle.Result(out), rough, exact, getattr(torch, spec.dtype))
