@@ -236,9 +236,9 @@ def progress() -> Callable[[int, int, str], None]:
     return watch
 
 
-def main(argv: Sequence[str]) -> int:
-    """Check one backend as the command line says; the exit code."""
-    program = f"python -m {(__package__ or 'attention')} check"
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; a mistake in it ends the process with exit code 2."""
+    program = f"python -m {__package__ or 'attention'} check"
     parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("backend", help="a file that defines BACKEND, or a backend's name")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps; all that are here if left out")
@@ -247,19 +247,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first", action="store_true", help="end at the first failure")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
-    dtypes = options.dtype.split(",") if options.dtype else DTYPES
-    if unknown := set(dtypes) - set(DTYPES):
+    options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
+    if unknown := set(options.dtypes) - set(DTYPES):
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    devices = [options.device] if options.device else ["cpu", *(d for d in there if there[d])]
-    kind = torch.device(devices[0]).type
-    if not there.get(kind, kind == "cpu"):
-        parser.error(f"--device={devices[0]}: there is no such device here")
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    options.devices = ["cpu", *["cuda"] * cuda, *["mps"] * mps]
+    if options.device:
+        number = int(options.device.partition(":")[2] or 0)
+        kind = options.device.partition(":")[0]
+        if kind not in options.devices or number >= (torch.cuda.device_count() if cuda else 1):
+            parser.error(f"--device={options.device}: there is no such device here")
+        options.devices = [options.device]
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check one backend as the command line says; the exit code."""
+    asked = read(argv)
     try:
-        report = check(options.backend, devices, dtypes, quick=options.quick, first=options.first,
-                       watch=progress())  # fmt: skip
+        report = check(asked.backend, asked.devices, asked.dtypes, quick=asked.quick,
+                       first=asked.first, watch=progress())  # fmt: skip
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(report)) if options.json else text(report))
+    print(json.dumps(asdict(report)) if asked.json else text(report))
     return report.code
