@@ -152,7 +152,16 @@ class Mask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called = getattr(func, "__name__", str(func))
         # Its shape and device may be asked for, and it may be moved: what generate() and hooks do.
-        if called not in ("__get__", "dim", "size", "to", "detach", "as_subclass", "expand"):
+        if called not in (
+            "__get__",
+            "dim",
+            "size",
+            "to",
+            "detach",
+            "contiguous",
+            "clone",
+            "as_subclass",
+        ):
             name = next(
                 a.asked_by for a in (*args, *(kwargs or {}).values()) if isinstance(a, Mask)
             )
