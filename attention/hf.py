@@ -4,24 +4,22 @@
     attention.hf.register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="nanoattn:triton")
 
-Two functions stand behind each name. `_make_mask` is called once a forward pass for each kind of
-layer. It has transformers build the mask that its own SDPA would get and proves, entry by entry,
-that it is causal + window + segments (:func:`prove`). `_attend` is called by every layer; it turns
-the layer's arguments into a Spec, has the kernel for it chosen as everywhere here, and runs it. An
-argument that it does not know is refused, and so is a mask that is something else.
+Two functions stand behind each name. `_mask` is called once a forward pass for each kind of layer:
+it has transformers build the mask that its own SDPA would get, and proves what it is (hf_mask.py).
+`_attend` is called by every layer: it turns the layer's arguments into a Spec, has the kernel for
+it chosen as everywhere here, and runs it. What it cannot honour it refuses, and it refuses what it
+does not know.
 
-A model that never calls the second function is found out: when it is built, by its source; at its
-first mask, which nothing but `_attend` can read (:class:`Mask`); or by :func:`report`.
-
-transformers is imported by register(), not by this file. docs/HF.md has the limits and the proof.
+A model that never calls `_attend` is found out: when it is built, by its source; at its first mask,
+which nothing else can read; or by :func:`report`. docs/HF.md has the limits and the proof.
+transformers is imported by register(), not by this file.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,15 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autotune import fastest
+from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
 from .spec import BackendUnavailable, Policy, Resolution, Spec
-from .views import mask as causal_mask
-from .views import not_compiled
 
 PREFIX = "nanoattn:"
-# transformers looks for these words in a name, and would then want its own SDPA or flash-attn.
+# transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
-# What models hand through to their attention, and what says nothing about the result of it.
+# What models hand through to their attention, and what changes nothing there.
 NO_REQUEST = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
               "output_router_logits", "num_items_in_batch"}  # fmt: skip
 
@@ -61,127 +58,62 @@ def names() -> dict[str, str]:
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     """Make every backend, "auto" and "fastest" an attention implementation of transformers.
 
-    Calling it again is allowed, and changes the policy.
+    It may be called again, with another policy.
 
     Args:
         extra: further names that attention.get() knows.
         policy: Policy(fallback=False) makes a refusal an error instead of a warning.
 
     Raises:
-        ImportError: no transformers, or one without AttentionInterface and masking_utils (< 4.53).
+        ImportError: no transformers, or one without masking_utils (before 4.53).
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import PreTrainedModel
 
+    # Both read tensors on the host: in a compiled model each call is a graph break.
+    untraced = torch.compiler.disable
     for name in (*RULES, *BACKENDS, *extra):
         key = implementation(name)
-        attend = not_compiled(partial(_attend, name, policy))
-        AttentionInterface.register(key, attend)
-        AttentionMaskInterface.register(key, not_compiled(partial(_make_mask, key, sdpa_mask)))
-    if not hasattr(PreTrainedModel.__init__, "checks_nanoattn"):
-        PreTrainedModel.__init__ = _checked(PreTrainedModel.__init__)
+        AttentionInterface.register(key, untraced(partial(_attend, name, policy)))
+        AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
+    if not hasattr(PreTrainedModel.__init__, "asks_nanoattn"):
+        setattr(PreTrainedModel, "__init__", _asking(PreTrainedModel.__init__))  # noqa: B010
 
 
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    """PreTrainedModel.__init__, refusing models that take the name and never call what it names."""
+def _asking(init: Callable[..., None]) -> Callable[..., None]:
+    """PreTrainedModel.__init__, refusing models that take a name and never call what it names."""
 
     @wraps(init)
     def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(config, "_attn_implementation", None)
         if isinstance(asked, str) and asked.startswith(PREFIX):
-            if asked not in (known := names().values()) and asked.lower() in names():
-                raise ValueError(
-                    f"unknown attn_implementation {asked!r}; known: {', '.join(known)}"
-                )
-            # As transformers itself asks whether an implementation can be set: by the source.
-            source = sys.modules.get(type(self).__module__)
-            own = [c for c in vars(source).values() if isinstance(c, type)
-                   and c.__module__ == type(self).__module__ and "Attention" in c.__name__
-                   and issubclass(c, torch.nn.Module)]  # fmt: skip
-            if own and not hasattr(source, "ALL_ATTENTION_FUNCTIONS"):
+            meant = {key.lower(): key for key in names().values()}.get(asked.lower(), asked)
+            if asked != meant:
+                raise ValueError(f"unknown attn_implementation {asked!r}: write {meant!r}")
+            # transformers itself tells by the source whether an implementation can be set.
+            source = vars(sys.modules[type(self).__module__])
+            own = [c.__name__ for c in source.values() if isinstance(c, type)
+                   and issubclass(c, torch.nn.Module) and "Attention" in c.__name__
+                   and c.__module__ == type(self).__module__]  # fmt: skip
+            if own and "ALL_ATTENTION_FUNCTIONS" not in source:
                 raise BackendUnavailable(
-                    f"{type(self).__name__} cannot run {asked!r}: {own[0].__name__} computes its "
-                    "attention itself and never calls a registered implementation"
+                    f"{type(self).__name__} cannot run {asked!r}: {own[0]} computes its attention "
+                    "itself, whatever its attn_implementation is"
                 )
         init(self, config, *args, **kwargs)
 
-    wrapped.checks_nanoattn = True  # type: ignore[attr-defined]
+    wrapped.asks_nanoattn = True  # type: ignore[attr-defined]
     return wrapped
 
 
-# --- masks ---
+# --- the mask, once a forward pass ---
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What a mask was proved to be: causal, bottom-right, over the first `end` keys, and this."""
+def _mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
+    """What masking_utils calls: its mask for SDPA, proved.
 
-    end: int
-    window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32; 0 is padding
-
-    @property
-    def effective_window(self) -> int | None:
-        return _effective(self.window, self.end)
-
-
-def _effective(window: int | None, end: int) -> int | None:
-    """A window that hides nothing is no request."""
-    return window if window is not None and window < end else None
-
-
-class Mask(Tensor):
-    """A proved mask: it has the shape (B, 1, Tq, Tk) and a Proof, but no entries.
-
-    Only `_attend` can read it. A model that would add it to its scores gets an error: that model
-    does not hand its attention over.
-    """
-
-    proof: Proof
-    asked_by: str  # the attn_implementation
-
-    @staticmethod
-    def of(proof: Proof, name: str, shape: tuple[int, ...]) -> Mask:
-        empty = torch.zeros((), dtype=torch.bool).expand(shape)
-        made = empty.as_subclass(Mask)
-        made.proof, made.asked_by = proof, name
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = getattr(func, "__name__", str(func))
-        # Its shape and device may be asked for, and it may be moved: what generate() and hooks do.
-        if called not in (
-            "__get__",
-            "dim",
-            "size",
-            "to",
-            "detach",
-            "contiguous",
-            "clone",
-            "as_subclass",
-        ):
-            name = next(
-                a.asked_by for a in (*args, *(kwargs or {}).values()) if isinstance(a, Mask)
-            )
-            raise BackendUnavailable(
-                f"this model does not hand its attention over: it uses the mask of {name!r} itself "
-                f"(in {called}), so what runs would be its own attention, with a mask it cannot "
-                "read"
-            )
-        out = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(out, Mask) and isinstance(args[0], Mask):
-            seg = args[0].proof.segments
-            out.asked_by = args[0].asked_by
-            out.proof = replace(args[0].proof, segments=None if seg is None else seg.to(out.device))
-        return out
-
-
-def _make_mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
-    """What transformers calls for a mask (masking_utils): its own, proved.
-
-    Where it says itself that the mask is causal and nothing else, no mask is built.
+    Where it knows itself that the mask is causal and nothing else, none is built.
     """
     B, Tk = asked["batch_size"], asked["kv_length"]
     Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
@@ -201,7 +133,7 @@ def _tokens(
     Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
     q_offset: Any = 0, kv_offset: int = 0, kv_length: int = 0, **_: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Which queries are tokens and not padding, bool (B, Tq), by the caller's 2-D mask."""
+    """Which queries are tokens and not padding, by the caller's 2-D mask: bool (B, Tq)."""
     if attention_mask is None:
         return None
     if cache_position is None:  # transformers 5
@@ -210,97 +142,27 @@ def _tokens(
     return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
-def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -> Proof:
-    """What a mask is in the terms of attention.visible, if it is that exactly.
-
-    Each row of a token is compared entry by entry; nobody reads the outputs of padding, and
-    transformers lets it see anything. Costs a few passes over the mask, and waits for the device.
-
-    Args:
-        mask: (B or 1, 1, Tq, Tk), True or 0.0 where a query sees a key, False or the least number
-            of the dtype where it does not.
-        window: that the layer says it has; None: found from the mask, if it has one.
-        real: (B, Tq) bool, the queries that are tokens; None: those that see anything.
-
-    Raises:
-        ValueError: it is anything else; says where.
-    """
-    seen = _entries(mask)  # (B, Tq, Tk)
-    Tq, Tk = seen.shape[1:]
-    real = seen.any(-1) if real is None else real
-    # The last key that each query sees tells where the queries stand: i + offset.
-    last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    last = torch.where(real & seen.any(-1), last, -1) - torch.arange(Tq, device=seen.device)
-    offset = max(0, int(last.amax()))
-    end = offset + Tq
-    if end > Tk:
-        i = int(last.amax(0).argmax())
-        raise ValueError(f"it is not causal: query {i} of {Tq} sees key {i + offset} of {Tk}")
-    seen = seen[:, :, :end]
-    beside = seen.diagonal(offset - 1, 1, 2)  # does a query see its neighbour's key?
-    beside = F.pad(beside, (Tq - beside.shape[1], 0))  # the very first has none
-    ids = torch.where(real, 1 + (~beside).cumsum(1), 0)
-    earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
-    ids = torch.cat([earlier, ids], dim=1).int()
-    span = ids[:, : offset + 1]  # of these no neighbour was asked
-    holes = ((span[:, :-1] != 0) & (span[:, 1:] == 0)).any()
-
-    wrong = None
-    windows: list[int | None] = [window]
-    if window is None:
-        windows.append(int(seen.sum(-1).amax()) or 1)
-    for w in windows:
-        for segments in (None, ids):
-            same = causal_mask(Tq, end, w, segments, seen.device)[:, 0] == seen
-            wrong = ~(same | ~real[:, :, None])
-            if not bool(wrong.any()):
-                if segments is not None and bool(holes):
-                    raise ValueError("there is padding between tokens: a segment must be one run")
-                return Proof(end, w, segments)
-    assert wrong is not None
-    b, i, j = wrong.nonzero()[0].tolist()
-    is_, what = seen[b, i, j], f"causal with a window of {window}" if window else "causal"
-    raise ValueError(
-        f"it is not {what} and segments: in row {b} query {i} {'sees' if is_ else 'misses'} key {j}"
-        f" of {end}"
-    )
-
-
-def _entries(mask: Tensor) -> Tensor:
-    """A mask (B, 1, Tq, Tk) as bool (B, Tq, Tk)."""
-    if mask.dim() != 4 or mask.shape[1] != 1:
-        raise ValueError(f"it has shape {tuple(mask.shape)}, not (batch, 1, queries, keys)")
-    if mask.dtype == torch.bool:
-        return mask[:, 0]
-    if not mask.is_floating_point():
-        raise ValueError(f"it holds {mask.dtype}, neither bool nor floating point")
-    seen = mask == 0
-    if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise ValueError("it has entries between 0 and the least number: a bias, not a mask")
-    return seen[:, 0]
-
-
 def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: int) -> Proof:
-    """The proof of the mask that a layer got: made before, or made now and kept on the mask."""
+    """The proof of the mask that a layer got: made before, or made now and kept with the mask."""
     if mask is None:
-        # Nothing was said of the mask: only a layer that says that it is causal means that.
-        if getattr(module, "is_causal", None) is not True:
-            raise ValueError("it has no mask and does not say is_causal")
-        if Tq != Tk or _effective(window, Tk) is not None:
-            raise ValueError(f"it has no mask for {Tq} queries and {Tk} keys, window {window}")
-        return Proof(Tk)
-    if isinstance(mask, Mask):
+        # Eager attention would see everything: only a layer that says so means causal.
+        if getattr(module, "is_causal", None) is not True or Tq != Tk:
+            raise ValueError(f"it has no mask for {Tq} queries and {Tk} keys, or is not causal")
+        proof = Proof(Tk)
+    elif isinstance(mask, Mask):
+        if not hasattr(mask, "proof"):
+            raise ValueError("the model changed the mask")
         proof = mask.proof
     else:  # a 4-D mask of the caller's own
-        # Kept for the next layer, unless it was written to; inference tensors do not tell.
+        # Kept for the next layer, until it is written to; inference tensors do not tell when.
         key = None if mask.is_inference() else (mask._version, window)
-        kept = getattr(mask, "_nanoattn", (None, None))
-        proof = kept[1] if kept[0] == key and key is not None else prove(mask, window)
-        mask._nanoattn = key, proof  # type: ignore[attr-defined]
-    if mask.shape[2] != Tq or proof.end > Tk:
-        raise ValueError(f"its mask is {tuple(mask.shape)} for {Tq} queries and {Tk} keys")
-    if window is not None and _effective(window, proof.end) != proof.effective_window:
-        raise ValueError(f"it has a window of {window}, and its mask {proof.window or 'none'}")
+        kept = getattr(mask, "_nanoattn", {})
+        proof = kept[key] if key in kept else prove(mask, window)
+        mask._nanoattn = {} if key is None else {key: proof}  # type: ignore[attr-defined]
+    if (mask is not None and mask.shape[2] != Tq) or proof.end > Tk:
+        raise ValueError(f"the mask is for other than {Tq} queries and {Tk} keys")
+    if window is not None and proof.effective(window) != proof.effective(proof.window):
+        raise ValueError(f"the layer has a window of {window}, its mask {proof.window or 'none'}")
     return proof
 
 
@@ -316,11 +178,12 @@ def _attend(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention of one layer, as AttentionInterface wants it.
+    """The attention of one layer, as AttentionInterface calls it.
 
     Args:
         query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D).
-        is_causal: not asked for: the mask says it, and it was proved.
+        s_aux: (H,), the sinks.
+        is_causal: not used: the mask says it, and is proved.
 
     Returns:
         (B, Tq, H, D), and None for the weights.
@@ -328,50 +191,49 @@ def _attend(
     Raises:
         BackendUnavailable: something that the model asks for cannot be honoured.
     """
-    (_, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
-    unknown = [n for n, x in others.items() if x is not None and n not in NO_REQUEST]
+    (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
+    device = query.device
     try:
-        if unknown:
+        if unknown := [n for n, x in others.items() if x is not None and n not in NO_REQUEST]:
             raise ValueError(f"it is not known what {', '.join(unknown)} would change")
         if output_attentions:
-            raise ValueError("output_attentions: no kernel keeps the weights (use 'eager')")
+            raise ValueError("output_attentions: the weights are not kept (eager has them)")
         if getattr(module, "is_causal", True) is False:
             raise ValueError("the layer is not causal")
-        if value.shape != key.shape or query.shape[0] != key.shape[0] or key.shape[3] != D:
+        if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
+            raise ValueError("scaling must be a number, and s_aux one for each head")
+        if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
             shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
-        proof = _proof(attention_mask, sliding_window, module, Tq, Tk)
-        device = query.device
-        if torch.is_autocast_enabled(device.type):  # as SDPA does there
+        if torch.is_autocast_enabled(device.type):  # as for SDPA
             half = torch.get_autocast_dtype(device.type)
             query, key, value = (t.to(half) for t in (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
+        proof = _proof(attention_mask, sliding_window, module, Tq, Tk)
+        learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
+        grad = torch.is_grad_enabled() and bool(learned)
         spec = Spec(
             H, Hkv, D, str(query.dtype).removeprefix("torch."),
-            window=proof.effective_window, dropout=float(dropout),
-            segments=proof.segments is not None,
-            grad=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)),
-            cache="none" if Tq == proof.end else "dynamic", hub_kernels=policy.hub_kernels,
+            window=proof.effective(proof.window), dropout=float(dropout),
+            segments=proof.segments is not None, grad=grad, hub_kernels=policy.hub_kernels,
+            cache="none" if grad or Tq == proof.end else "dynamic",
             scale=scaling, softcap=softcap, sinks=s_aux is not None,
         )  # fmt: skip
     except ValueError as e:
-        raise BackendUnavailable(
-            f"{implementation(name)} refuses {type(module).__name__}: {e}"
-        ) from None
+        who = f"{implementation(name)} refuses {type(module).__name__}"
+        raise BackendUnavailable(f"{who}: {e}") from None
 
-    chosen = _choose(name, spec, device, policy, (query.shape[0], Tq, proof.end))
+    chosen = _choose(name, spec, device, policy, (B, Tq, proof.end))
     ran = _ran.setdefault(module, {})
     ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
     # A static cache is longer than what it holds: the rest is cut off, which copies nothing.
-    q_BTHD, k_BTHD, v_BTHD = (
-        t.transpose(1, 2)[:, : proof.end] for t in (query, key, value)
-    )  # (B, T, H, D)
+    k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
     options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
-    if (segments := proof.segments) is not None:
-        options["segments"] = segments.to(device).expand(query.shape[0], -1)
+    if proof.segments is not None:
+        options["segments"] = proof.segments.to(device).expand(B, -1)
     with torch.autocast(device.type, enabled=False):
-        out = chosen.backend.attend(q_BTHD, k_BTHD, v_BTHD, spec, **options)
+        out = chosen.backend.attend(query.transpose(1, 2), k_BTHD, v_BTHD, spec, **options)
     return out.contiguous(), None
 
 
@@ -380,10 +242,10 @@ def _choose(
 ) -> Resolution:
     """The kernel for this Spec: chosen, probed and announced once, then kept.
 
-    "fastest" measures at the shape of the first call.
+    Args:
+        shape: sequences, queries and keys; "fastest" measures at those of the first call.
     """
-    strict = torch.are_deterministic_algorithms_enabled()
-    known = name, spec, device, policy, strict
+    known = name, spec, device, policy, torch.are_deterministic_algorithms_enabled()
     if known not in _kernels:
         with torch.autocast(device.type, enabled=False):
             if name == "fastest" and not (spec.grad and shape[1] != shape[2]):
@@ -410,36 +272,35 @@ class Layer:
         lines = []
         for spec, chosen, calls in self.ran:
             asked = [spec.dtype, "training" if spec.grad else "inference"]
-            asked += ["cache"] * (spec.cache != "none") + ["segments"] * spec.segments
+            asked += ["with a cache"] * (spec.cache != "none") + ["segments"] * spec.segments
             asked += [f"{n} {x:g}" for n in ("window", "scale", "softcap", "dropout")
                       if (x := getattr(spec, n))] + ["sinks"] * spec.sinks  # fmt: skip
-            kernels = ", ".join(chosen.kernels) or "none of a known name"
-            lost = "".join(f"; not {n}: {'; '.join(why)}" for n, why in chosen.rejected.items())
-            lines.append(f"{self.name}: {chosen.backend.name} (kernel: {kernels}), {calls} calls, "
-                         f"{', '.join(asked)}{lost}")  # fmt: skip
-        return "\n".join(lines or [f"{self.name}: NOT CALLED"])
+            kernels = ", ".join(chosen.kernels) or "plain operators"
+            lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
+            what = f"{chosen.backend.name} (kernel: {kernels})"
+            lines.append(f"{self.name}: {what}, {calls} calls, {', '.join(asked)}{lost}")
+        return "\n".join(lines) or f"{self.name}: NOT CALLED"
 
 
 class Report(tuple[Layer, ...]):
-    """The layers of a model; prints a line for each layer and each thing that it was asked."""
+    """The attention layers of a model; prints as a line for each thing that each was asked."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
 
 
 def report(model: torch.nn.Module) -> Report:
-    """For each attention layer what ran, and which kernel the profiler saw when it was probed.
+    """For each attention layer what ran, and which kernel the profiler saw in its probe.
 
     Raises:
         RuntimeError: nothing ran: the model has not been called, or never calls what it accepted.
     """
-    found = {n: m for n, m in model.named_modules()
-             if m in _ran or re.search("Attention", type(m).__name__)}  # fmt: skip
+    found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
     inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
     layers = [Layer(n, tuple((s, *x) for s, x in _ran.get(found[n], {}).items())) for n in inner]
     if not any(layer.ran for layer in layers):
         raise RuntimeError(
-            f"none of {len(layers)} attention layers of {type(model).__name__} has run through "
-            "nanoattn: call the model first; if it was called, it never uses its implementation"
+            f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
+            "nanoattn: call the model first; if it was called, it never calls its implementation"
         )
     return Report(layers)
