@@ -37,7 +37,7 @@ PREFIX = "nanoattn:"
 # transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
 # What models hand through to their attention, and what changes nothing there.
-NO_REQUEST = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+NO_REQUEST = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
               "output_router_logits", "num_items_in_batch"}  # fmt: skip
 
 
@@ -166,6 +166,21 @@ def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: in
     return proof
 
 
+def _check_packing(position_ids: Tensor, proof: Proof) -> None:
+    """Positions that begin anew are another text, which the mask must separate: not all models
+    tell it. position_ids: (B or 1, Tq). Looked at once for each mask, not by every layer."""
+    seen_with = position_ids.__dict__.setdefault("_nanoattn", [])
+    if any(p is proof for p in seen_with):
+        return
+    begins = position_ids[:, 1:] <= position_ids[:, :-1]
+    if proof.segments is not None:
+        at = proof.segments[:, -position_ids.shape[1] :].to(position_ids.device)
+        begins = begins & (at[:, 1:] == at[:, :-1]) & (at[:, 1:] != 0)
+    if bool(begins.any()):
+        raise ValueError("position_ids begin anew within a row, and its mask joins the two texts")
+    seen_with.append(proof)
+
+
 # --- the call of a layer ---
 
 _kernels: dict[tuple[Any, ...], Resolution] = {}
@@ -176,7 +191,8 @@ def _attend(
     name: str, policy: Policy, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, output_attentions: bool | None = None, **others: Any,
+    is_causal: bool | None = None, output_attentions: bool | None = None,
+    position_ids: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of one layer, as AttentionInterface calls it.
 
@@ -211,6 +227,8 @@ def _attend(
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
         proof = _proof(attention_mask, sliding_window, module, Tq, Tk)
+        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
+            _check_packing(position_ids, proof)
         learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
         grad = torch.is_grad_enabled() and bool(learned)
         spec = Spec(
@@ -247,7 +265,10 @@ def _choose(
     """
     known = name, spec, device, policy, torch.are_deterministic_algorithms_enabled()
     if known not in _kernels:
-        with torch.autocast(device.type, enabled=False):
+        # What is tried must not become part of the model's graph, as in a checkpointed layer, whose
+        # hooks would compute the whole layer again for each tensor that a kernel saves.
+        own_graph = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with own_graph, torch.autocast(device.type, enabled=False):
             if name == "fastest" and not (spec.grad and shape[1] != shape[2]):
                 chosen = fastest(spec, device, shape, policy)
             else:
