@@ -219,6 +219,9 @@ def _attend(
             raise ValueError("the layer is not causal")
         if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
             raise ValueError("scaling must be a number, and s_aux one for each head")
+        if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            # GPT-2 until transformers 4.57: only its own eager function reads this.
+            raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
         if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
             shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")

@@ -81,19 +81,24 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **
     return model.to(dtype).eval()
 
 
+def batch(case: str) -> tuple[Tensor, Tensor]:
+    """Tokens and where they are tokens, 1, or padding, 0: (2, T) int64 both."""
+    ids = torch.randint(3, 61, (2, T), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    if case == "right-padded":
+        seen[1, -PADDED:] = 0
+    elif case not in ("full", "packed"):
+        seen[1, :PADDED] = 0
+    return ids, seen
+
+
 def run(model: Any, case: str, mask: Tensor | None = None) -> dict[str, Tensor]:
     """The logits of all tokens, not of padding, or the gradients of all weights.
 
     Args:
         mask: in place of the case's own attention_mask.
     """
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 61, (2, T), generator=draw)
-    seen = torch.ones_like(ids)
-    if case == "right-padded":
-        seen[1, -PADDED:] = 0
-    elif case not in ("full", "packed"):
-        seen[1, :PADDED] = 0
+    ids, seen = batch(case)
     if "cache" in case:
         with torch.no_grad():
             made = model.generate(

@@ -30,9 +30,7 @@ OWN_MASK = (4, 56)  # GPT-2 made its mask itself before
 # gpt_oss came with 4.55; bloom has its tests below.
 HERE = [m for m in MODELS if m in transformers.CONFIG_MAPPING and m != "bloom"]
 WINDOWED = [m for m, c in MODELS.items() if "sliding_window" in c and m in HERE]
-IDS = torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(3))
-LEFT = torch.ones_like(IDS)
-LEFT[1, :5] = 0
+IDS, LEFT = hf_table.batch("left-padded")
 
 
 @pytest.fixture(autouse=True)
@@ -123,9 +121,7 @@ def test_whatever_is_lost_is_noticed(
 @pytest.mark.parametrize("name", HERE)
 def test_a_later_token_moves_no_earlier_output(name: str) -> None:
     model, other = build(name, "nanoattn:SDPA"), IDS.clone()
-    other[:, -1] = 64 - other[:, -1]  # another token: 64 is even, and 32 is seen to below
-    other[:, -1] += (other[:, -1] == IDS[:, -1]).long()
-    other[:, -1] %= 61
+    other[:, -1] = (other[:, -1] + 1) % 61
     with torch.no_grad():
         before, after = (model(i, attention_mask=LEFT).logits for i in (IDS, other))
     assert torch.equal(before[:, :-1][LEFT[:, :-1].bool()], after[:, :-1][LEFT[:, :-1].bool()])
@@ -361,6 +357,40 @@ def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
     (_, chosen, calls), *_ = hf.report(model)[0].ran
     assert calls == 1
     assert chosen.backend.name == name or (chosen.rejected and name not in ("manual",))
+
+
+def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
+    asked = {"scale_attn_by_inverse_layer_idx": True}
+    with torch.no_grad():
+        want = build("gpt2", "eager", **asked)(IDS).logits
+        model = build("gpt2", "nanoattn:manual", **asked)
+        try:
+            torch.testing.assert_close(model(IDS).logits, want)
+        except BackendUnavailable as e:
+            assert VERSION < (5, 0) and "does not pass its scale" in str(e)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
+    """Several queries after a cache, neither prefill nor decoding: the same as all at once."""
+    ids, tokens = hf_table.batch("left-padded")
+    for implementation in ("nanoattn:tiled", "nanoattn:manual"):
+        model = build(name, implementation)
+        old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
+        kept = (transformers.DynamicCache() if cache == "dynamic"
+                else transformers.StaticCache(config=model.config, max_cache_len=32, **old))  # fmt: skip
+        seen, logits = 0, []
+        for part in ids.split([9, 7, 4], dim=1):
+            at = torch.arange(seen, seen + part.shape[1])
+            seen += part.shape[1]
+            more: dict[str, Any] = {"cache_position": at} if old else {}
+            with torch.no_grad():
+                out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
+                            position_ids=at.expand(2, -1), **more)  # fmt: skip
+            logits.append(out.logits)
+        joined = torch.cat(logits, dim=1)[tokens.bool()]
+        hf_table.check(name, "left-padded", {"logits": joined})
 
 
 # --- choosing, reports, and how models are used ---
