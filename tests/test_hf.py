@@ -378,8 +378,9 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
     for implementation in ("nanoattn:tiled", "nanoattn:manual"):
         model = build(name, implementation)
         old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
-        kept = (transformers.DynamicCache() if cache == "dynamic"
-                else transformers.StaticCache(config=model.config, max_cache_len=32, **old))  # fmt: skip
+        sizes = {"config": model.config, "max_cache_len": 32} | old
+        dynamic = cache == "dynamic"
+        kept = transformers.DynamicCache() if dynamic else transformers.StaticCache(**sizes)
         seen, logits = 0, []
         for part in ids.split([9, 7, 4], dim=1):
             at = torch.arange(seen, seen + part.shape[1])
