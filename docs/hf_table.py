@@ -224,18 +224,19 @@ def declared_refusal(name: str, backend: str, case: str) -> bool:
 
 
 def table() -> str:
-    """A row for each model, a column for each case: the backends that ran, and who was refused."""
+    """A row for each model, a column for each case: which backends ran, and why others did not."""
     lines = ["| model | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
     notes: dict[str, int] = {}
     for name in MODELS:
         cells = []
         for case in CASES:
-            texts = []
-            for backend in BACKENDS:
-                why = cell(name, backend, case)
-                texts.append(f"{backend} [{notes.setdefault(why, len(notes) + 1)}]" if why
-                             else backend)  # fmt: skip
-            cells.append("all" if texts == list(BACKENDS) else ", ".join(texts))
+            refused = {b: why for b in BACKENDS if (why := cell(name, b, case))}
+            marks = {b: notes.setdefault(why, len(notes) + 1) for b, why in refused.items()}
+            if len(marks) == len(BACKENDS) and len(set(marks.values())) == 1:
+                cells.append(f"none [{min(marks.values())}]")
+            else:
+                but = ", ".join(f"{b} [{n}]" for b, n in marks.items())
+                cells.append(f"all but {but}" if but else "all")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", *(f"[{n}] refused: {why}" for why, n in notes.items())]
     return "\n".join(lines) + "\n"
