@@ -68,9 +68,13 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     Raises:
         ImportError: no transformers, or one without masking_utils (before 4.53).
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    from transformers.modeling_utils import PreTrainedModel
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import PreTrainedModel
+    except ImportError as e:
+        text = "it takes transformers >= 4.53 (pip install 'transformers>=4.53')"
+        raise ImportError(f"{text}: {e}") from e
 
     # Both read tensors on the host: in a compiled model each call is a graph break.
     untraced = torch.compiler.disable

@@ -477,5 +477,11 @@ def test_importing_attention_does_not_import_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=4.53'"):
+        hf.register()
+
+
 def test_the_backends_of_the_table_are_backends() -> None:
     assert {hf.implementation(b) for b in BACKENDS} <= set(hf.names().values())
