@@ -124,7 +124,7 @@ def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> Non
 
 def test_torch_before_sdpa() -> None:
     assert runs("auto", FP32, OLD) == "manual"
-    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.0, this is 1.13.1"]
+    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.1, this is 1.13.1"]
     assert list(resolve("sdpa_flash", FP32, OLD).rejected) == ["sdpa_flash", "sdpa"]
     assert why("sdpa_cudnn", BF16, replace(H100, torch="2.4.1")) == [
         "it needs torch >= 2.5, this is 2.4.1"
