@@ -166,6 +166,61 @@ def test_which_flash_attention_runs_where(machine, run, auto) -> None:
     assert runs("auto", spec, machine) == "sdpa"  # nothing installed
 
 
+SUNK = replace(BF16, sinks=True)
+CAPPED = replace(BF16, softcap=50.0)
+
+
+@pytest.mark.parametrize("machine, spec, installed, bare", [
+    (H100, CAPPED, "flash_attn_4", "flex"),
+    (H100, SUNK, "flash_attn_4", "flex"),
+    (B200, CAPPED, "flash_attn_2", "flex"),
+    (B200, SUNK, "flash_attn_4", "flex"),
+    (RTX4090, CAPPED, "flash_attn_2", "flex"),
+    (RTX4090, SUNK, "flex", "flex"),
+    (TITAN, replace(SUNK, dtype="float16"), "flex", "flex"),
+    (H100, replace(SUNK, cache="static", grad=False), "flash_attn_4", "manual"),
+    (H100, replace(SUNK, dtype="float64"), "manual", "manual"),
+    (CPU, replace(FP32, softcap=50.0), "manual", "manual"),
+    (CPU, replace(FP32, sinks=True, grad=False), "manual", "manual"),
+    (APPLE, replace(FP32, softcap=50.0, grad=False), "manual", "manual"),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_who_computes_a_softcap_or_sinks(machine, spec, installed, bare) -> None:
+    """SDPA does not: a FlashAttention that does, else on CUDA flex, and manual elsewhere."""
+    for there, best in ((full(machine), installed), (machine, bare)):
+        chosen = resolve("auto", spec, there, STRICT)
+        assert chosen.backend.name == best and chosen.rejected == {}
+    for name in ("sdpa", "sdpa_flash", "sdpa_cudnn"):
+        chosen = resolve(name, spec, machine)
+        assert chosen.backend.name == bare
+        asked = "it does not cap scores" if spec.softcap else "it has no attention sinks"
+        assert asked in chosen.rejected["sdpa"]
+
+
+def test_where_one_that_has_a_softcap_fails_it_goes_on_and_ends() -> None:
+    """flex falls back to sdpa, and sdpa, without a softcap, to flex: not for ever."""
+    failed: dict[str, tuple[str, ...]] = {}
+    tried = []
+    while True:
+        try:
+            chosen = resolve("auto", CAPPED, full(H100), failed=failed)
+        except BackendUnavailable as e:
+            assert "manual: broken" in str(e)
+            break
+        tried.append(chosen.backend.name)
+        failed[chosen.backend.name] = ("broken",)
+    assert [n for n in tried if n != "triton"] == [
+        "flash_attn_4", "flash_attn_3", "flash_attn_2", "flex", "manual"]  # fmt: skip
+
+
+def test_a_scale_is_for_sdpa_too() -> None:
+    asked = replace(BF16, scale=0.2)
+    for name in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", *FLASH):
+        assert runs(name, asked, full(H100), STRICT) == name
+    assert runs("auto", asked, H100) == runs("auto", replace(FP32, scale=0.2), CPU) == "sdpa"
+    half = replace(FP32, dtype="bfloat16", scale=0.2)
+    assert runs("auto", half, replace(CPU, matrix_units=True)) == "sdpa_bmm"
+
+
 def test_titan_rtx_takes_half_precision_as_fp16() -> None:
     there = full(TITAN)
     assert runs("flash_attn_2", FP16, there) == "sdpa"
