@@ -27,6 +27,7 @@ from attention import (
     resolve,
 )
 from attention.select import MPS_GUARD
+from attention.spec import version
 
 ROOT = Path(__file__).parent.parent
 STRICT = Policy(fallback=False)
@@ -538,6 +539,13 @@ def test_every_refused_name_is_one_warning(with_flash) -> None:
     assert str(resolve("auto", FP32, APPLE)).startswith("WARNING: sdpa refused: on Apple's Metal")
     with pytest.raises(BackendUnavailable, match="manual: broken"):
         resolve("manual", FP32, CPU, failed={"manual": ("broken",)})
+
+
+def test_a_beta_comes_before_its_release_and_after_earlier_betas() -> None:
+    ordered = ["3.9", "4.0.0b9", "4.0.0.beta13", "4.0.0b26", "4.0.0", "4.0.1b1", "4.0.1"]
+    assert sorted(ordered[::-1], key=version) == ordered
+    assert version("2.13.0+cpu") == (2, 13, 0) and version("2.13.0a0+git") == (2, 13, 0)
+    assert version("4.0.0b13") > version("4.0") and version("ImportError: 4.0") == ()
 
 
 # --- Spec and Machine ---
