@@ -160,6 +160,25 @@ def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) 
     matrix.check(get("flex"), case, "float32")
 
 
+UNSEGMENTED = [c for c in ASKED if c.segments is None]
+
+
+@pytest.mark.parametrize("case", UNSEGMENTED[::2], ids=lambda c: c.name)
+def test_they_go_into_the_graph_of_a_compiled_model(case) -> None:
+    spec = case.spec("float32", grad=False, compiled=True)
+    more = {"sinks": matrix.sinks(case, "float32")} if case.sinks else {}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return get("flex").attend(q, k, v, spec, **more)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        qkv = matrix.draw(case, "float32")[:3]
+        out = torch.compile(layer, backend="eager", fullgraph=True)(*qkv)
+    plain, truth = matrix.plain(case, "float32"), matrix.truth(case, "float32")
+    oracle.check(oracle.Result(out), plain, truth, torch.float32)
+
+
 def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_traced) -> None:
     """torch.compile gives up after 8 versions; here after 3."""
     limit = 3
