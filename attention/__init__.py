@@ -32,6 +32,7 @@ __all__ = [
     "check_name",
     "fastest",
     "get",
+    "hf",
     "is_file",
     "packages",
     "probe",
