@@ -34,14 +34,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
-from bench import baselines, modes, plan, qualify, records, rows, tables
+from bench import baselines, modes, plan, qualify, records, rows, tables, verdict
 from bench.bench import Bench
 from bench.compare import compare as compare_records
-from bench.config import STAGES, BenchConfig, load_config, names, vocabulary
+from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
-from bench.process import Failure, Stop, Worker
+from bench.process import Failure, Stop
 from core.runtime import StopSignal, pick_device
 from core.settings import Texts, UserError, exit_on_user_error, read
 
@@ -83,35 +82,30 @@ def run(mode: str, argv: list[str]) -> int:
             content = content_of(bench, table, "it had not ended when this was written")
             records.save(folder, records.seal(content))
 
-    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
-    if mode == "qualify":
-        deadline = None  # it gives each stage its own
-    stop = Stop(deadline)
+    whole = mode == "qualify"  # it gives each stage a deadline of its own
+    stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
     with progress() as (watch, tell), signals() as stop.signals:
-        how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
-        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {}, **how)
+        how: dict[str, Any] = {"stop": stop, "tell": tell, "keep": keep}
+        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, **how)
         try:
-            if mode == "qualify":
-                return proved(*qualify.run(bench, told, loaded.origins), stop.code)
-            watch("the machine")
-            probe = Worker(bench.job("machine", ""), config.timeout, stop=stop)
-            bench.machine = probe.about
-            asked = {"names": backends, "specs": modes.specs(bench)}
-            bench.refused = probe.ask(asked)["refused"]
-            probe.close()
+            if whole:
+                content, folder = qualify.run(bench, told, loaded.origins)
+            else:
+                probe = bench.begin()
+                bench.ask_refused(probe, modes.specs(bench))
+                probe.close()
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
             raise UserError(f"nothing can be measured on {device}: {e}") from None
-        bench.machine["memory_limit"] = limit or bench.machine["free_memory"]
-        if device.type == "cuda":
-            tell(plan.told(bench, modes.points(bench)))
-        if config.record is not None:
-            folder = records.folder_of(config.records_dir, config.record, bench.machine)
-        table = modes.MODES[mode](bench)
-        content = content_of(bench, table, stop.why)
-        content["answers"] = tables.answers(content)
+        if not whole:
+            if device.type == "cuda":
+                tell(plan.told(bench, modes.points(bench)))
+            if config.record is not None:
+                folder = records.folder_of(config.records_dir, config.record, bench.machine)
+            content = content_of(bench, modes.MODES[mode](bench), stop.why)
+            content["answers"] = tables.answers(content)
         if folder:
             records.write(folder, content)
     show(content)
@@ -119,37 +113,35 @@ def run(mode: str, argv: list[str]) -> int:
         print(f"record: {folder}")
     if config.json:
         print(json.dumps(content, allow_nan=False))
-    if mode == "converge" and any(r.get("verdict") == "FAIL" for r in table):
-        return stop.code or 1
-    return stop.code or (0 if any(r["status"] == "ok" for r in table) else 1)
+    if whole:
+        return stop.code or int(verdict.failed(content))
+    failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
+    return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
 
 
-def proved(content: dict[str, Any], folder: Path, code: int) -> int:
-    """Print a qualification's conclusions; the exit code."""
-    print(records.title(content), *content["answers"], sep="\n")
-    print(f"record: {folder} (its README.md has the tables)")
-    wrong = any(
-        line.startswith("Suspicious") and " is wrong in " in line for line in content["answers"]
-    )
-    return code or int(wrong or not any(s["status"] == "done" for s in content["stages"]))
+# The knobs that only some of the modes have.
+OF_MODES = {
+    ("profile", "roofline"): ("train",),
+    ("paths", "seeds"): ("converge",),
+    ("weights",): ("decode",),
+    ("stages", "resume"): ("qualify",),
+    ("rival",): ("train", "decode", "qualify"),
+}
 
 
 def check(mode: str, config: BenchConfig) -> None:
     """Raises UserError for knobs that this mode does not have, before anything starts."""
     if config.record is not None:
         records.check_slug(config.record)
-    if mode != "train" and (config.profile or config.roofline):
-        raise UserError(f"--profile and --roofline are for the mode train, not for {mode}")
-    if mode != "converge" and (config.paths or config.seeds > 1):
-        raise UserError(f"--paths and --seeds are for the mode converge, not for {mode}")
-    if config.weights != "dtype" and mode != "decode":
-        raise UserError(f"--weights is for the mode decode, not for {mode}")
+    default = BenchConfig()
+    for names_, where in OF_MODES.items():
+        fields = [ALIASES.get(name, name) for name in names_]
+        if mode not in where and any(getattr(config, f) != getattr(default, f) for f in fields):
+            knobs = " and ".join(f"--{name}" for name in names_)
+            of = f"{'are' if len(names_) > 1 else 'is'} for the mode{'s' * (len(where) > 1)}"
+            raise UserError(f"{knobs} {of} {', '.join(where)}, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
-    if config.baseline and mode not in ("train", "decode", "qualify"):
-        raise UserError(f"--rival is for train, decode and qualify, not for {mode}")
-    if mode != "qualify" and (config.resume or config.stages != STAGES):
-        raise UserError(f"--stages and --resume are for the mode qualify, not for {mode}")
     baselines.parse(config.baseline)
 
 
@@ -195,21 +187,18 @@ def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
 
 def show(content: dict[str, Any]) -> None:
     """Print the tables, and the answers that follow from them."""
-    console = tables.console()
-    console.print(Text(records.title(content), style="bold"))
+    print(records.title(content))
     if "incomplete" in content:
-        console.print(Text(f"incomplete: {content['incomplete']}", style="yellow"))
+        print(f"incomplete: {content['incomplete']}")
     for name, value in records.facts(content):
         if name in ("model", "peak", "MFLOP a token", "bandwidth", "rounds"):
-            console.print(Text(f"{name}: {value}"))
-    if "why" in content["reference"]:
-        console.print(Text(f"no reference: {content['reference']['why']}", style="yellow"))
-    for name, made in records.sections(content):
-        console.print()
-        console.print(tables.rich_table(name, made))
-    console.print()
-    for line in content["answers"]:
-        console.print(Text(line))
+            print(f"{name}: {value}")
+    if why := content.get("reference", {}).get("why"):
+        print(f"no reference: {why}")
+    if content["mode"] != "qualify":  # its tables are many: on the record's page
+        for name, made in records.sections(content):
+            print(f"\n{name}\n{tables.markdown(made)}")
+    print("", *content["answers"], sep="\n")
 
 
 @dataclass(frozen=True)
@@ -224,10 +213,9 @@ def compare(argv: list[str]) -> int:
     if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
     notes, table = compare_records(*map(records.read, paths))
-    console = tables.console(width=100)
-    console.print(Text("\n".join((f"A: {paths[0]}", f"B: {paths[1]}", *notes))))
+    print(f"A: {paths[0]}", f"B: {paths[1]}", *notes, sep="\n")
     if table[1]:
-        console.print(tables.rich_table("", table))
+        print(tables.markdown(table))
     return 0
 
 

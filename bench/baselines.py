@@ -7,9 +7,9 @@ claimed; and the training step as everybody would write it.
                             hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
                             stepped as its Trainer does (fused AdamW, gradients clipped)
 
-In the mode decode each writes with its own generate(). nanoGPT has no cache and no logits
-processors, and samples; transformers takes the likeliest token, with sdpa, its default, and has a
-row for each of its caches that is also one of ours. Its static cache is compiled where ours is.
+In the mode decode each writes with its own generate(). nanoGPT has no cache, and samples;
+transformers takes the likeliest token, with sdpa, its default, and has a row for each of its caches
+that is also one of ours. Its static cache is compiled where ours is.
 
 Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
 window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
@@ -37,7 +37,6 @@ from core.settings import UserError
 HF = ("eager", "sdpa", "flash_attention_2")
 CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
 Mark = Callable[[str], None]
-Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
@@ -58,10 +57,9 @@ def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict
     return found
 
 
-def can_write(baseline: str, cache: str, processor: bool) -> bool:
-    """Whether its generate() knows such a cache, and logits processors."""
-    name = baseline.partition("=")[0]
-    return cache in CACHES[name] and not (processor and name == "nanogpt")
+def can_write(baseline: str, cache: str) -> bool:
+    """Whether its generate() knows such a cache."""
+    return cache in CACHES[baseline.partition("=")[0]]
 
 
 def build(baseline: str, job: Job) -> Baseline:
@@ -181,11 +179,9 @@ class NanoGPT(Baseline):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), which reads the whole text anew for every token; see decoding.Ours."""
-        assert cache == "none" and processor is None
+        assert cache == "none"
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
@@ -239,12 +235,8 @@ class HuggingFace(Baseline):
         # It shifts the labels by itself; the last position then counts for nothing.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), greedy; its streamer is told of every token. See decoding.Ours."""
-        from transformers import LogitsProcessorList
-
         reader = Reader()
         found = self.model.generate(
             prompt,
@@ -255,7 +247,6 @@ class HuggingFace(Baseline):
             cache_implementation=cache,
             disable_compile=not self.compile,
             streamer=reader,
-            logits_processor=LogitsProcessorList([processor] if processor else []),
             return_dict_in_generate=True,
         )
         times = reader.times[1:]  # it is told of the prompt first

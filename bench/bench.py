@@ -27,25 +27,21 @@ class Bench:
     backends: list[str]
     memory_limit: int | None  # bytes that a worker may allocate; on the CPU only
     watch: Callable[[str], None]
-    machine: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)  # what begin() found
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
     fresh: bool = False
     reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
     earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
-    deadline: float | None = None  # time.monotonic(), after which no further round begins
-    stop: Stop = field(default_factory=Stop)  # ends the run; copies with another deadline share it
+    stop: Stop = field(default_factory=Stop)  # ends the run
     tell: Callable[[str], None] = lambda line: None  # reports a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
-    points: dict[str, dict[str, Any]] = field(default_factory=dict)  # kernel: not the settings'
+    points: list[dict[str, Any]] = field(default_factory=list)  # kernel: not the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
-
-    def __post_init__(self) -> None:
-        if self.deadline != self.stop.deadline:
-            self.stop = Stop(self.deadline, self.stop.signals)
 
     @property
     def peak(self) -> flops.Peak:
-        return flops.Peak(self.machine["peak_tflops"], self.machine["peak_source"])
+        m = self.machine
+        return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
 
     @property
     def model(self) -> GPTConfig:
@@ -109,8 +105,20 @@ class Bench:
             "memory_limit": self.memory_limit,
             "profile": self.config.profile,
             "bandwidth_gbs": self.config.bandwidth_gbs,
-            "wants_bandwidth": self.mode == "decode" or self.config.profile,
+            "wants_bandwidth": self.mode in ("decode", "qualify") or self.config.profile,
         }
+
+    def begin(self) -> Worker:
+        """Look at the machine; the worker that did can be asked which backends it refuses."""
+        self.watch("the machine")
+        probe = Worker(self.job("machine", ""), self.config.timeout, stop=self.stop)
+        self.machine = probe.about
+        self.machine["memory_limit"] = self.memory_limit or self.machine["free_memory"]
+        return probe
+
+    def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
+        """Which backends declare that they can do none of this: they get no process."""
+        self.refused = probe.ask({"names": self.backends, "specs": specs})["refused"]
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only sets up its job."""
@@ -125,9 +133,9 @@ class Bench:
         If another process was busy while the peak was measured, it is too low and every MFU too
         high. Done once, so that all rows have the same peak.
         """
-        m = self.machine
-        source = m["bandwidth_source"] if self.mode == "decode" else m["peak_source"]
-        if m.get("looked_again") or self.stop.why or not source.startswith("measured"):
+        m, decode = self.machine, self.mode == "decode"
+        measured = not self.config.bandwidth_gbs if decode else self.peak.measured
+        if m.get("looked_again") or self.stop.why or not measured:
             return
         again, m["looked_again"] = self.ask_once("machine"), True
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
@@ -139,16 +147,18 @@ class Bench:
         found: dict[Key, Outcome],
         jobs: dict[str, dict[str, Any]],
         points: dict[str, dict[str, Any]],
-        rounds: int,
         table: Callable[[], list[rows.Row]],
+        rounds: int | None = None,
         fresh: bool | None = None,
         without: Container[Key] = (),
-    ) -> None:
-        """Run the rounds, as far as the bench is not stopped.
+    ) -> list[rows.Row]:
+        """Run the rounds, as far as the bench is not stopped; what the table is then.
 
         Args:
             found: gets the outcome of each pair of job and point, as it becomes known.
+            points: name -> what is asked of a worker.
             table: makes the rows of what was found so far.
+            rounds: None: as many as the settings say.
         """
         for name, point in itertools.product(jobs, points):
             if name in self.refused:
@@ -158,7 +168,7 @@ class Bench:
         def known(name: str, point: str) -> None:
             outcome, where = found[name, point], f"{name} {point}".strip()
             if (e := outcome.failure) is None:
-                ms = rows.begin(self.mode, name, {}, outcome, self.config.noise)["ms"]
+                ms = rows.begin(self.mode, name, {}, outcome)["ms"]
                 self.tell(f"{where}: {ms:.4g} ms, the median of {len(outcome.rounds)} rounds")
             elif e.kind != "stopped" and str(e) not in told:
                 told.add(str(e))
@@ -171,7 +181,7 @@ class Bench:
         _, used = measure(
             {name: job for name, job in jobs.items() if name not in self.refused},
             points,
-            rounds,
+            rounds or self.config.rounds,
             outcomes=found,
             without=without,
             ahead=self.device.startswith("cuda"),
@@ -187,3 +197,4 @@ class Bench:
         self.fresh = self.fresh or used
         with suppress(Failure):  # the bench was stopped
             self.look_again()
+        return table()

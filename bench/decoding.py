@@ -6,9 +6,6 @@ the rate is that of all tokens after it. A baseline writes with its own generate
 same clock: transformers hands every token to a reader, as we do; nanoGPT's first token is there
 when its model is called for the second.
 
-The processor, where there is one, forbids the token that was just written: it reads the text and
-changes the logits, as a repetition penalty or a grammar does.
-
 MBU, model bandwidth utilization, is the share of the memory bandwidth that decoding needs at the
 very least: for every token all weights are read once (for all sequences together; with
 --weights=int8 those of the linear layers and the head are a byte each), and the keys
@@ -32,18 +29,12 @@ from torch import Tensor
 import attention
 from attention.select import KERNELS
 from bench import baselines, machine
-from bench.baselines import Processor
 from bench.job import Job
 from core import int8
 from core.runtime import synchronize
 from core.settings import UserError
 from inference import engine
 from inference.sampling import Stats
-
-
-def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
-    """A logits processor: no token twice in a row. (B, T) int64, (B, V) -> (B, V)."""
-    return logits.scatter(-1, ids[:, -1:], -torch.inf)
 
 
 class Ours:
@@ -58,9 +49,7 @@ class Ours:
                 raise UserError(why)
             int8.convert(self.model, embedding)
 
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Continue `prompt`, (B, T) int64, by `new` tokens.
 
         Returns:
@@ -68,9 +57,8 @@ class Ours:
             the bytes of the cache.
         """
         stats = Stats()
-        options: dict[str, Any] = {"logits_processor": processor} if processor else {}
-        options |= {"temperature": 0.0, "compile": self.compile and cache == "static"}
-        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **options)
+        how: dict[str, Any] = {"temperature": 0.0, "compile": self.compile and cache == "static"}
+        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **how)
         times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
@@ -103,12 +91,11 @@ class Decoding:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
-        how = (request["cache"], forbid_last if request["processor"] else None)
         if request.get("warm_up"):
-            return self.warm_up(prompt, new, *how)
+            return self.warm_up(prompt, new, request["cache"])
         synchronize(self.device)
         start = time.perf_counter()
-        first, last, cache_bytes = self.who.write(prompt, new, *how)
+        first, last, cache_bytes = self.who.write(prompt, new, request["cache"])
         return {
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,
@@ -117,11 +104,9 @@ class Decoding:
             | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def warm_up(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> dict[str, Any]:
+    def warm_up(self, prompt: Tensor, new: int, cache: str) -> dict[str, Any]:
         machine.reset_peak(self.device)
-        self.who.write(prompt, new, cache, processor)
+        self.who.write(prompt, new, cache)
         peak, proof = machine.memory(self.device), None
         if self.ours:
             with torch.no_grad():
@@ -130,7 +115,7 @@ class Decoding:
             kernels, proof = list(chosen.kernels), chosen.proof
         else:  # which kernels torch chose for it, as the profiler saw them in two tokens
             with torch.profiler.profile() as profiler:
-                self.who.write(prompt, 2, cache, processor)
+                self.who.write(prompt, 2, cache)
                 synchronize(self.device)
             ran = (e.key for e in profiler.key_averages())
             kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from bench.machine import nvidia_smi
 
 # Those of nvidia-smi's clocks_event_reasons that slow a GPU down.
 REASONS = {
@@ -20,19 +20,8 @@ REASONS = {
 }
 
 
-def ask_nvidia_smi(query: str) -> list[list[str]]:
-    """The lines of one query, split; empty if nvidia-smi is missing or cannot answer."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    if done.returncode:
-        return []
-    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-
-
 @contextmanager
-def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[dict[str, Any]]:
+def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict[str, Any]]:
     """Look at the GPU every two seconds while a stage runs. The dict is filled at the end: why the
     clock was throttled, the highest temperature and power, other processes."""
     seen: dict[str, Any] = {}
@@ -41,7 +30,7 @@ def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[
 
     def look() -> None:
         while True:
-            for line in ask("--query-gpu=clocks_event_reasons.active,temperature.gpu,power.draw"):
+            for line in ask("clocks_event_reasons.active,temperature.gpu,power.draw"):
                 with suppress(ValueError):
                     bits = int(line[0], 16)
                     reasons.update(text for bit, text in REASONS.items() if bits & bit)
@@ -61,11 +50,11 @@ def watched(ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> Iterator[
             seen |= {"held_down_by": sorted(reasons), "celsius": max(hot), "watts": max(watts)}
 
 
-def busy(device: str, ask: Callable[[str], list[list[str]]] = ask_nvidia_smi) -> list[str]:
+def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> list[str]:
     """Which other processes are busy on this machine before ours start."""
     found = []
     if device == "cuda":
-        for i, line in enumerate(ask("--query-gpu=memory.used,utilization.gpu")):
+        for i, line in enumerate(ask("memory.used,utilization.gpu")):
             with suppress(ValueError, IndexError):
                 used, share = float(line[0]), float(line[1])
                 if used > 1000 or share > 10:

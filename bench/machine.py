@@ -271,7 +271,7 @@ def look(job: Job) -> dict[str, Any]:
         own = {
             "name": torch.cuda.get_device_name(device),
             "capability": torch.cuda.get_device_capability(device),
-            "driver": driver(),
+            "driver": next(iter(nvidia_smi("driver_version")), [None])[0],
             "products_tflops": peaks.best_peak(device, job.dtype).tflops,
         }
     return {
@@ -293,16 +293,17 @@ def look(job: Job) -> dict[str, Any]:
     }
 
 
-def driver() -> str | None:
-    """The version of NVIDIA's driver."""
+def nvidia_smi(query: str) -> list[list[str]]:
+    """The fields of a query, a list a GPU; empty if nvidia-smi is missing or cannot answer."""
     if not shutil.which("nvidia-smi"):
-        return None
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return []
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):  # it hangs where a GPU has fallen off the bus
-        return None
-    return said.partition("\n")[0] or None
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[word.strip() for word in line.split(",")] for line in lines]
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ of the time is compiling, once for each backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import baselines
@@ -81,7 +81,7 @@ def too_long(
     return ""
 
 
-def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def seconds(bench: Bench, points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """An estimate for each backend and baseline of the mode that is not left out.
 
     Args:
@@ -109,7 +109,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             total += 10 * step * config.profile + start * bool(points)  # + the sweep's process
         elif mode == "converge":
             total = config.seeds * (total + config.steps * step)
-        for p in points.values():
+        for p in points:
             if too_long(bench, name, p):
                 continue
             if mode == "decode":
@@ -121,7 +121,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
-def told(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> str:
+def told(bench: Bench, points: Sequence[Mapping[str, Any]]) -> str:
     """The plan in a sentence."""
     each = seconds(bench, points)
     longest = max(each, key=lambda name: each[name], default="none")

@@ -28,7 +28,7 @@ from bench.bench import Bench
 from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
 from bench.health import busy, watched
-from bench.process import Failure, Worker
+from bench.process import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
@@ -76,27 +76,19 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
     return made
 
 
-def where(point: Mapping[str, Any]) -> str:
-    """A point's name: "T4096 D128 Hkv4 W1024"."""
-    grouped = f" Hkv{point['Hkv']}" * (point["Hkv"] != point["H"])
-    window = f" W{point['window']}" if point["window"] else ""
-    return f"T{point['T']} D{point['D']}{grouped}{window}"
-
-
-def that_fit(bench: Bench, box: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The points of the grid that fit into the box, by name; and the names of the others.
+def that_fit(bench: Bench, box: float) -> tuple[list[Content], list[str]]:
+    """The points of the grid that fit into the box, and the names of the others.
 
     Raises:
         Failure: none fits.
     """
-    taken: dict[str, dict[str, Any]] = {}
+    taken: list[Content] = []
     dropped = []
     for point in grid(bench.device.startswith("cuda")):
-        more = {**taken, where(point): point}
-        if sum(plan.seconds(bench, more).values()) <= box:
-            taken = more
+        if sum(plan.seconds(bench, [*taken, point]).values()) <= box:
+            taken.append(point)
         else:
-            dropped.append(where(point))
+            dropped.append(rows.where(point))
     if not taken:
         raise Failure("skipped", [f"{box:.0f} s are too short for one point; --minutes gives more"])
     return taken, dropped
@@ -109,7 +101,7 @@ def contenders(bench: Bench, box: float) -> list[str]:
     able = [name for name in able if name not in plan.LONGEST] or able
     taken: list[str] = []
     for name in able:
-        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), {})
+        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), [])
         if not taken or sum(reckoned.values()) <= box:
             taken.append(name)
     return taken
@@ -147,7 +139,10 @@ def kernels(bench: Bench, box: float) -> Content:
     bench.backends = [name for name in bench.backends if name in wanted]
     bench.points, dropped = that_fit(bench, box)
     bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
-    return measured(bench, modes.kernel) | {"left_out": dropped}
+    made = measured(bench, modes.kernel) | {"left_out": dropped}
+    # B and H are no matter to the answers: a call's tokens and width are the same at all lengths.
+    same = [{**r, "point": {**r["point"], "B": None, "H": None}} for r in made["rows"]]
+    return made | {"answers": tables.answers({**made, "rows": same})}
 
 
 def training(bench: Bench, box: float) -> Content:
@@ -209,7 +204,7 @@ STAGE = {
     "proof": Stage(numbers),
     "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
     "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
-    "decode": Stage(decoding, "decode", {"processors": (False,), "kv_caches": CACHES}),
+    "decode": Stage(decoding, "decode", {"kv_caches": CACHES}),
     "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100, "baseline": ()}),
 }
 
@@ -244,12 +239,8 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [STAGES[n - 1] for n in sorted(set(config.stages))]
     others = busy(bench.device.partition(":")[0])
-    bench.watch("the machine")
     began = time.monotonic()
-    here = {**bench.job("machine", ""), "wants_bandwidth": True}
-    probe = Worker(here, config.timeout, stop=bench.stop)
-    bench.machine = probe.about
-    bench.machine["memory_limit"] = bench.memory_limit or bench.machine["free_memory"]
+    probe = bench.begin()
     first_look = time.monotonic() - began
     config = settled(config, given, cuda, bench.machine["free_memory"])
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
@@ -269,9 +260,9 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         box = boxes(left, wanted[i:])[name]
         bench.backends = ranked(record, bench.backends)
         own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
-                      deadline=time.monotonic() + box, earlier=[])  # fmt: skip
-        if name == "converge":
-            own.config = fast_path(own.config, cuda)
+                      stop=Stop(time.monotonic() + box, bench.stop.signals))  # fmt: skip
+        if name == "converge" and cuda:  # beside the plain path; on a CPU: the fused kernels
+            own.config = replace(own.config, paths=("bfloat16",), backends=("all",))
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
         entry = attempt(name, own, box, probe)
         if name == "machine":
@@ -283,7 +274,6 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         finish(record)
         records.save(folder, records.seal(record))
     probe.close()
-    records.save(folder, records.seal(record), verdict.page(record))
     return record, folder
 
 
@@ -293,8 +283,7 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
     began = time.monotonic()
     try:
         bench.stop.check()
-        asked = {"names": bench.backends, "specs": modes.specs(bench)}
-        bench.refused = probe.ask(asked)["refused"]
+        bench.ask_refused(probe, modes.specs(bench))
         with watched() as entry["watched"]:
             entry["record"] = STAGE[name].run(bench, box)
         whole = entry["record"].get("complete", not bench.stop.why)
@@ -310,13 +299,8 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 def ranked(record: Content, names: list[str]) -> list[str]:
     """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
     ms = {row["backend"]: row["ms"] for row in verdict.ok_rows(record, "kernels")
-          if where(row["point"]) == "T1024 D64"}  # fmt: skip
+          if (row["point"]["T"], row["point"]["D"]) == (1024, 64)}  # fmt: skip
     return sorted(names, key=lambda name: ms.get(name, math.inf))
-
-
-def fast_path(config: BenchConfig, cuda: bool) -> BenchConfig:
-    """What converge holds against the plain one: bfloat16 on a GPU, else the fused kernels."""
-    return replace(config, paths=("bfloat16",), backends=("all",)) if cuda else config
 
 
 def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Content]]:

@@ -23,7 +23,12 @@ QUICKER = {  # why a part can appear to beat its roofline
     "FLOPs": "it does more than the peak, which is too low",
     "bytes": "it reads from a cache, or the bandwidth is too low",
 }
-LEAST = 16e6  # bytes between two batch sizes: a smaller difference is lost in the allocator's noise
+
+
+def where(point: dict[str, Any]) -> str:
+    """A point in words: "B=1 P=64 cache=static"; "" where there is only one."""
+    said = point.items()
+    return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
 def unavailable(mode: str, backend: str, why: str) -> Row:
@@ -31,7 +36,7 @@ def unavailable(mode: str, backend: str, why: str) -> Row:
     return {"mode": mode, "backend": backend, "point": {}, "status": "unavailable", "why": [why]}
 
 
-def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, noise: float) -> Row:
+def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
     """The fields that every row has."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
@@ -52,16 +57,11 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, nois
         if name in outcome.rounds[0]:
             row[name] = Summary.of([r[name] for r in outcome.rounds]).median
     ms = Summary.of([r["ms"] for r in outcome.rounds])
-    row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy(noise)}
+    row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy()}
     peaks = [r["peak_bytes"] for r in (outcome.warm, *outcome.rounds) if "peak_bytes" in r]
     if peaks:
         row["memory_bytes"] = max(peaks)
     return row
-
-
-def summary(row: Row) -> Summary:
-    """Milliseconds of a row that was measured."""
-    return Summary(row["ms"], row["q1_ms"], row["q3_ms"], len(row["rounds"]))
 
 
 def of_training(
@@ -88,9 +88,6 @@ def of_training(
             row[name] = warm[name]
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
-    more = warm["peak_bytes"] - warm["half_bytes"] if "half_bytes" in warm else 0
-    if more > LEAST:
-        row["bytes_per_sequence"] = more / (sequences - warm["half"])
     if reference and "loss" in warm and not config.dropout:
         row["loss_difference"] = warm["loss"] - reference["loss"]
         norm = reference["gradient_norm"]

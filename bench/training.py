@@ -178,12 +178,11 @@ class Training:
 
     def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
         """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
-        the first loss, the memory at half the batch, the kernels' names."""
+        the first loss, the kernels' names."""
         answer: dict[str, Any] = {}
         began = time.perf_counter()
         if not self.converge:  # there every step counts, and none comes before the first
             x, y = self.batch
-            b = self.config.batch_size
 
             def look(part: str) -> None:
                 if part == "update" and self.ours:  # the gradients are there
@@ -195,12 +194,6 @@ class Training:
             if self.ours:
                 answer["loss"] = float(first)
             answer["first_step_s"] = time.perf_counter() - began
-            # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
-            plain = b > 1 and self.micro == 1 and not self.compiled
-            if plain and machine.reset_peak(self.device):
-                self.step(x[: b // 2], y[: b // 2])
-                synchronize(self.device)
-                answer["half_bytes"], answer["half"] = machine.memory(self.device), b // 2
             machine.reset_peak(self.device)
             for _ in range(request.get("warm_up_steps", 1)):
                 self.step(x, y)

@@ -139,7 +139,7 @@ def _parts(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(row: Row) -> str:
-    return f"{row['mode']} {row['backend']} {tables.point(row)}".strip()
+    return f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
 
 
 def _peak(part: dict[str, Any]) -> Iterator[str]:
@@ -254,7 +254,7 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
         k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row
     }
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
-    again = rows.begin(mode, row["backend"], row["point"], outcome, part["settings"]["noise"])
+    again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
     if mode in ("train", "converge"):
         known = part["reference"] if mode == "train" and "loss" in part["reference"] else {}

@@ -28,7 +28,7 @@ from attention import matrix
 from attention.machines import describe
 from attention.spec import Backend, Caps
 from bench import config as config_
-from bench import health, plan, proof, qualify, records, verdict
+from bench import health, plan, proof, qualify, records, rows, verdict
 from bench import process as process_
 from bench.bench import Bench
 from bench.config import BenchConfig
@@ -80,11 +80,11 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     (folder,) = tmp_path.iterdir()
     assert verify(made, folder) == []
     assert {p["mode"] for p in records.parts(made)} == {"kernel", "train", "decode", "converge"}
-    for word in ("every number right and nothing leaked: sdpa", "Fastest kernel D=64", "MFU",
-                 "Largest gap", "Decode, batch 1", "Agreement"):  # fmt: skip
+    for word in ("every number right and nothing leaked: sdpa", "Fastest: kernel D=64", "MFU: the",
+                 "the largest gap", "Fastest: decode B=1", "Agreement"):  # fmt: skip
         assert word in out, out
     page = (folder / "README.md").read_text(encoding="utf-8")
-    for title in ("## Proof", "## Training steps", "## Generation", "| sdpa | ", "## Final losses"):
+    for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
         assert title in page
     assert "plan: machine" in told and "stage 6, converge" in told
 
@@ -232,7 +232,7 @@ def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
 
 def bench_of(minutes: float = 9, device: str = "cuda", backends: str = "sdpa triton") -> Bench:
     here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "memory_limit": 10**11,
-            "bandwidth": 4e12}  # fmt: skip
+            "peak_measured": False, "bandwidth": 4e12}  # fmt: skip
     return Bench("kernel", BenchConfig(minutes=minutes), device, 50304, backends.split(), None,
                  print, here)  # fmt: skip
 
@@ -249,9 +249,10 @@ def test_the_grid_is_the_papers_and_its_best_comes_first() -> None:
     assert {p["D"] for p in points} == {64, 128}
     assert all(p["B"] * p["T"] == 16384 and p["H"] * p["D"] == 2048 for p in points)
     assert any(p["window"] for p in points) and any(p["Hkv"] < p["H"] for p in points)
-    names = [qualify.where(p) for p in points]
-    assert names[:2] == ["T1024 D64", "T1024 D128"] and len(set(names)) == len(names)
-    assert "T4096 D128 Hkv4" in names and "T4096 D64 W1024" in names
+    names = [rows.where(p) for p in points]
+    assert [(p["T"], p["D"]) for p in points[:2]] == [(1024, 64), (1024, 128)]
+    assert len(set(names)) == len(names)
+    assert {"B=4 T=4096 H=16 Hkv=4 D=128", "B=4 T=4096 H=32 Hkv=32 D=64 window=1024"} < set(names)
 
 
 def test_more_time_takes_more_points_and_none_is_said_so() -> None:
@@ -359,7 +360,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
     stages: list[dict[str, Any]] = [
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
         {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
-        {"name": "training", "status": "done", "record": {"rows": [row]},
+        {"name": "training", "status": "done", "record": {"rows": [row], "answers": ["MFU: x."]},
          "watched": {"held_down_by": ["heat (hardware)"]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
@@ -373,13 +374,13 @@ def test_the_page_says_what_is_wrong_here() -> None:
         "1 of 1 rows of training are noisy",
         "GPU 0 was in use",
         "Missing: proof: cut: its time was over.",
-        "sdpa reaches 50.0% MFU (causal 45.0%)",
+        "MFU: x.",
     ):
         assert words in said, said
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    answers = {"--query-gpu=memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
+    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
     found = health.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
     assert not any("GPU 1" in text for text in found)
@@ -401,7 +402,7 @@ def test_a_better_peak_that_a_later_stage_finds_leaves_earlier_rows_as_they_were
 
 def test_a_later_look_need_not_measure_the_bandwidth() -> None:
     bench = bench_of()
-    bench.machine |= {"peak_source": "measured now", "bandwidth_source": "measured now"}
+    bench.machine |= {"peak_source": "measured now", "peak_measured": True}
     again = {"peak_tflops": 1e4, "peak_source": "measured then", "bandwidth": None}
     bench.ask_once = lambda kind, n=1: again  # type: ignore[method-assign]
     bench.look_again()
