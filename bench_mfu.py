@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import baselines, modes, plan, qualify, records, rows, tables, verdict
+from bench import candidates, modes, plan, qualify, records, rows, tables, verdict
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
@@ -142,7 +142,7 @@ def check(mode: str, config: BenchConfig) -> None:
             raise UserError(f"{knobs} {of} {', '.join(where)}, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
-    baselines.parse(config.baseline)
+    candidates.parse(config.baseline)
 
 
 @contextmanager

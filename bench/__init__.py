@@ -11,7 +11,7 @@ training.py     its training steps: for the modes train and converge
 kernels.py      its attention calls: for the mode kernel
 decoding.py     its generated tokens: for the mode decode
 machine.py      the device: name, memory, peak rate and bandwidth, the clock
-baselines.py    nanoGPT's model, transformers' GPT-2 and a plain step, measured alike
+candidates.py   who is measured: our model, nanoGPT's, transformers' GPT-2, a plain step
 fitting.py      --batch_size=auto: the largest batch that fits
 profiling.py    where the time of a step goes, by what the profiler saw
 roofline.py     where it would go at best, by the sizes alone

@@ -88,7 +88,7 @@ class Bench:
         Args:
             kind: of bench/worker.py's jobs.
             name: of the row; without a baseline, also the attention backend to measure.
-            baseline: what bench/baselines.py builds instead of our model.
+            baseline: what bench/candidates.py builds instead of our model.
             changes: of train.py's settings.
         """
         ours = {"attention_backend": name} if name and not baseline else {}

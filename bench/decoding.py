@@ -26,42 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import attention
 from attention.select import KERNELS
-from bench import baselines, machine
+from bench import candidates, machine
 from bench.job import Job
 from core import int8
 from core.runtime import synchronize
-from core.settings import UserError
-from inference import engine
-from inference.sampling import Stats
-
-
-class Ours:
-    """This project's model with the attention backend that was named."""
-
-    def __init__(self, name: str, job: Job, compile: bool, weights: str) -> None:
-        self.title, self.compile = attention.get(name).title, compile
-        self.model = job.model(cast=True).eval()
-        if weights == "int8":
-            embedding = self.model.transformer.wte.weight
-            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
-                raise UserError(why)
-            int8.convert(self.model, embedding)
-
-    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens.
-
-        Returns:
-            when the first and the last token were there, in seconds of time.perf_counter(), and
-            the bytes of the cache.
-        """
-        stats = Stats()
-        how: dict[str, Any] = {"temperature": 0.0, "compile": self.compile and cache == "static"}
-        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **how)
-        times = [time.perf_counter() for _ in texts]
-        assert len(times) == new, (len(times), new)
-        return times[0], times[-1], stats.cache_bytes
 
 
 class Decoding:
@@ -74,10 +43,9 @@ class Decoding:
         # neither dropout nor gradient_checkpointing is anything to generation
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, dtype, config = job.device, job.setup.dtype, job.config
-        self.ours = None if told["baseline"] else Ours(told["name"], job, compile, told["weights"])
-        other = told["baseline"]
-        self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
-        self.parameters = baselines.parameters(self.who)
+        who = candidates.build(told["baseline"], job).for_decoding(compile, told["weights"])
+        self.who: Any = who
+        self.parameters = candidates.parameters(who)
         self.int8 = int8.parameters(self.who.model)
         kv_heads = config.n_kv_head or config.n_head
         head_dim = config.n_embd // config.n_head
@@ -108,10 +76,10 @@ class Decoding:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache)
         peak, proof = machine.memory(self.device), None
-        if self.ours:
+        if isinstance(self.who, candidates.Ours):
             with torch.no_grad():
                 page = 16 if cache == "paged" else None
-                chosen, _ = self.ours.model.attention(cache=cache, page_size=page)
+                chosen, _ = self.who.model.attention(cache=cache, page_size=page)
             kernels, proof = list(chosen.kernels), chosen.proof
         else:  # which kernels torch chose for it, as the profiler saw them in two tokens
             with torch.profiler.profile() as profiler:

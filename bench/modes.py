@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import data
-from bench import baselines, fitting, roofline, rows, tables
+from bench import candidates, fitting, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
@@ -31,7 +31,7 @@ PATHS = {  # the training paths that converge can hold against a plain one
 def train(bench: Bench) -> list[rows.Row]:
     """Training steps of every backend and baseline; then, as a sweep, attention alone."""
     config, batch = bench.config, bench.config.fixed_batch
-    everyone = dict.fromkeys(bench.backends, "") | baselines.parse(config.baseline)
+    everyone = dict.fromkeys(bench.backends, "") | candidates.parse(config.baseline)
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
@@ -177,13 +177,13 @@ def texts(bench: Bench) -> list[dict[str, Any]]:
 def decode(bench: Bench) -> list[rows.Row]:
     """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
     points = {rows.where(point): point for point in texts(bench)}
-    others = baselines.parse(bench.config.baseline, ("sdpa",))
+    others = candidates.parse(bench.config.baseline, ("sdpa",))
     everyone = dict.fromkeys(bench.backends, "") | others
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
     without = {
         (name, where)
         for (name, what), (where, p) in itertools.product(others.items(), points.items())
-        if not baselines.can_write(what, p["cache"])
+        if not candidates.can_write(what, p["cache"])
     }
     found: dict[Key, Outcome] = {}
 

@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-import train
-from bench import baselines, machine
+from bench import candidates, machine
 from bench.job import Job
 from bench.profiling import Scopes, kernels_of, profiler, read
-from core.optimizer import build_optimizer, learning_rate
+from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
 Mark = Callable[[str], None]
@@ -72,28 +71,6 @@ class Reference:
         }
 
 
-class Ours:
-    """This project's model and optimizer, with the attention backend that was named."""
-
-    def __init__(self, job: Job, scaler: torch.amp.GradScaler) -> None:
-        self.setup, self.config, self.scaler = job.setup, job.config, scaler
-        config = job.config
-        self.model = job.model()
-        self.optimizer = build_optimizer(self.model, config, job.device)
-        with self.setup.autocast:
-            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
-        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
-        self.found_inf = torch.zeros((), device=job.device)  # 1 at a gradient that is not finite
-        self.title = self.chosen.backend.title
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.run(x, y)[1]
-
-    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
-        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
-
-
 class Training:
     """Training steps of one candidate, an attention backend of ours, or of one baseline."""
 
@@ -112,8 +89,8 @@ class Training:
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
         scaler = self.scaler = job.setup.scaler()
-        self.ours = None if baseline else Ours(job, scaler)
-        self.who: Any = self.ours or baselines.build(baseline, job).for_training(scaler)
+        self.who: Any = candidates.build(baseline, job).for_training(scaler)
+        self.ours = self.who if isinstance(self.who, candidates.Ours) else None
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
@@ -148,7 +125,7 @@ class Training:
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
         answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
-        N, (B, T) = baselines.parameters(self.who), x.shape
+        N, (B, T) = candidates.parameters(self.who), x.shape
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
         if self.clock.apart:
             for name, places in (

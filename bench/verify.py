@@ -23,7 +23,7 @@ from typing import Any
 import attention
 from attention.gpus import datasheet_tflops
 from bench import records, rows, tables
-from bench.baselines import HF
+from bench.candidates import HF
 from bench.compare import SAME
 from bench.decoding import weight_bytes
 from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS

@@ -29,7 +29,7 @@ import torch
 import attention
 import bench_mfu
 from attention.spec import Backend, Caps
-from bench import baselines, decoding, fitting, machine, modes, process, rows, training
+from bench import candidates, decoding, fitting, machine, modes, process, rows, training
 from bench import config as config_
 from bench.bench import Bench
 from bench.config import BenchConfig, Flat, load_config
@@ -514,7 +514,7 @@ def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
 def test_a_baseline_may_be_given_more_than_once(tmp_path):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
-    assert list(baselines.parse(config.baseline)) == [
+    assert list(candidates.parse(config.baseline)) == [
         "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
     ]  # fmt: skip
 

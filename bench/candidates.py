@@ -1,5 +1,5 @@
-"""Baselines: other people's GPT-2 at the same sizes, in the same rounds, so that a ratio can be
-claimed; and the training step as everybody would write it.
+"""Who is measured: this project's model with one of its backends, and baselines at the same sizes
+in the same rounds, so that a ratio can be claimed.
 
     --rival nanogpt=PATH    karpathy/nanoGPT: the model.py of the checkout in PATH is imported from
                             there, and stepped as its train.py does
@@ -29,10 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attention
+import train
 from bench.job import Job
+from core import int8
 from core.optimizer import build_optimizer
 from core.runtime import synchronize
 from core.settings import UserError
+from inference import engine
+from inference.sampling import Stats
 
 HF = ("eager", "sdpa", "flash_attention_2")
 CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
@@ -62,11 +67,11 @@ def can_write(baseline: str, cache: str) -> bool:
     return cache in CACHES[baseline.partition("=")[0]]
 
 
-def build(baseline: str, job: Job) -> Baseline:
-    """The baseline, its new model on the device; UserError where it cannot do what is asked."""
+def build(baseline: str, job: Job) -> Candidate:
+    """Our model, or a baseline, new; UserError where it cannot do what is asked."""
     name, _, what = baseline.partition("=")
-    if name == "plain":
-        return Plain(job)
+    if name in ("", "plain"):
+        return Plain(job) if name else Ours(job)
     config = job.config
     wanted = {
         "attention_window": config.attention_window,
@@ -84,7 +89,7 @@ def parameters(who: Any) -> int:
     return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
-class Baseline:
+class Candidate:
     """A model, its optimizer, and how its own loops step and write."""
 
     title: str
@@ -97,14 +102,15 @@ class Baseline:
     def __init__(self, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
 
-    def for_training(self, scaler: torch.amp.GradScaler) -> Baseline:
+    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         self.scaler = scaler
         self.model.train()
         self.optimizer = self.make_optimizer()
         self.run = torch.compile(self.model) if self.setup.compile else self.model
         return self
 
-    def for_decoding(self, compile: bool) -> Baseline:
+    def for_decoding(self, compile: bool, weights: str) -> Candidate:
+        """Args: compile: the decode steps of a static cache; weights: our model's may be "int8"."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
@@ -131,7 +137,53 @@ class Baseline:
         return loss
 
 
-class Plain(Baseline):
+class Ours(Candidate):
+    """This project's model with the attention backend that was named."""
+
+    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
+        config, device = self.config, self.job.device
+        self.scaler, self.model = scaler, self.job.model()
+        self.optimizer = build_optimizer(self.model, config, device)
+        with self.setup.autocast:
+            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
+        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
+        self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
+        self.title = self.chosen.backend.title
+        return self
+
+    def for_decoding(self, compile: bool, weights: str) -> Candidate:
+        self.title, self.compile = attention.get(self.config.attention_backend).title, compile
+        self.model = self.job.model(cast=True).eval()
+        if weights == "int8":
+            embedding = self.model.transformer.wte.weight
+            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
+                raise UserError(why)
+            int8.convert(self.model, embedding)
+        return self
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.run(x, y)[1]
+
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
+        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
+        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
+
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+        """Continue `prompt`, (B, T) int64, by `new` tokens.
+
+        Returns:
+            when the first and the last token were there, in seconds of time.perf_counter(), and
+            the bytes of the cache.
+        """
+        stats, compile = Stats(), self.compile and cache == "static"
+        how: dict[str, Any] = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
+        texts = engine.stream(self.model, prompt, new, stats=stats, **how)
+        times = [time.perf_counter() for _ in texts]
+        assert len(times) == new, (len(times), new)
+        return times[0], times[-1], stats.cache_bytes
+
+
+class Plain(Candidate):
     """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
     logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
 
@@ -154,7 +206,7 @@ class Plain(Baseline):
         return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
 
 
-class NanoGPT(Baseline):
+class NanoGPT(Candidate):
     """The model of a nanoGPT checkout, with the optimizer that it configures."""
 
     title = "nanoGPT"
@@ -180,7 +232,7 @@ class NanoGPT(Baseline):
         return self.run(x, y)[1]
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Its generate(), which reads the whole text anew for every token; see decoding.Ours."""
+        """Its generate(), which reads the whole text anew for every token; see Ours."""
         assert cache == "none"
         began: list[float] = []
 
@@ -201,7 +253,7 @@ class NanoGPT(Baseline):
         return began[1], end, 0
 
 
-class HuggingFace(Baseline):
+class HuggingFace(Candidate):
     """transformers' GPT-2."""
 
     def __init__(self, implementation: str, job: Job) -> None:
@@ -236,7 +288,7 @@ class HuggingFace(Baseline):
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Its generate(), greedy; its streamer is told of every token. See decoding.Ours."""
+        """Its generate(), greedy; its streamer is told of every token. See Ours."""
         reader = Reader()
         found = self.model.generate(
             prompt,
