@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -150,7 +150,6 @@ class Bench:
         table: Callable[[], list[rows.Row]],
         rounds: int | None = None,
         fresh: bool | None = None,
-        without: Container[Key] = (),
     ) -> list[rows.Row]:
         """Run the rounds, as far as the bench is not stopped; what the table is then.
 
@@ -183,7 +182,6 @@ class Bench:
             points,
             rounds or self.config.rounds,
             outcomes=found,
-            without=without,
             ahead=self.device.startswith("cuda"),
             fresh=self.config.fresh_rounds if fresh is None else fresh,
             budget=int(0.9 * self.machine["memory_limit"]),

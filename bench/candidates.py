@@ -40,7 +40,6 @@ from inference import engine
 from inference.sampling import Stats
 
 HF = ("eager", "sdpa", "flash_attention_2")
-CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
 Mark = Callable[[str], None]
 
 
@@ -60,11 +59,6 @@ def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict
         else:
             raise UserError(f"--rival is nanogpt=PATH or hf, got {word!r}")
     return found
-
-
-def can_write(baseline: str, cache: str) -> bool:
-    """Whether its generate() knows such a cache."""
-    return cache in CACHES[baseline.partition("=")[0]]
 
 
 def build(baseline: str, job: Job) -> Candidate:
@@ -233,7 +227,8 @@ class NanoGPT(Candidate):
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), which reads the whole text anew for every token; see Ours."""
-        assert cache == "none"
+        if cache != "none":
+            raise UserError("its generate() has no cache")
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
@@ -289,6 +284,10 @@ class HuggingFace(Candidate):
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), greedy; its streamer is told of every token. See Ours."""
+        if cache not in ("dynamic", "static"):
+            raise UserError(
+                f"its generate() is measured with its caches, dynamic and static, not with {cache}"
+            )
         reader = Reader()
         found = self.model.generate(
             prompt,

@@ -67,12 +67,9 @@ class Clock:
 
     def stop(self) -> Any:
         """A stamp after which all is done; the stamps before it can then be read."""
-        if self.device.type == "cuda":
-            stamp = self.stamp()
-            synchronize(self.device)
-            return stamp
+        stamp = self.stamp()
         synchronize(self.device)
-        return self.stamp()
+        return stamp if self.device.type == "cuda" else self.stamp()
 
     def ms(self, a: Any, b: Any) -> float:
         """Milliseconds between two stamps, once the device is synchronized."""

@@ -180,25 +180,17 @@ def decode(bench: Bench) -> list[rows.Row]:
     others = candidates.parse(bench.config.baseline, ("sdpa",))
     everyone = dict.fromkeys(bench.backends, "") | others
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
-    without = {
-        (name, where)
-        for (name, what), (where, p) in itertools.product(others.items(), points.items())
-        if not candidates.can_write(what, p["cache"])
-    }
     found: dict[Key, Outcome] = {}
 
     def table() -> list[rows.Row]:
         made = []
         for (where, point), name in itertools.product(points.items(), jobs):
-            if (name, where) not in without:
-                outcome = found[name, where]
-                row = rows.begin("decode", name, point, outcome) | {"baseline": name in others}
-                made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
+            outcome = found[name, where]
+            row = rows.begin("decode", name, point, outcome) | {"baseline": name in others}
+            made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
         return made
 
-    made = bench.measure(found, jobs, points, table, without=without)
-    idle = [name for name in others if all((name, where) in without for where in points)]
-    return made + [rows.unavailable("decode", name, "it has none of --kv_caches") for name in idle]
+    return bench.measure(found, jobs, points, table)
 
 
 def converge(bench: Bench) -> list[rows.Row]:

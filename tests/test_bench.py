@@ -281,8 +281,11 @@ def test_decode_has_rows_for_the_baselines_where_they_have_such_a_cache(tmp_path
     hf = [("hf_sdpa", c) for c in caches[1:]]
     ours = [("sdpa", c) for c in caches]
     assert code == 0 and len(content["rows"]) == len(at)
-    assert set(at) == {*ours, *hf, ("nanogpt", "none")}
-    assert [r["backend"] for r in content["rows"] if r["baseline"]].count("hf_sdpa") == 2
+    ok = {k for k, r in at.items() if r["status"] == "ok"}
+    assert ok >= {*ours, ("nanogpt", "none")} and len(at) == 3 * len(caches)
+    assert "no cache" in at["nanogpt", "static"]["why"][0]
+    assert "not with none" in at["hf_sdpa", "none"]["why"][0]
+    assert {r["backend"] for r in content["rows"] if r["baseline"]} == {"hf_sdpa", "nanogpt"}
     assert not any(at[k]["baseline"] for k in ours)
     row = at["nanogpt", "none"]
     assert row["status"] == "ok" and len(row["rounds"]) == 2 and row["cache_bytes"] == 0
@@ -308,7 +311,7 @@ def test_a_baseline_with_nothing_to_measure_says_so(tmp_path, quick):
     found = {r["backend"]: r for r in last_line(out)["rows"]}
     assert code == 0 and found["sdpa"]["status"] == "ok"
     assert found["nanogpt"]["status"] == "unavailable"
-    assert "none of --kv_caches" in found["nanogpt"]["why"][0]
+    assert "no cache" in found["nanogpt"]["why"][0]
 
 
 def write_tokens(folder: Path) -> Path:
@@ -598,17 +601,6 @@ def test_rounds_are_interleaved_and_each_job_has_one_process(stub):
     ]  # fmt: skip
     assert len({n.split()[2] for n in notes}) == 3 and not fresh
     assert all(len(o.rounds) == 2 and o.failure is None for o in outcomes.values())
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_pair_that_there_is_not_costs_nothing(stub, fresh):
-    without = {("b", "x"), ("c", "x"), ("c", "y")}
-    outcomes, _, notes = stub(at=("x", "y"), without=without, fresh=fresh)
-    assert set(outcomes) == {("a", "x"), ("a", "y"), ("b", "y")}
-    assert all(len(o.rounds) == 2 for o in outcomes.values())
-    assert not any(n.startswith(("c", "b warmx", "b roundx")) for n in notes)
-    refused, _, _ = stub(at=("x", "y"), without=without, refuses="b")
-    assert set(refused) == set(outcomes) and refused["b", "y"].failure
 
 
 def test_fresh_rounds_have_new_processes(stub):
