@@ -49,7 +49,7 @@ MODES = (*modes.MODES, "qualify", "compare")
 
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the modes; the exit code."""
-    began, state = time.perf_counter(), records.git_state()  # of the source that is about to run
+    state = records.git_state()  # of the source that is about to run
     loaded = load_config(argv)
     config = loaded.settings
     check(mode, config)
@@ -72,15 +72,12 @@ def run(mode: str, argv: list[str]) -> int:
         **state,
     }
     folder: Path | None = None
-
-    def content_of(bench: Bench, table: list[rows.Row], why: str) -> dict[str, Any]:
-        table = table + [rows.unavailable(mode, name, w) for name, w in left_out.items()]
-        return {**told, **bench.content(table, time.perf_counter() - began, why)}
+    others = [rows.unavailable(mode, name, why) for name, why in left_out.items()]
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
-            content = content_of(bench, table, "it had not ended when this was written")
-            records.save(folder, records.seal(content))
+            content = bench.content(table + others, "it had not ended when this was written")
+            records.save(folder, records.seal({**told, **content}))
 
     whole = mode == "qualify"  # it gives each stage a deadline of its own
     stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
@@ -104,8 +101,7 @@ def run(mode: str, argv: list[str]) -> int:
                 tell(plan.told(bench, modes.points(bench)))
             if config.record is not None:
                 folder = records.folder_of(config.records_dir, config.record, bench.machine)
-            content = content_of(bench, modes.MODES[mode](bench), stop.why)
-            content["answers"] = tables.answers(content)
+            content = {**told, **bench.content(modes.MODES[mode](bench) + others)}
         if folder:
             records.write(folder, content)
     show(content)

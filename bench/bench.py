@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import plan, rows
+from bench import plan, rows, tables
 from bench.config import BenchConfig
 from bench.process import Failure, Key, Outcome, Stop, Worker, measure
 from core import flops
@@ -37,6 +38,7 @@ class Bench:
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
     points: list[dict[str, Any]] = field(default_factory=list)  # kernel: not the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def peak(self) -> flops.Peak:
@@ -47,19 +49,14 @@ class Bench:
     def model(self) -> GPTConfig:
         return self.config.train.model(self.vocab_size)
 
-    def content(self, table: list[rows.Row], seconds: float, why: str) -> dict[str, Any]:
-        """The content of this run's record, without the answers.
-
-        Args:
-            seconds: how long it took.
-            why: it ended early; empty if it did not.
-        """
+    def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
+        """The content of this run's record; `why` it is not complete, where that is known."""
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
-        why = why or "its time was over" * bool(none)
+        why = why or self.stop.why or "its time was over" * bool(none)
         content = {
             "mode": self.mode,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - self.began,
             "machine": dict(self.machine),  # as the rows were reckoned: a later look may better it
             "vocab_size": self.vocab_size,
             "settings": self.config.flat(),
@@ -70,9 +67,9 @@ class Bench:
             },
             "reference": self.reference,
             "rows": table,
-            "answers": [],
             "complete": not why,
         }
+        content["answers"] = tables.answers(content)
         if why:
             few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
             missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)

@@ -285,9 +285,7 @@ class HuggingFace(Candidate):
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), greedy; its streamer is told of every token. See Ours."""
         if cache not in ("dynamic", "static"):
-            raise UserError(
-                f"its generate() is measured with its caches, dynamic and static, not with {cache}"
-            )
+            raise UserError(f"it is measured with its caches dynamic and static, not with {cache}")
         reader = Reader()
         found = self.model.generate(
             prompt,

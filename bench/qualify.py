@@ -1,10 +1,5 @@
 """bench_mfu.py qualify: one command that takes a machine from bare to a checked record.
 
-    python bench_mfu.py qualify                     nine minutes
-    python bench_mfu.py qualify --minutes=25        all of it
-    python bench_mfu.py qualify --stages=4,5        some stages
-    python bench_mfu.py qualify --resume            what the last one did not get to
-
 Six stages, each in its own time box; what a stage leaves over goes to those after it. A stage plans
 what fits into its box, from the machine's speed and the time to compile, says what it left out, and
 is stopped at the end of the box. The record is rewritten after every stage.
@@ -107,13 +102,6 @@ def contenders(bench: Bench, box: float) -> list[str]:
     return taken
 
 
-def batch_for(free: float) -> int | None:
-    """How many sequences of 1,024 tokens of GPT-2 124M in half precision surely fit into so many
-    bytes; None: not even one."""
-    fits = ((70, 64), (38, 32), (22, 16), (14, 8), (7, 4))
-    return next((batch for gb, batch in fits if free >= gb * 1e9), None)
-
-
 # --- the stages ---
 
 
@@ -139,7 +127,7 @@ def kernels(bench: Bench, box: float) -> Content:
     bench.backends = [name for name in bench.backends if name in wanted]
     bench.points, dropped = that_fit(bench, box)
     bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
-    made = measured(bench, modes.kernel) | {"left_out": dropped}
+    made = bench.content(modes.kernel(bench)) | {"left_out": dropped}
     # B and H are no matter to the answers: a call's tokens and width are the same at all lengths.
     same = [{**r, "point": {**r["point"], "B": None, "H": None}} for r in made["rows"]]
     return made | {"answers": tables.answers({**made, "rows": same})}
@@ -148,7 +136,7 @@ def kernels(bench: Bench, box: float) -> Content:
 def training(bench: Bench, box: float) -> Content:
     bench.backends = contenders(bench, box)
     bench.tell(f"training: {', '.join(bench.backends)}")
-    return measured(bench, modes.train)
+    return bench.content(modes.train(bench))
 
 
 def decoding(bench: Bench, box: float) -> Content:
@@ -156,7 +144,7 @@ def decoding(bench: Bench, box: float) -> Content:
     bench.backends = [*(able or contenders(bench, 0)), "paged"]
     if bench.device.startswith("cuda") and box >= GRAPHS:
         bench.config = replace(bench.config, train=replace(bench.config.train, compile=True))
-    return measured(bench, modes.decode)
+    return bench.content(modes.decode(bench))
 
 
 def convergence(bench: Bench, box: float) -> Content:
@@ -173,15 +161,7 @@ def convergence(bench: Bench, box: float) -> Content:
         train = replace(config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
         bench.config, bench.vocab_size = replace(config, train=train), V
         bench.backends = contenders(bench, 0)
-        return measured(bench, modes.converge)
-
-
-def measured(bench: Bench, mode: Callable[[Bench], list[rows.Row]]) -> Content:
-    """A mode's rows as a record has them."""
-    began = time.perf_counter()
-    table = mode(bench)
-    content = bench.content(table, time.perf_counter() - began, bench.stop.why)
-    return content | {"answers": tables.answers(content)}
+        return bench.content(modes.converge(bench))
 
 
 # A model that learns something in a minute, for converge.
@@ -214,7 +194,9 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
     accumulation; else, on a CPU or a small GPU, that of bench/cpu.py."""
     if not cuda or "batch_size" in given:
         return config
-    if batch := batch_for(free):
+    # Bytes in which so many sequences of 1,024 tokens surely fit, in half precision.
+    fits = {70e9: 64, 38e9: 32, 22e9: 16, 14e9: 8, 7e9: 4}
+    if batch := next((batch for least, batch in fits.items() if free >= least), None):
         train = replace(config.train, gradient_accumulation_steps=1)
         return replace(config, train=train, batch_size=batch)
     small = load_config([CPU_CONFIG]).settings
@@ -224,16 +206,14 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
 
 
 def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Path]:
-    """Run the stages that were asked for.
+    """Run the stages that were asked for: the record, and its folder.
 
     Args:
-        bench: everything but the machine; its stop ends the run.
         told: the record's entries about the command.
         given: the names of the settings that the user gave.
 
     Raises:
         Failure: nothing can be measured here.
-        UserError: --resume, and there is nothing to resume.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
@@ -254,13 +234,19 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         done = {s["name"] for s in record["stages"] if s["status"] == "done"}
         wanted = [name for name in wanted if name not in done]
         record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
-    bench.tell(outline(boxes(end - time.monotonic(), wanted), config))
+    shares = boxes(end - time.monotonic(), wanted).items()
+    sizes = f"{config.train.n_layer} layers, {config.train.n_embd} wide, batch {config.batch_size}"
+    bench.tell(
+        f"plan: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in shares)}; what is left "
+        f"over goes to those after it. Training: {sizes}, {config.train.block_size} tokens"
+    )
     for i, name in enumerate(wanted):
         stage, left = STAGE[name], end - time.monotonic()
         box = boxes(left, wanted[i:])[name]
         bench.backends = ranked(record, bench.backends)
         own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
-                      stop=Stop(time.monotonic() + box, bench.stop.signals))  # fmt: skip
+                      stop=Stop(time.monotonic() + box, bench.stop.signals),
+                      began=time.perf_counter())  # fmt: skip
         if name == "converge" and cuda:  # beside the plain path; on a CPU: the fused kernels
             own.config = replace(own.config, paths=("bfloat16",), backends=("all",))
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
@@ -271,7 +257,12 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         record["stages"].append(entry)
         record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
         bench.stop.why = bench.stop.why or (own.stop.why if own.stop.code else "")
-        finish(record)
+        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
+        missing = [name for name in STAGES if name not in done]
+        record |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
+        if not missing:
+            del record["incomplete"]
+        record["answers"] = verdict.of(record)
         records.save(folder, records.seal(record))
     probe.close()
     return record, folder
@@ -318,22 +309,3 @@ def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Conten
     if any(old["machine"].get(n) != record["machine"].get(n) for n in SAME):
         raise UserError(f"--resume: {found[-1].parent} is of {old['machine']['about']}")
     return found[-1].parent, old["stages"]
-
-
-def finish(record: Content) -> None:
-    """Add the conclusions of the stages so far, and what is missing."""
-    have = {s["name"]: s["status"] for s in record["stages"]}
-    missing = [n for n in STAGES if have.get(n) != "done"]
-    record["complete"] = not missing
-    record.pop("incomplete", None)
-    if missing:
-        record["incomplete"] = "not done: " + ", ".join(missing)
-    record["answers"] = verdict.of(record)
-
-
-def outline(box: Mapping[str, float], config: BenchConfig) -> str:
-    """The plan, before it starts."""
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in box.items())
-    t = config.train
-    model = f"{t.n_layer} layers, {t.n_embd} wide, {t.block_size} tokens, batch {config.batch_size}"
-    return f"plan: {times}; what is left over goes to those after it. Training: {model}"

@@ -395,7 +395,7 @@ def test_what_nvidia_smi_says_is_understood() -> None:
 
 def test_a_better_peak_that_a_later_stage_finds_leaves_earlier_rows_as_they_were_reckoned() -> None:
     bench = bench_of()
-    made = bench.content([], 1.0, "")
+    made = bench.content([])
     bench.machine["peak_tflops"] = 2000.0
     assert made["machine"]["peak_tflops"] == 989.4
 
