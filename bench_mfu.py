@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import candidates, modes, plan, qualify, records, rows, tables, verdict
+from bench import candidates, modes, plan, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
@@ -110,7 +110,7 @@ def run(mode: str, argv: list[str]) -> int:
     if config.json:
         print(json.dumps(content, allow_nan=False))
     if whole:
-        return stop.code or int(verdict.failed(content))
+        return stop.code or int(qualify.failed(content))
     failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
     return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
 

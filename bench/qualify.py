@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import data
-from bench import modes, plan, proof, records, rows, tables, verdict
+from bench import modes, plan, proof, records, rows, tables
 from bench.bench import Bench
 from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
-from bench.health import busy, watched
+from bench.machine import busy, watched
 from bench.process import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
@@ -262,7 +262,7 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         record |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
         if not missing:
             del record["incomplete"]
-        record["answers"] = verdict.of(record)
+        record["answers"] = conclusions(record)
         records.save(folder, records.seal(record))
     probe.close()
     return record, folder
@@ -289,7 +289,7 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 
 def ranked(record: Content, names: list[str]) -> list[str]:
     """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
-    ms = {row["backend"]: row["ms"] for row in verdict.ok_rows(record, "kernels")
+    ms = {row["backend"]: row["ms"] for row in ok_rows(record, "kernels")
           if (row["point"]["T"], row["point"]["D"]) == (1024, 64)}  # fmt: skip
     return sorted(names, key=lambda name: ms.get(name, math.inf))
 
@@ -309,3 +309,77 @@ def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Conten
     if any(old["machine"].get(n) != record["machine"].get(n) for n in SAME):
         raise UserError(f"--resume: {found[-1].parent} is of {old['machine']['about']}")
     return found[-1].parent, old["stages"]
+
+
+# --- the conclusions ---
+
+
+def stages_of(record: Content) -> dict[str, Content]:
+    """The stages with results, by name."""
+    return {s["name"]: s for s in record["stages"] if s["record"]}
+
+
+def rows_of(record: Content, stage: str) -> list[Content]:
+    """The rows of a stage; none where it has no results."""
+    return stages_of(record).get(stage, {}).get("record", {}).get("rows", [])
+
+
+def ok_rows(record: Content, stage: str) -> list[Content]:
+    return [row for row in rows_of(record, stage) if row.get("status") == "ok"]
+
+
+def conclusions(record: Content) -> list[str]:
+    """Who was right, what each stage says, what makes a figure doubtful, what is missing."""
+    said = [f"Proof: {text}." for text in of_proof(record)]
+    for stage in record["stages"]:
+        said += stage["record"].get("answers", [])
+    said += [f"Suspicious: {text}." for text in doubts(record)]
+    for stage in record["stages"]:
+        if stage["status"] != "done":
+            said.append(f"Missing: {stage['name']}: {stage['status']}: {stage['why']}.")
+    return said
+
+
+def of_proof(record: Content) -> list[str]:
+    """Who was right in all cases that were reached, and how many those were."""
+    if not (rows := rows_of(record, "proof")):
+        return []
+    ok = [r for r in rows if not r["wrong"] and r["right"]]
+    names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in ok) or "none"
+    left = [f"{r['backend']} {r['not_reached']}" for r in rows if r["not_reached"]]
+    said = [f"every number right and nothing leaked: {names}"]
+    if left:
+        said.append(f"cases not reached in the time: {', '.join(left)}")
+    return said
+
+
+def doubts(record: Content) -> list[str]:
+    """What is wrong, or makes a figure doubtful."""
+    said = []
+    for row in rows_of(record, "proof"):
+        said += [f"{row['backend']} is wrong in {tables.failure(f)}" for f in row["failures"][:3]]
+    m = record["machine"]
+    reached, peak = m.get("products_tflops"), m["peak_tflops"]
+    if reached and reached < 0.6 * peak:
+        said.append(
+            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of the datasheet's "
+            f"{peak:,.4g}: is the power limit lowered, or the name another's?"
+        )
+    said += stages_of(record).get("machine", {}).get("record", {}).get("busy", [])
+    for stage in record["stages"]:
+        if held := stage.get("watched", {}).get("held_down_by"):
+            said.append(
+                f"in the stage {stage['name']} the GPU's clock was held down by "
+                f"{' and '.join(held)}"
+            )
+        rows = ok_rows(record, stage["name"])
+        noisy = [row for row in rows if row.get("noisy")]
+        if len(noisy) > len(rows) / 2:
+            said.append(f"{len(noisy)} of {len(rows)} rows of {stage['name']} are noisy")
+    return said
+
+
+def failed(record: Content) -> bool:
+    """Whether a kernel was wrong, or nothing was done."""
+    wrong = any(row["wrong"] for row in rows_of(record, "proof"))
+    return wrong or not any(stage["status"] == "done" for stage in record["stages"])

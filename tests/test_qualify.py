@@ -28,7 +28,7 @@ from attention import matrix
 from attention.machines import describe
 from attention.spec import Backend, Caps
 from bench import config as config_
-from bench import health, plan, proof, qualify, records, rows, verdict
+from bench import machine, plan, proof, qualify, records, rows
 from bench import process as process_
 from bench.bench import Bench
 from bench.config import BenchConfig
@@ -200,7 +200,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     for module in (bench_mfu, config_):
         monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
     looks = itertools.repeat([["0x0000000000000004", "71", "690.5"]])
-    monkeypatch.setattr(qualify, "watched", lambda: health.watched(lambda query: next(looks)))
+    monkeypatch.setattr(qualify, "watched", lambda: machine.watched(lambda query: next(looks)))
     monkeypatch.setattr(qualify, "busy", lambda device: ["GPU 0 was in use before we began"])
 
 
@@ -217,12 +217,12 @@ def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
     statuses = {s["name"]: (s["status"], s["why"]) for s in made["stages"]}
     assert statuses == {name: ("done", "") for name in qualify.STAGES}, told
     assert code == 0 and verify(made, folder) == []
-    trained = {r["backend"] for r in verdict.ok_rows(made, "training")}
+    trained = {r["backend"] for r in qualify.ok_rows(made, "training")}
     assert {"sdpa", "sdpa_flash", "sdpa_cudnn", "triton"} <= trained
     assert not trained & {"manual", "tiled", "sdpa_math"}  # no minutes of compiling for these
-    paths = {r["backend"] for r in verdict.ok_rows(made, "converge")}
+    paths = {r["backend"] for r in qualify.ok_rows(made, "converge")}
     assert paths == {"plain", "bfloat16"}
-    assert {r["point"]["new_tokens"] for r in verdict.ok_rows(made, "decode")} == {4}
+    assert {r["point"]["new_tokens"] for r in qualify.ok_rows(made, "decode")} == {4}
     assert "Suspicious: GPU 0 was in use before we began." in out
     assert "Suspicious: in the stage training the GPU's clock was held down by its power cap" in out
 
@@ -364,7 +364,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
          "watched": {"held_down_by": ["heat (hardware)"]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
-    said = "\n".join(verdict.of({"machine": here, "stages": stages}))
+    said = "\n".join(qualify.conclusions({"machine": here, "stages": stages}))
     for words in (
         "flash_attn_4 is wrong in large, bfloat16: dq is off",
         "cases not reached in the time: flash_attn_4 7",
@@ -381,14 +381,14 @@ def test_the_page_says_what_is_wrong_here() -> None:
 
 def test_what_nvidia_smi_says_is_understood() -> None:
     answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
-    found = health.busy("cuda", lambda query: answers[query])
+    found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
     assert not any("GPU 1" in text for text in found)
-    with health.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
+    with machine.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
         time.sleep(0.05)
     assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
                     "watts": 700.1}  # fmt: skip
-    with health.watched(lambda query: []) as seen:
+    with machine.watched(lambda query: []) as seen:
         pass
     assert seen == {}
 
