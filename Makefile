@@ -8,7 +8,7 @@ CONFIG ?= config/train_shakespeare_cpu.py
 setup: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e .
+	$(BIN)/pip install -c constraints.txt -e ".[train]"
 	@touch $@
 
 .venv/installed-dev: .venv/installed
@@ -39,4 +39,4 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv out build

@@ -14,3 +14,31 @@ from .spec import (
     Spec,
     visible,
 )
+
+__all__ = [
+    "BACKENDS",
+    "RULES",
+    "Backend",
+    "BackendUnavailable",
+    "Caps",
+    "Machine",
+    "Policy",
+    "Refusal",
+    "Resolution",
+    "Spec",
+    "announce",
+    "fastest",
+    "get",
+    "packages",
+    "probe",
+    "resolve",
+    "select",
+    "use_flash_impl",
+    "visible",
+]
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
+if __name__ == "attention":  # a checkout; where it is installed, the package is nanoattn
+    from .alias import share
+
+    share()

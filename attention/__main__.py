@@ -13,10 +13,20 @@ described nothing is run: what the backends declare decides.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and (sys.argv[1:2] == ["check"] or __package__ == "nanoattn"):
+    # Before the imports below, of what pip does not install.
+    if sys.argv[1:2] != ["check"]:
+        sys.exit("python -m nanoattn has one command, check; all else is in a checkout of the "
+                 "project: python -m attention")  # fmt: skip
+    from .check import main as check
+
+    sys.exit(check(sys.argv[2:]))
+
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -11,12 +11,10 @@ Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and
 FLOPs   4 * Tq * Tk * D a head forward (two matmuls of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
 Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-Refuses nothing but a paged cache: any device, dtype, head_dim, window, segments, dropout.
+Refuses nothing but a paged cache.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -27,24 +25,22 @@ from .views import StaticView, mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: StaticView | None = None) -> Tensor:  # fmt: skip
-    """Attention by the formula.
+           segments: Tensor | None = None, cache: StaticView | None = None,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    Args:
-        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        segments: (B, Tk) int32; the queries are the last Tq positions.
-        cache: says which keys are seen, where k and v are the buffers of a static cache.
-
-    Returns:
-        (B, Tq, H, D) in q's dtype.
+    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); cache: says which
+    keys are seen, where k and v are the buffers of a static cache.
     """
-    (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
     # Query heads that share a key/value head become rows of one matmul: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
     v_BG1TD = v.transpose(1, 2).unsqueeze(2)  # (B, Hkv, 1, Tk, D)
 
-    scores = (q_BGRTD / math.sqrt(D)) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
+    scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if cache is None:
         seen = mask(Tq, Tk, spec.window, segments, q.device)[:, None]  # (1 or B, 1, 1, Tq, Tk)
     else:
@@ -52,7 +48,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     # The least finite number rather than -inf: a row that sees nothing (only where Tq > Tk) stays
     # free of NaN, forward and backward, and is zeroed below. Others get exact zeros either way.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    probs = F.softmax(scores, dim=-1)
+    if sinks is not None:  # the score of one more key, for every query of a head
+        column = sinks.to(scores.dtype).view(Hkv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = F.softmax(scores, dim=-1)[..., :Tk]  # that key has no value
     if Tq > Tk:  # bottom-right alignment: the first Tq - Tk queries come before every key
         probs = probs.masked_fill(~seen, 0.0)
     probs = F.dropout(probs, spec.dropout, training=spec.dropout > 0)
@@ -64,7 +63,7 @@ BACKEND = Backend(
     name="manual",
     title="softmax(QK^T)V written out, O(S^2) memory",
     attend=attend,
-    caps=(Caps(caches=("none", "dynamic", "static")),),
+    caps=(Caps(caches=("none", "dynamic", "static"), scale=True, softcap=True, sinks=True),),
     fallback=None,
     aliases=("eager",),
 )

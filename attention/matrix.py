@@ -36,12 +36,15 @@ class Case:
     segments: str | None = None  # "packed": three documents; "padded": the right end is padding
     layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
     size: float = 1.0  # q, k and v are multiplied by this
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def spec(self, dtype: str, **changes: Any) -> Spec:
-        has_segments = self.segments is not None
         return Spec(
-            self.H, self.Hkv, self.D, dtype, window=self.window, segments=has_segments, **changes
-        )
+            self.H, self.Hkv, self.D, dtype, window=self.window, scale=self.scale,
+            softcap=self.softcap, sinks=self.sinks, segments=self.segments is not None, **changes
+        )  # fmt: skip
 
 
 def _square(T: int, **changes: Any) -> Case:
@@ -75,6 +78,20 @@ CASES = [
     *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
     *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
       for x in ("split", "BHTD")),
+    Case("scale", 97, 97, D=20, scale=0.4),
+    Case("scale-1x97", 1, 97, scale=0.02),
+    Case("softcap", 97, 97, D=64, size=2, softcap=3),
+    Case("softcap-113x203", 113, 203, B=1, H=4, softcap=1.5),
+    Case("softcap-large-window16-packed", 97, 97, D=64, window=16, segments="packed", size=30,
+         softcap=50),
+    Case("sinks", 97, 97, sinks=True),
+    Case("sinks-gqa-window16-padded", 97, 97, H=4, window=16, segments="padded", sinks=True),
+    Case("sinks-64x17", 64, 17, H=3, Hkv=1, sinks=True),
+    Case("sinks-1x97", 1, 97, sinks=True),
+    Case("sinks-large4", 97, 97, D=64, size=4, sinks=True),
+    Case("scale-softcap-sinks-gqa", 113, 203, H=6, Hkv=3, B=1, scale=0.5, softcap=4, sinks=True),
+    Case("scale-softcap-sinks-packed-window20", 43, 97, H=4, window=20, segments="packed",
+         layout="split", scale=0.5, softcap=4, sinks=True),
     Case("large4", 97, 97, D=64, size=4),
     Case("large", 97, 97, D=64, size=30),
     Case("large-gqa-window-packed", 43, 97, H=4, D=64, window=30, segments="packed", size=30),
@@ -85,7 +102,9 @@ CASES = [
 SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", "D128", "64x17",
           "large", "97", "1", "2", "window64-113x203", "padded-43x97", "D80-mqa-window-17x33",
           "BHTD-31x64-window-packed", "mqa-64x17", "window10-64x17", "packed-97x43", "D20", "64",
-          "63x64", "packed", "large-gqa-window-packed")  # fmt: skip
+          "63x64", "packed", "large-gqa-window-packed", "scale", "softcap", "sinks-64x17",
+          "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20",
+          "softcap-large-window16-packed", "sinks-large4")  # fmt: skip
 
 
 def in_order() -> list[Case]:
@@ -130,17 +149,32 @@ def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, T
     return q, k, v, tensor(case.Tq, case.H)
 
 
-@lru_cache(maxsize=64)  # every case of a dtype: the oracle is slower than most kernels
+def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
+    """(H,), or None; about as large as the logsumexp of the other scores, so that they matter."""
+    if not case.sinks:
+        return None
+    draws = torch.randn(case.H, generator=torch.Generator().manual_seed(case.H))
+    return ((3 + 2 * draws) * case.size**2).to(device, getattr(torch, dtype))
+
+
+def options(case: Case, dtype: str, device: str = "cpu") -> dict[str, Any]:
+    """What the oracle takes besides q, k, v and dout."""
+    return {
+        "window": case.window, "segments": segments(case, device), "scale": case.scale,
+        "softcap": case.softcap, "sinks": sinks(case, dtype, device),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=96)  # every case of a dtype: the oracle is slower than most kernels
 def truth(case: Case, dtype: str) -> oracle.Result:
     """The result in float64, from the rounded inputs."""
-    return oracle.attention(*draw(case, dtype), window=case.window, segments=segments(case))
+    return oracle.attention(*draw(case, dtype), **options(case, dtype))
 
 
 @lru_cache(maxsize=8)
 def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
     """The yardstick: the result of textbook PyTorch in that dtype."""
-    inputs = draw(case, dtype, device)
-    return oracle.plain(*inputs, window=case.window, segments=segments(case, device))
+    return oracle.plain(*draw(case, dtype, device), **options(case, dtype, device))
 
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu") -> None:
@@ -150,18 +184,23 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu") -> None
         AssertionError: an error larger than oracle.check allows, or a query that sees no key and
             gave no zeros; the text says which tensor, where and by how much.
     """
-    spec, seg = case.spec(dtype), segments(case, device)
+    spec = case.spec(dtype)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = backend.attend(q, k, v, spec, segments=seg)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    more: dict[str, Any] = {"segments": segments(case, device)}
+    if case.sinks:
+        more["sinks"] = sinks(case, dtype, device)
+        leaves.append(more["sinks"].requires_grad_())
+    out = backend.attend(q, k, v, spec, **more)
+    grads = torch.autograd.grad(out, leaves, dout)
     exact, rough = truth(case, dtype), plain(case, dtype, device)
-    oracle.check(oracle.Result(out.detach(), dq, dk, dv), rough, exact, getattr(torch, dtype))
+    got = oracle.Result(out.detach(), *grads)
+    oracle.check(got, rough, exact, getattr(torch, dtype))
     blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
-    zeros = not (out[:, :blind].any() or dq[:, :blind].any())
+    zeros = not (out[:, :blind].any() or grads[0][:, :blind].any())
     oracle.require(zeros, "queries that see no key must give zeros, and have no gradient")
     with torch.no_grad():
-        out = backend.attend(q, k, v, replace(spec, grad=False), segments=seg)
+        out = backend.attend(q, k, v, replace(spec, grad=False), **more)
     oracle.require(not out.requires_grad, "the output requires a gradient where none is recorded")
     oracle.check(oracle.Result(out), rough, exact, getattr(torch, dtype))
 

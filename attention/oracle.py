@@ -26,73 +26,101 @@ class Result:
     dq: Tensor | None = None  # (B, Tq, H, D)
     dk: Tensor | None = None  # (B, Tk, Hkv, D)
     dv: Tensor | None = None  # (B, Tk, Hkv, D)
-    condition: Mapping[str, float] = field(default_factory=dict)  # of the truth only: attention()
+    dsinks: Tensor | None = None  # (H,), where there are sinks
+    condition: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # attention()'s only
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
-              segments: Tensor | None = None) -> Result:  # fmt: skip
+              segments: Tensor | None = None, scale: float | None = None,
+              softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
     """The truth, in float64 on the CPU, whatever dtype and device the inputs have.
 
-    Per row, with s_j = q . k_j / sqrt(D) and p = softmax(s) over the keys j that it may see:
+    Per row, with the scale tau (1 / sqrt(D)), t_j = tau q . k_j, the cap s_j = c tanh(t_j / c) (or
+    s_j = t_j), and p = softmax(s) over the keys j that it may see, the sink a among them, whose
+    value is 0:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
-        dp_j  = dout . v_j
+        dp_j  = dout . v_j                        0 for the sink
         ds_j  = p_j (dp_j - sum_l p_l dp_l)       the Jacobian of softmax: diag(p) - p p^T
-        dq    = sum_j ds_j k_j / sqrt(D)
-        dk_j += ds_j q / sqrt(D)
+        da   += -p_a sum_l p_l dp_l
+        dt_j  = ds_j (1 - (s_j / c)^2)            tanh' = 1 - tanh^2
+        dq    = tau sum_j dt_j k_j
+        dk_j += tau dt_j q
 
     The result also has the condition of each tensor: how far, to first order, an entry may move
-    when a kernel rounds (a) each score s_j relative to its terms |q||k|, which becomes a relative
-    error of p_j, and twice that in the backward where exp(s_j - logsumexp) is recomputed; and (b)
-    dp and sum p dp relative to theirs, whose rounding stays in ds even where the difference is zero
-    (a row with one visible key). In units of eps, the largest entry.
+    when a kernel rounds (a) each score s_j relative to its terms |q||k|, a capped one and a sink
+    relative to themselves, which becomes a relative error of p_j, and twice that in the backward
+    where exp(s_j - logsumexp) is recomputed; and (b) dp and sum p dp relative to theirs, whose
+    rounding stays in ds even where the difference is zero (a row with one visible key); and (c)
+    1 - (s / c)^2, by the error of s. In units of eps, the largest entry.
 
     Args:
         q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
         segments: (B, Tk) integers; the queries are the last Tq positions.
+        sinks: (H,).
     """
     q_, k_, v_, do = (t.detach().cpu().double().numpy() for t in (q, k, v, dout))
     seg = None if segments is None else segments.cpu().numpy()
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
-    out, dq, dk, dv = (np.zeros_like(t) for t in (q_, q_, k_, v_))
-    out_moves, dq_moves, dk_moves, dv_moves = (np.zeros_like(t) for t in (q_, q_, k_, v_))
+    tau = 1 / math.sqrt(D) if scale is None else scale
+    sink = np.full(H, -np.inf) if sinks is None else sinks.detach().cpu().double().numpy()
+    like = q_, q_, k_, v_, sink
+    out, dq, dk, dv, da = (np.zeros_like(t) for t in like)
+    out_moves, dq_moves, dk_moves, dv_moves, da_moves = (np.zeros_like(t) for t in like)
     offset, j = Tk - Tq, np.arange(Tk)
     for b in range(B):
         for i in range(Tq):
             seg_i = None if seg is None or i + offset < 0 else seg[b, i + offset]
             seen = visible(i, j, offset, window, seg_i, None if seg is None else seg[b])
             if not seen.any():
-                continue  # out and dq stay zero, and the row adds nothing to dk and dv
+                continue  # out and dq stay zero, and the row adds nothing to dk, dv and da
             for h in range(H):
                 g = h // (H // Hkv)
                 keys, values = k_[b, seen, g], v_[b, seen, g]  # (visible keys, D)
-                s = keys @ q_[b, i, h] / math.sqrt(D)
-                e = np.exp(s - s.max())
-                p = e / e.sum()
+                s, slope = keys @ q_[b, i, h] * tau, np.ones(len(keys))
+                if softcap is not None:
+                    s = softcap * np.tanh(s / softcap)
+                    slope = 1 - (s / softcap) ** 2
+                most = max(s.max(), sink[h])
+                e, e_sink = np.exp(s - most), np.exp(sink[h] - most)
+                p, p_sink = e / (e.sum() + e_sink), e_sink / (e.sum() + e_sink)
                 out[b, i, h] = p @ values
                 dv[b, seen, g] += np.outer(p, do[b, i, h])
                 dp = values @ do[b, i, h]
                 ds = p * (dp - p @ dp)
-                dq[b, i, h] = ds @ keys / math.sqrt(D)
-                dk[b, seen, g] += np.outer(ds, q_[b, i, h]) / math.sqrt(D)
+                da[h] -= p_sink * (p @ dp)
+                dt = ds * slope
+                dq[b, i, h] = dt @ keys * tau
+                dk[b, seen, g] += np.outer(dt, q_[b, i, h]) * tau
 
                 q_abs, do_abs, keys_abs = np.abs(q_[b, i, h]), np.abs(do[b, i, h]), np.abs(keys)
-                p_moves = p * (keys_abs @ q_abs).max() / math.sqrt(D)
-                out_moves[b, i, h] = p_moves @ np.abs(values - out[b, i, h])
-                p_moves *= 2
+                s_moves = keys_abs @ q_abs * tau * slope
+                if softcap is not None:
+                    s_moves += np.abs(s)
+                rel = max(s_moves.max(), abs(sink[h]) if p_sink else 0.0)  # of any p
+                far = np.abs(values - out[b, i, h])
+                out_moves[b, i, h] = rel * (p @ far + p_sink * np.abs(out[b, i, h]))
+                p_moves = 2 * rel * p
                 dv_moves[b, seen, g] += np.outer(p_moves, do_abs)
                 dp_moves = np.abs(values) @ do_abs
                 ds_moves = p_moves * np.abs(dp - p @ dp) + p * (dp_moves + p @ dp_moves)
-                dq_moves[b, i, h] = ds_moves @ keys_abs / math.sqrt(D)
-                dk_moves[b, seen, g] += np.outer(ds_moves, q_abs) / math.sqrt(D)
-    moves = {"out": out_moves, "dq": dq_moves, "dk": dk_moves, "dv": dv_moves}
-    out_, dq_, dk_, dv_ = (torch.from_numpy(t) for t in (out, dq, dk, dv))
-    return Result(out_, dq_, dk_, dv_, {name: float(t.max()) for name, t in moves.items()})
+                da_moves[h] += p_sink * (2 * rel * abs(p @ dp) + p @ dp_moves)
+                dt_moves = ds_moves * slope
+                if softcap is not None:
+                    dt_moves += np.abs(ds) * (1 + 2 * np.abs(s) * s_moves / softcap**2)
+                dq_moves[b, i, h] = dt_moves @ keys_abs * tau
+                dk_moves[b, seen, g] += np.outer(dt_moves, q_abs) * tau
+    names = ("out", "dq", "dk", "dv", "dsinks")
+    moves = (out_moves, dq_moves, dk_moves, dv_moves, da_moves)
+    condition = {name: float(t.max()) for name, t in zip(names, moves, strict=True)}
+    got = [torch.from_numpy(t) for t in (out, dq, dk, dv, da)]
+    return Result(*(got if sinks is not None else got[:4]), condition=condition)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
-          segments: Tensor | None = None) -> Result:  # fmt: skip
+          segments: Tensor | None = None, scale: float | None = None,
+          softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
     """The result of plain PyTorch in the inputs' dtype and on their device: the yardstick.
 
     The textbook formula with autograd, and nothing clever: its error is what the dtype costs.
@@ -106,12 +134,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None =
         seg_i = segments[:, (i.flatten() + Tk - Tq).clamp(min=0)]  # clamped rows see nothing
         seen = seen & visible(i, j, Tk - Tq, window, seg_i[:, :, None], segments[:, None, :])
     seen = seen[:, None]  # (B, 1, Tq, Tk)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) / math.sqrt(D)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * (scale or 1 / math.sqrt(D))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, torch.finfo(q.dtype).min)
-    probs = torch.softmax(scores, dim=-1) * seen
+    leaves = [q, k, v]
+    if sinks is not None:
+        leaves.append(sinks.detach().requires_grad_())
+        column = leaves[3].to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :Tk] * seen
     out = torch.einsum("bhij,bjhd->bihd", probs, v_all)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return Result(out.detach(), dq, dk, dv)
+    return Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
 def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor: float = 1) -> None:
@@ -133,7 +167,7 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
     """
     eps = torch.finfo(dtype).eps
     eps_compute = min(eps, torch.finfo(torch.float32).eps)
-    for name, m in (("out", 2), ("dq", 3), ("dk", 3), ("dv", 3)):
+    for name, m in (("out", 2), ("dq", 3), ("dk", 3), ("dv", 3), ("dsinks", 3)):
         g, p, t = (getattr(r, name) for r in (got, plain, truth))
         if g is None:
             continue

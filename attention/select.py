@@ -261,10 +261,16 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             except Exception as e:  # whatever a kernel raises is the reason to refuse it
                 words = f"{type(e).__name__}: {first_line(e)}"
                 return Probe(why=(f"it failed when it was tried ({words})",))
-    names = ("out", "dq", "dk", "dv") if spec.grad else ("out after a prefix", "out")[-len(out) :]
+    names = (
+        ("out", "dq", "dk", "dv", "dsinks")[: len(out)]
+        if spec.grad
+        else ("out after a prefix", "out")[-len(out) :]
+    )
     out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
+    # The gradient of the sinks is a sum over both sequences: it belongs to the larger scores.
     found, large = (
-        _deviations(names, *([x[b] for x in xs] for xs in (out, plain, truth)),
+        _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs]
+                             for xs in (out, plain, truth)),
                     dtype=inputs[0].dtype, scale=scale)
         for b, scale in enumerate((1, LARGE)))  # fmt: skip
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
@@ -355,7 +361,8 @@ def allowed_error(
 
 def _inputs(spec: Spec, device: Any, Tq: int, T: int,
             draw: torch.Generator) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """q, k, v and the output's gradient, slices of one tensor as in a model; segments."""
+    """q, k, v, slices of one tensor as in a model, the output's gradient, and sinks if there are
+    any; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
@@ -364,16 +371,17 @@ def _inputs(spec: Spec, device: Any, Tq: int, T: int,
     q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
     seg = (torch.arange(T) >= T // 3).int().expand(B, T).contiguous() if spec.segments else None
     dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
-    return [q[:, T - Tq :], k, v, dout], None if seg is None else seg.to(device)
+    sinks = [torch.randn(H, generator=draw).add(3).to(device, dtype)] if spec.sinks else []
+    return [q[:, T - Tq :], k, v, dout, *sinks], None if seg is None else seg.to(device)
 
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
          spec: Spec, backward: bool = True) -> list[Tensor]:  # fmt: skip
-    """The output and, with spec.grad and unless disabled, the gradients of q, k and v."""
-    q, k, v = (t.detach().requires_grad_(spec.grad) for t in inputs[:3])
-    out = attend(q, k, v, spec, segments=seg)
+    """The output and, with spec.grad and unless disabled, the gradients of q, k, v and sinks."""
+    q, k, v, dout, *sinks = (t.detach().requires_grad_(spec.grad) for t in inputs)
+    out = attend(q, k, v, spec, segments=seg, **({"sinks": sinks[0]} if sinks else {}))
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
-    grads = torch.autograd.grad(out, (q, k, v), inputs[3]) if spec.grad and backward else ()
+    grads = torch.autograd.grad(out, (q, k, v, *sinks), dout) if spec.grad and backward else ()
     return [out.detach(), *grads]
 
 
@@ -381,14 +389,15 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
     """The same output through a cache: two chunks, then single tokens; rows of two lengths."""
-    q, k, v, _ = inputs
+    q, k, v, _, *sinks = inputs
+    more = {"sinks": sinks[0]} if sinks else {}
     T, out = q.shape[1], torch.empty_like(q)
     k, v, view = filled_cache(k, v, spec)
     lengths = [0, 0]
     for counts in ((T // 2, T // 3), (T - T // 2 - 3, T - T // 3 - 2), (1, 1), (1, 1), (1, 0)):
         spans = [slice(n, n + m) for n, m in zip(lengths, counts, strict=True)]
         padded = pad_sequence([q[b, at] for b, at in enumerate(spans)], True)
-        got = attend(padded, k, v, spec, segments=seg, cache=view(lengths, counts))
+        got = attend(padded, k, v, spec, segments=seg, cache=view(lengths, counts), **more)
         assert got.shape == padded.shape and got.dtype == out.dtype, (got.shape, got.dtype)
         for b, at in enumerate(spans):
             out[b, at] = got[b, : counts[b]]

@@ -4,6 +4,11 @@ For every query i of head h, over the keys j that it may see (see :func:`visible
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
+Three things that some models change: `scale` stands in place of 1 / sqrt(D); `softcap`, c, makes of
+each score s the bounded c * tanh(s / c) (Gemma 2, arXiv 2408.00118); `sinks`, a learned number for
+each head, joins the softmax as the score of one more key that all see and that has no value, so a
+head may attend to nothing (GPT-OSS; Miller 2023, "Attention is off by one").
+
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
 multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A
@@ -15,6 +20,7 @@ This file does not import torch: what one machine would choose can be computed a
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -78,6 +84,9 @@ class Spec:
     compiled: bool = False  # will it run inside torch.compile?
     page_size: int | None = None  # tokens a page, with cache="paged"
     hub_kernels: bool = False  # may prebuilt kernels be downloaded, and run?
+    scale: float | None = None  # of the scores; None, which 1 / sqrt(head_dim) becomes: that
+    softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
+    sinks: bool = False  # will `sinks` be passed to attend()?
 
     def __post_init__(self) -> None:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
@@ -86,6 +95,11 @@ class Spec:
         for name in ("head_dim", "window", "page_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("scale", "softcap"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.scale is not None and math.isclose(self.scale, 1 / math.sqrt(self.head_dim)):
+            object.__setattr__(self, "scale", None)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if not 0.0 <= self.dropout < 1.0:
@@ -95,6 +109,11 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
+
+    @property
+    def softmax_scale(self) -> float:
+        """What q . k is multiplied by."""
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,8 @@ class Refusal(str):
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend supports on some devices; by default everything but two kinds of cache."""
+    """What a backend supports on some devices; by default what GPT-2's attention has and some
+    more. Two kinds of cache, `scale`, `softcap` and `sinks` have to be declared."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -181,6 +201,9 @@ class Caps:
     dropout: bool = True
     dropout_step: float | None = None  # dropout must be a multiple of this
     segments: bool = True
+    scale: bool = False
+    softcap: bool = False
+    sinks: bool = False
     grad: bool = True
     deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
@@ -231,6 +254,12 @@ class Caps:
             refuse("window", "it has no sliding window")
         if spec.segments and not self.segments:
             refuse("segments", "it has no segments (packed or padded sequences)")
+        if spec.scale is not None and not self.scale:
+            refuse("scale", f"its scores are scaled by 1/sqrt(head_dim), not by {spec.scale:g}")
+        if spec.softcap is not None and not self.softcap:
+            refuse("softcap", "it does not cap scores")
+        if spec.sinks and not self.sinks:
+            refuse("sinks", "it has no attention sinks")
         if spec.dropout and not self.dropout:
             refuse("dropout", f"it has no dropout, and {spec.dropout:g} is asked (--dropout=0)")
         elif (p := self.dropout_step) and spec.dropout % p:
@@ -255,9 +284,10 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 whose last Tq positions are the
-    queries', and returns ``(B, Tq, H, D)`` in q's dtype. With a static or paged cache `cache` is a
-    view (attention/views.py), and k and v are the cache's own buffers or pages, which already hold
-    this call's keys and values. A kernel only reads them.
+    queries', and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks, and only then, it also
+    gets ``sinks=``, ``(H,)`` of any floating dtype, whose gradient flows too. With a static or
+    paged cache `cache` is a view (attention/views.py), and k and v are the cache's own buffers or
+    pages, which already hold this call's keys and values. A kernel only reads them.
     """
 
     name: str

@@ -66,6 +66,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "head_dim": (f"up to {caps.head_dim_max}" if caps.head_dim_max else "any") + multiple,
         "window": yes[caps.window],
         "segments": yes[caps.segments],
+        "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "no",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
         "backward": yes[caps.grad] + ", not deterministic" * unordered,
         "caches": caches if "none" in caps.caches else f"only {caches}",

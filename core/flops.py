@@ -16,8 +16,8 @@ one model compare whatever their kernels do. Two counts stand side by side:
 
 6 N: a multiply and an add for each weight forward, twice that backward (gradients of the input and
 of the weight). 12 L H Q T: QK^T and PV take 2 * 2 * Q * T forward a head, twice that backward. What
-this leaves out (softmax, norms, GELU), or counts though it multiplies nothing (biases, norm gains),
-is held against torch's FlopCounterMode in tests/test_flops.py.
+this leaves out (softmax with scale, softcap and sinks; norms; GELU), or counts though it multiplies
+nothing (biases, norm gains), is held against torch's FlopCounterMode in tests/test_flops.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from attention import (
     visible,
 )
 from attention.matrix import CASES, HUGE, PHASES, Case, call, canaries, canary, check, qkv
-from attention.spec import DTYPES
+from attention.spec import DTYPES, Caps
 
 STRICT = Policy(fallback=False)
 REQUIRED = [name for name in os.environ.get("REQUIRE_BACKENDS", "").split(",") if name]
@@ -154,7 +154,8 @@ def test_a_device_gets_the_strides_of_the_model() -> None:
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
     """Without this, a backend whose caps refuse everything would pass the matrix."""
-    specs = [case.spec(dtype) for case in CASES for dtype in DTYPES]
+    plain = [c for c in CASES if not (c.scale or c.softcap or c.sinks)]
+    specs = [case.spec(dtype) for case in plain for dtype in DTYPES]
     assert [s for s in specs if BACKENDS[name].why_not(s, _machine("cpu"))] == []
 
 
@@ -504,21 +505,24 @@ def test_the_oracle_against_torch_softmax() -> None:
 
 @pytest.mark.parametrize("case", [
     Case("gqa", 5, 5, H=4, D=3), Case("long", 3, 6, D=3, window=2),
-    Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed")],
+    Case("blind", 6, 4, H=3, Hkv=1, D=3), Case("packed", 9, 12, D=3, segments="packed"),
+    Case("capped", 5, 7, H=4, D=3, scale=0.9, softcap=1.5, sinks=True),
+    Case("sinks", 6, 4, H=3, Hkv=1, D=3, window=2, sinks=True)],
     ids=lambda c: c.name)  # fmt: skip
 def test_the_oracle_gradients_against_finite_differences(case) -> None:
-    inputs, seg = matrix.draw(case, "float64"), matrix.segments(case)
-    truth = matrix.truth(case, "float64")
-    q, k, v, dout = (t.clone() for t in inputs)
+    truth, options = matrix.truth(case, "float64"), matrix.options(case, "float64")
+    q, k, v, dout = (t.clone() for t in matrix.draw(case, "float64"))
 
     def loss() -> float:
-        got = oracle.attention(q, k, v, dout, window=case.window, segments=seg)
-        return float((got.out * dout).sum())
+        return float((oracle.attention(q, k, v, dout, **options).out * dout).sum())
 
     h = 1e-5
-    for x, grad in zip((q, k, v), (truth.dq, truth.dk, truth.dv), strict=True):
+    leaves = [(q, truth.dq), (k, truth.dk), (v, truth.dv)]
+    if case.sinks:
+        leaves.append((options["sinks"], truth.dsinks))
+    for x, grad in leaves:
         assert grad is not None
-        for n in range(0, x.numel(), 5):
+        for n in range(0, x.numel(), 5 if x.dim() > 1 else 1):
             at = torch.unravel_index(torch.tensor(n), x.shape)
             kept = float(x[at])
             x[at] = kept + h
@@ -527,6 +531,38 @@ def test_the_oracle_gradients_against_finite_differences(case) -> None:
             down = loss()
             x[at] = kept
             assert abs((up - down) / (2 * h) - float(grad[at])) < 1e-8
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.scale or c.softcap or c.sinks],
+                         ids=lambda c: c.name)  # fmt: skip
+def test_a_backend_that_drops_scale_softcap_or_sinks_is_off(case) -> None:
+    """Without this the cases could be such that they change nothing."""
+    truth, rough = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
+    for name, nothing in (("scale", None), ("softcap", None), ("sinks", False)):
+        if getattr(case, name):
+            without = matrix.plain(replace(case, **{name: nothing}), "bfloat16")
+            with pytest.raises(AssertionError, match="is off"):
+                oracle.check(without, rough, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("option", [{"scale": 0.1}, {"softcap": 20.0}, {"sinks": True}])
+def test_what_a_backend_does_not_declare_is_refused(option) -> None:
+    undeclared = replace(BACKENDS["manual"], caps=(Caps(),))
+    (why,) = undeclared.why_not(Spec(2, 2, 16, "float32", **option), _machine("cpu"))
+    assert [why.kind] == list(option)
+
+
+def test_the_default_scale_is_no_request() -> None:
+    assert Spec(2, 2, 20, "float32", scale=20**-0.5) == Spec(2, 2, 20, "float32")
+    assert Spec(2, 2, 16, "float32").softmax_scale == 0.25
+    assert Spec(2, 2, 16, "float32", scale=0.3).softmax_scale == 0.3
+
+
+@pytest.mark.parametrize("option", [{"scale": 0.0}, {"scale": -1.0}, {"softcap": float("inf")},
+                                    {"softcap": 0.0}, {"scale": float("nan")}])  # fmt: skip
+def test_a_scale_or_cap_that_cannot_be_is_refused(option) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Spec(2, 2, 16, "float32", **option)
 
 
 def test_the_oracle_reads_the_right_key_value_head() -> None:

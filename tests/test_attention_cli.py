@@ -377,7 +377,8 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), hub_kernels=True),
         Caps(("cuda",), min_capability=(9, 0), max_capability=(9, 0), window=False, grad=False,
              caches=("none",)),
-        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8),
+        Caps(("cuda",), min_capability=(10, 0), dropout_step=0.0625, head_dim_multiple=8,
+             scale=True, sinks=True),
         Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
     )  # fmt: skip
     made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
@@ -392,11 +393,12 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         "cuda 8.0 to 8.9", "cuda 9.0", "cuda >= 10.0", "cpu (interpreter)"]  # fmt: skip
     assert cells[0] | {"name": ""} == {
         "name": "", "device": "cuda 8.0 to 8.9", "packages": "a >= 2.1, b", "dtypes": "float16",
-        "head_dim": "up to 256", "window": "yes", "segments": "yes", "dropout": "yes",
-        "backward": "yes, not deterministic",
+        "head_dim": "up to 256", "window": "yes", "segments": "yes", "scores": "no",
+        "dropout": "yes", "backward": "yes, not deterministic",
         "caches": "dynamic, paged (pages of 256 n tokens)"}  # fmt: skip
     assert (cells[1]["window"], cells[1]["backward"], cells[1]["caches"]) == ("no", "no", "no")
     assert cells[2]["head_dim"] == "any, multiple of 8"
+    assert cells[2]["scores"] == "scale, sinks"
     assert cells[2]["dropout"] == "multiples of 0.0625"
     assert cells[2]["backward"] == "yes"
     assert (cells[3]["caches"], cells[3]["segments"], cells[3]["dropout"]) == (

@@ -189,7 +189,7 @@ def own_kernel(tmp_path: Path) -> tuple[Path, str]:
     name, chosen = Path(file).stem, tmp_path / registry
     lines = chosen.read_text(encoding="utf-8")
     for old, new in (
-        ("from attention import ", f"from attention import {name}, "),
+        ("from . import ", f"from . import {name}, "),
         ("manual.BACKEND,", f"{name}.BACKEND, manual.BACKEND,"),
     ):
         assert lines.count(old) == 1, f"{registry} has no one place for it"

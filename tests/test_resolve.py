@@ -340,6 +340,9 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
         {"min_capability": (8, 0), "max_capability": (8, 9)}, ANY,
         "8.0 to 8.9, NVIDIA H100 80GB HBM3 has 9.0"),
     "min_torch": ({"min_torch": "2.13"}, {"min_torch": "2.14"}, ANY, ">= 2.14, this is 2.13.0"),
+    "scale": ({"scale": True}, {}, replace(ANY, scale=0.3), "not by 0.3"),
+    "softcap": ({"softcap": True}, {}, replace(ANY, softcap=50.0), "it does not cap scores"),
+    "sinks": ({"sinks": True}, {}, replace(ANY, sinks=True), "it has no attention sinks"),
     "head_dim_max": ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY, "up to 63, not 64"),
     "head_dim_multiple": (
         {"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY, "a multiple of 24, not 64"),
