@@ -3,6 +3,7 @@
     python bench_mfu.py                                    training steps, every backend
     python bench_mfu.py train --profile                    and where their time goes
     python bench_mfu.py train --roofline="NVIDIA H200"     where it would go at best, on any GPU
+    python bench_mfu.py train --hf=FOLDER                  any causal model of transformers
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
@@ -35,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import candidates, modes, plan, qualify, records, rows, tables
+from bench import candidates, hf, modes, plan, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
@@ -57,7 +58,10 @@ def run(mode: str, argv: list[str]) -> int:
         return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
+    theirs: dict[str, Any] = {"name": config.hf, "config": hf.read(config.hf)} if config.hf else {}
     vocab_size, source = vocabulary(config)
+    if theirs:
+        vocab_size, source = theirs["config"]["vocab_size"], f"--hf={config.hf}"
     limit = None
     if device.type == "cpu":
         limit = int(config.memory_gb * 1e9 if config.memory_gb else 0.7 * free_memory(device))
@@ -82,13 +86,15 @@ def run(mode: str, argv: list[str]) -> int:
     whole = mode == "qualify"  # it gives each stage a deadline of its own
     stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
     with progress() as (watch, tell), signals() as stop.signals:
-        how: dict[str, Any] = {"stop": stop, "tell": tell, "keep": keep}
+        how: dict[str, Any] = {"hf": theirs, "stop": stop, "tell": tell, "keep": keep}
         bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, **how)
         try:
             if whole:
                 content, folder = qualify.run(bench, told, loaded.origins)
             else:
                 probe = bench.begin()
+                if theirs:
+                    bench.count()
                 bench.ask_refused(probe, modes.specs(bench))
                 probe.close()
         except Failure as e:
@@ -118,6 +124,7 @@ def run(mode: str, argv: list[str]) -> int:
 # The knobs that only some of the modes have.
 OF_MODES = {
     ("profile", "roofline"): ("train",),
+    ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
     ("stages", "resume"): ("qualify",),
@@ -138,6 +145,8 @@ def check(mode: str, config: BenchConfig) -> None:
             raise UserError(f"{knobs} {of} {', '.join(where)}, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
+    if config.hf and (config.baseline or config.profile or config.roofline):
+        raise UserError("--rival, --profile and --roofline are for our own model, not for --hf")
     candidates.parse(config.baseline)
 
 

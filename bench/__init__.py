@@ -13,6 +13,7 @@ kernels.py      its attention calls: for the mode kernel
 decoding.py     its generated tokens: for the mode decode
 machine.py      the device: name, memory, peak rate and bandwidth, the clock
 candidates.py   who is measured: our model, nanoGPT's, transformers' GPT-2, a plain step
+hf.py           --hf: any causal language model of transformers
 fitting.py      --batch_size=auto: the largest batch that fits
 profiling.py    where the time of a step goes, by what the profiler saw
 roofline.py     where it would go at best, by the sizes alone

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import plan, rows, tables
+from bench import candidates, hf, plan, rows, tables
 from bench.config import BenchConfig
 from bench.process import Failure, Key, Outcome, Stop, Worker, measure
 from core import flops
-from model import GPTConfig
+from core.settings import UserError
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Bench:
     watch: Callable[[str], None]
     machine: dict[str, Any] = field(default_factory=dict)  # what begin() found
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
+    hf: dict[str, Any] = field(default_factory=dict)  # --hf: its name, its config, what was counted
     fresh: bool = False
     reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
     earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
@@ -46,7 +47,10 @@ class Bench:
         return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
 
     @property
-    def model(self) -> GPTConfig:
+    def model(self) -> Any:
+        """GPTConfig, or what stands for it."""
+        if "layers" in self.hf:
+            return hf.counted(self.hf)
         return self.config.train.model(self.vocab_size)
 
     def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
@@ -66,6 +70,7 @@ class Bench:
                 for name, causal in (("mfu", False), ("mfu_causal", True))
             },
             "reference": self.reference,
+            **({"hf": self.hf} if self.hf else {}),
             "rows": table,
             "complete": not why,
         }
@@ -98,6 +103,7 @@ class Bench:
             "train": asdict(self.config.training(batch_size, **changes)),
             "device": self.device,
             "vocab_size": self.vocab_size,
+            "hf": self.hf,
             "weights": self.config.weights,
             "memory_limit": self.memory_limit,
             "profile": self.config.profile,
@@ -112,6 +118,25 @@ class Bench:
         self.machine = probe.about
         self.machine["memory_limit"] = self.memory_limit or self.machine["free_memory"]
         return probe
+
+    def everyone(self, implementations: tuple[str, ...] = candidates.HF) -> dict[str, str]:
+        """The rows, backends and baselines, and what candidates.build() takes for each."""
+        if self.hf:
+            return hf.rows_of(self.backends)
+        others = candidates.parse(self.config.baseline, implementations)
+        return dict.fromkeys(self.backends, "") | others
+
+    def count(self) -> None:
+        """Have the model of --hf counted, and its batch computed by eager attention in float32."""
+        config = self.config
+        batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps
+        try:
+            self.reference = self.ask_once("reference", batch if self.mode == "train" else 1)
+        except Failure as e:
+            if e.kind == "stopped":
+                raise
+            raise UserError(f"--hf={config.hf}: {e}") from None
+        self.hf |= self.reference.pop("hf")
 
     def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
         """Which backends declare that they can do none of this: they get no process."""

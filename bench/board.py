@@ -78,7 +78,8 @@ def heading(row: Row, part: Part) -> str:
         words = [f"{H} heads of {p['D']}"]
     else:
         H, Hkv, window = m.n_head, m.kv_heads, m.attention_window
-        words = [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
+        words = [part["hf"]["name"]] if "hf" in part else []
+        words += [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
     words[-1] += f" ({Hkv} for keys)" * (Hkv != H)
     more = {f"window {window}": window, part["machine"]["dtype"]: True}
     if row["mode"] != "kernel":

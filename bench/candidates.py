@@ -31,6 +31,8 @@ from torch import Tensor
 
 import attention
 import train
+from attention import Resolution
+from bench import hf
 from bench.job import Job
 from core import int8
 from core.optimizer import build_optimizer
@@ -73,13 +75,28 @@ def build(baseline: str, job: Job) -> Candidate:
         "gradient_checkpointing": config.gradient_checkpointing,
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
     }
+    if job.hf:
+        wanted = {name: wanted[name] for name in ("gradient_checkpointing",)}
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it has no {' and no '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
+def evidence(chosen: list[Resolution]) -> dict[str, Any]:
+    """Of what was chosen for a model's layers: the kernels, and the proof that came out worst."""
+
+    def share(proof: dict[str, Any]) -> float:
+        return proof["error"] / proof["allowed"]
+
+    proofs = [c.proof for c in chosen if c.proof]
+    kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
+    return {"kernels": kernels, "proof": max(proofs, key=share, default=None)}
+
+
 def parameters(who: Any) -> int:
     """The parameters of its model but for the position embeddings: N of core/flops.py."""
+    if who.job.hf:
+        return hf.parameters(who.model)
     return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
@@ -88,6 +105,7 @@ class Candidate:
 
     title: str
     model: Any
+    as_reference = False  # whether its weights are the reference's, so that losses compare
     optimizer: Any
     run: Any  # the model, compiled or not
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -108,6 +126,10 @@ class Candidate:
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        """What was chosen for its layers, with a cache or to train; [] where nobody here knows."""
+        return []
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """One step as its own loop does it, with the marks of train.train_step."""
@@ -134,15 +156,18 @@ class Candidate:
 class Ours(Candidate):
     """This project's model with the attention backend that was named."""
 
+    as_reference = True
+
     def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         config, device = self.config, self.job.device
         self.scaler, self.model = scaler, self.job.model()
         self.optimizer = build_optimizer(self.model, config, device)
         with self.setup.autocast:
-            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
+            shape = (config.batch_size, config.block_size)
+            self.to_train, _ = self.model.attention(shape=shape)
         self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
         self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
-        self.title = self.chosen.backend.title
+        self.title = self.to_train.backend.title
         return self
 
     def for_decoding(self, compile: bool, weights: str) -> Candidate:
@@ -154,6 +179,13 @@ class Ours(Candidate):
                 raise UserError(why)
             int8.convert(self.model, embedding)
         return self
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        if cache is None:
+            return [self.to_train]
+        with torch.no_grad():
+            page = 16 if cache == "paged" else None
+            return [self.model.attention(cache=cache, page_size=page)[0]]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
@@ -249,7 +281,7 @@ class NanoGPT(Candidate):
 
 
 class HuggingFace(Candidate):
-    """transformers' GPT-2."""
+    """transformers' GPT-2, or the model of --hf, there with our backends too."""
 
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(job)
@@ -257,6 +289,10 @@ class HuggingFace(Candidate):
             raise UserError("package 'transformers' is not installed (pip install transformers)")
         import transformers
 
+        self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
+        if job.hf:
+            self.model = hf.build(job, implementation)
+            return
         config, device = self.config, job.device
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
@@ -271,7 +307,9 @@ class HuggingFace(Candidate):
             self.model = make(sizes, attn_implementation=implementation).to(device)
         except ImportError as e:
             raise UserError(" ".join(str(e).split())) from e
-        self.title = f"transformers {transformers.__version__}"
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        return hf.ran(self.model)
 
     def make_optimizer(self) -> Any:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")

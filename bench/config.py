@@ -37,6 +37,7 @@ class Knobs:
     batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
     backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
     baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
+    hf: str | None = None  # train, decode: a transformers model, its folder or name, for ours
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
     roofline: str | None = None  # train: only compute the roofline of this GPU: "NVIDIA H200"
     products_tflops: PositiveFloat | None = None  # for a second ceiling; none: large matmuls' here

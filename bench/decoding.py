@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attention.select import KERNELS
-from bench import candidates, machine
+from bench import candidates, hf, machine
 from bench.job import Job
 from core import int8
 from core.runtime import synchronize
@@ -47,12 +47,11 @@ class Decoding:
         self.who: Any = who
         self.parameters = candidates.parameters(who)
         self.int8 = int8.parameters(self.who.model)
-        kv_heads = config.n_kv_head or config.n_head
-        head_dim = config.n_embd // config.n_head
+        sizes: Any = hf.counted(told["hf"]) if job.hf else config.model(job.vocab_size)
         self.about = {
             "title": self.who.title,
             "weight_bytes": weight_bytes(self.parameters, self.int8, dtype.itemsize),
-            "token_bytes": 2 * config.n_layer * kv_heads * head_dim * dtype.itemsize,
+            "token_bytes": token_numbers(sizes) * dtype.itemsize,
         }
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -75,25 +74,30 @@ class Decoding:
     def warm_up(self, prompt: Tensor, new: int, cache: str) -> dict[str, Any]:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache)
-        peak, proof = machine.memory(self.device), None
-        if isinstance(self.who, candidates.Ours):
-            with torch.no_grad():
-                page = 16 if cache == "paged" else None
-                chosen, _ = self.who.model.attention(cache=cache, page_size=page)
-            kernels, proof = list(chosen.kernels), chosen.proof
-        else:  # which kernels torch chose for it, as the profiler saw them in two tokens
-            with torch.profiler.profile() as profiler:
-                self.who.write(prompt, 2, cache)
-                synchronize(self.device)
-            ran = (e.key for e in profiler.key_averages())
-            kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
-        return {"kernels": kernels, "proof": proof, "peak_bytes": peak}
+        peak = machine.memory(self.device)
+        if chosen := self.who.chosen(cache):
+            return {**candidates.evidence(chosen), "peak_bytes": peak}
+        # Which kernels torch chose for it, as the profiler saw them in two tokens.
+        with torch.profiler.profile() as profiler:
+            self.who.write(prompt, 2, cache)
+            synchronize(self.device)
+        ran = (e.key for e in profiler.key_averages())
+        kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
+        return {"kernels": kernels, "proof": None, "peak_bytes": peak}
 
 
 def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
     """What a token reads of the weights; of int8 ones the head's are read, and not the embedding's,
     which are as many."""
     return (parameters - int8_parameters) * itemsize + int8_parameters
+
+
+def token_numbers(sizes: Any) -> int:
+    """Keys and values of a token, in all layers."""
+    layers = getattr(sizes, "layers", None)
+    if layers is None:
+        return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
+    return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in layers)
 
 
 def mbu(

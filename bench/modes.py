@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import data
-from bench import candidates, fitting, roofline, rows, tables
+from bench import fitting, hf, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
@@ -31,7 +31,7 @@ PATHS = {  # the training paths that converge can hold against a plain one
 def train(bench: Bench) -> list[rows.Row]:
     """Training steps of every backend and baseline; then, as a sweep, attention alone."""
     config, batch = bench.config, bench.config.fixed_batch
-    everyone = dict.fromkeys(bench.backends, "") | candidates.parse(config.baseline)
+    everyone = bench.everyone()
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
@@ -45,7 +45,7 @@ def train(bench: Bench) -> list[rows.Row]:
                     sizes[name] = fits[name]["batch_size"]
                 except Failure as e:
                     found[name, ""] = Outcome(failure=e)
-    else:
+    elif not bench.reference:
         try:
             bench.reference = bench.ask_once("reference", batch * micro)
         except Failure as e:
@@ -170,15 +170,15 @@ def texts(bench: Bench) -> list[dict[str, Any]]:
             f"a prompt of {max(*prompts, 1)} and {new} new tokens do not fit into "
             f"--block_size={T}: beyond it the text is read through a sliding window"
         )
-    shapes = itertools.product(batch_sizes, prompts, config.kv_caches)
+    caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
+    shapes = itertools.product(batch_sizes, prompts, caches)
     return [{"B": B, "P": P, "cache": cache, "new_tokens": new} for B, P, cache in shapes]
 
 
 def decode(bench: Bench) -> list[rows.Row]:
     """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
     points = {rows.where(point): point for point in texts(bench)}
-    others = candidates.parse(bench.config.baseline, ("sdpa",))
-    everyone = dict.fromkeys(bench.backends, "") | others
+    everyone = bench.everyone(("sdpa",))
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
     found: dict[Key, Outcome] = {}
 
@@ -186,7 +186,8 @@ def decode(bench: Bench) -> list[rows.Row]:
         made = []
         for (where, point), name in itertools.product(points.items(), jobs):
             outcome = found[name, where]
-            row = rows.begin("decode", name, point, outcome) | {"baseline": name in others}
+            row = rows.begin("decode", name, point, outcome)
+            row["baseline"] = name not in bench.backends
             made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
         return made
 
@@ -300,8 +301,11 @@ def specs(bench: Bench) -> list[dict[str, Any]]:
     """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
     process."""
     model = bench.model
-    own: dict[str, Any] = {name: getattr(model, name) for name in ("n_head", "head_dim")}
-    own |= {"n_kv_head": model.kv_heads, "window": model.spec("float32").window}
+    if bench.hf:
+        own: dict[str, Any] = model.layers[0]
+    else:
+        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
+        own["window"] = model.spec("float32").window
     if bench.mode == "decode":
         pages = {"paged": {"page_size": 16}}
         caches = bench.config.kv_caches

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import candidates
 from bench.fitting import SEARCH_S
 from bench.kernels import flops_of
 from bench.process import Key, Outcome
@@ -93,7 +92,7 @@ def seconds(bench: Bench, points: Sequence[Mapping[str, Any]]) -> dict[str, floa
     step = flops.flops_per_token(model, model.block_size) * batch * model.block_size / rate
     if config.fixed_batch is None:
         step = config.slowest_step
-    everyone = [*bench.backends, *candidates.parse(config.baseline)] if not config.paths else []
+    everyone = bench.everyone() if not config.paths else {}
     found, start = {}, START_S[bench.device.partition(":")[0]]
     for name in dict.fromkeys(everyone or ["plain", *config.paths]):
         if name in bench.refused:

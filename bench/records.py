@@ -190,7 +190,14 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         "device": m["about"],
         "software": f"{software}, python {m['python']}, {m['system']}",
     }
-    if mode != "kernel":
+    if "hf" in content:
+        h = content["hf"]
+        found["model"] = (
+            f"{h['name']} ({h['config']['model_type']}), random weights, {len(h['layers'])} layers "
+            f"of attention, {h['parameters']:,} parameters that a token multiplies, "
+            f"{s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
+        )
+    elif mode != "kernel":
         found["model"] = (
             f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
             f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
@@ -207,6 +214,8 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         if "flops_per_token" in content["reference"]:
             by_torch = content["reference"]["flops_per_token"] / 1e6
             counted += f"; torch's counter: {by_torch:,.2f}"
+        if "hf" in content:
+            counted += "; both are the counter's, with attention's products by the formula"
         found["MFLOP a token"] = counted
     return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 

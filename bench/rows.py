@@ -67,7 +67,7 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
 def of_training(
     row: Row,
     outcome: Outcome,
-    config: GPTConfig,
+    config: Any,
     sequences: int,
     peak: flops.Peak,
     reference: dict[str, Any],

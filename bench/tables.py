@@ -219,7 +219,8 @@ def answers(content: dict[str, Any]) -> list[str]:
             said.append(f"Peak: {title} not known of {', '.join(names)}: {why}.")
     said += [f"Profile: {r['backend']}: {_profiled(r['profile'])}." for r in rows if "profile" in r]
     if any("loss_difference" in r or "error_out" in r for r in rows):
-        off = "; ".join(disagreeing(rows, content)) or "all agree with manual, as far as compared"
+        fine = f"all agree with {exact(content)}, as far as compared"
+        off = "; ".join(disagreeing(rows, content)) or fine
         said.append(f"Agreement: {off}.")
     if content["mode"] == "converge" and rows:
         said.append(f"Agreement: {verdict(rows, content)}")
@@ -281,6 +282,11 @@ def winner(rows: list[Row]) -> str:
     return name(best) + (f" (level: {others})" if others else "")
 
 
+def exact(content: dict[str, Any]) -> str:
+    """Whose results in float32 are the reference."""
+    return "eager" if "hf" in content else "manual"
+
+
 def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
     """Whose results differ by more than rounding explains."""
     dtype, found = content["machine"]["dtype"], []
@@ -291,7 +297,7 @@ def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
             off, grad = r["loss_difference"], r["gradient_norm_difference"]
             if not (abs(off) <= loss * content["reference"]["loss"] and abs(grad) <= norm):
                 found.append(
-                    f"{r['backend']} DISAGREES with manual in float32: the loss by "
+                    f"{r['backend']} DISAGREES with {exact(content)} in float32: the loss by "
                     f"{off:.1e}, the gradient norm by {grad:.1e} of itself"
                 )
         for name, times in (("error_out", 2), ("error_grad", 3)):

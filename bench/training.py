@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-from bench import candidates, machine
+from bench import candidates, hf, machine
 from bench.job import Job
 from bench.profiling import Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
@@ -40,16 +40,17 @@ def gradient_norm(params: Iterable[Tensor]) -> float:
 
 
 class Reference:
-    """Loss and gradient norm, by manual in float32, of the batch that all begin with, and its FLOPs
-    as torch counts them. One sequence at a time, so that manual needs little memory."""
+    """Loss and gradient norm, by manual (--hf: eager) in float32, of the batch that all begin with,
+    and its FLOPs as torch counts them. One sequence at a time, so that it needs little memory."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
-        config, model = job.config, job.model()
-        params = list(model.parameters())
-        x, y = job.random_tokens(config.batch_size)
-        model(x[:1], y[:1])  # the probe of the backend is none of the model's work
+        what = "hf=eager" if job.hf else ""
+        who: Any = candidates.build(what, job).for_training(job.setup.scaler())
+        params = list(who.model.parameters())
+        x, y = job.random_tokens(job.config.batch_size)
+        who.loss(x[:1], y[:1])  # the probe of the backend is none of the model's work
 
         def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
             return 2 * a[0] * a[1] * b[1]  # they are shapes
@@ -59,16 +60,19 @@ class Reference:
         total = 0.0
         for i in range(len(x)):
             with counter if i == 0 else nullcontext():
-                loss = model(x[i : i + 1], y[i : i + 1])[1] / len(x)
+                loss = who.loss(x[i : i + 1], y[i : i + 1]) / len(x)
                 loss.backward()
             total += float(loss.detach())
+        counted = counter.get_total_flops() / job.config.block_size
         self.about = {
             "loss": total,
             "gradient_norm": gradient_norm(params),
-            "flops_per_token": counter.get_total_flops() / config.block_size,
+            "flops_per_token": counted,
             # the formula has six operations for them too, torch's counter has matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
+        if job.hf:
+            self.about["hf"] = hf.about(job, who.model, counted)
 
 
 class Training:
@@ -90,7 +94,6 @@ class Training:
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
         scaler = self.scaler = job.setup.scaler()
         self.who: Any = candidates.build(baseline, job).for_training(scaler)
-        self.ours = self.who if isinstance(self.who, candidates.Ours) else None
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
@@ -101,9 +104,7 @@ class Training:
         else:
             self.batch = job.random_tokens(n)
         self.about = {"title": self.who.title, "compiled": self.compiled,
-                      "dtype": job.dtype, "base_bytes": self.base,
-                      "proof": self.ours.chosen.proof if self.ours else None,
-                      }  # fmt: skip
+                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         """One step as its own loop does it, `mark` told what begins; the loss, float32 ()."""
@@ -162,13 +163,13 @@ class Training:
             x, y = self.batch
 
             def look(part: str) -> None:
-                if part == "update" and self.ours:  # the gradients are there
-                    norm = gradient_norm(self.ours.model.parameters())
+                if part == "update" and self.who.as_reference:  # the gradients are there
+                    norm = gradient_norm(self.who.model.parameters())
                     answer["gradient_norm"] = norm / self.scaler.get_scale()
 
             first = self.step(x, y, look)
             synchronize(self.device)
-            if self.ours:
+            if self.who.as_reference:
                 answer["loss"] = float(first)
             answer["first_step_s"] = time.perf_counter() - began
             machine.reset_peak(self.device)
@@ -184,8 +185,7 @@ class Training:
             with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        if self.ours:
-            answer.setdefault("kernels", list(self.ours.chosen.kernels))
+        answer = {**candidates.evidence(self.who.chosen()), **answer}
         answer.setdefault("peak_bytes", machine.memory(self.device))
         return answer
 

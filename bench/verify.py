@@ -22,16 +22,15 @@ from typing import Any
 
 import attention
 from attention.gpus import datasheet_tflops
-from bench import records, rows, tables
+from bench import hf, records, rows, tables
 from bench.candidates import HF
 from bench.compare import SAME
-from bench.decoding import weight_bytes
+from bench.decoding import token_numbers, weight_bytes
 from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
 from bench.process import Outcome
 from bench.rows import Row
 from core import flops
 from core.settings import UserError, from_dict
-from model import GPTConfig
 from train import TrainConfig
 
 TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
@@ -200,8 +199,10 @@ def rounds_asked(row: Row, part: dict[str, Any]) -> int:
     return min(SWEEP_ROUNDS, settings["rounds"]) if swept else settings["rounds"]
 
 
-def model_of(part: dict[str, Any]) -> GPTConfig:
-    """The model that the settings describe."""
+def model_of(part: dict[str, Any]) -> Any:
+    """The model that the settings describe, or the one that was counted."""
+    if "hf" in part:
+        return hf.counted(part["hf"])
     mine = {f.name for f in fields(TrainConfig)} - {"batch_size"}  # which may be "auto"
     given = {k: v for k, v in part["settings"].items() if k in mine}
     return from_dict(TrainConfig, given).model(part["vocab_size"])
@@ -229,8 +230,8 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
                 yield f"it is filed under {name}={said[name]}, and a round ran {name}={ran[name]}"
         if (N := ran.get("parameters")) is not None:
             # transformers' GPT-2 always has biases: about one parameter more in n_embd
-            least = flops.n_params(model)
-            most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS))
+            least = model.parameters if "hf" in part else flops.n_params(model)
+            most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS and "hf" not in part))
             if not least <= N <= most:
                 yield f"a round ran {N:,} parameters, and its settings describe {least:,}"
         ours = row["backend"] not in OTHERS and part["settings"].get("weights") == "int8"
@@ -238,7 +239,7 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
             yield f"a round ran {ran.get('int8_parameters', 0):,} weights in int8"
 
 
-def int8_parameters(model: GPTConfig) -> int:
+def int8_parameters(model: Any) -> int:
     """The weights of the linear layers and the head."""
     C, KV = model.n_embd, model.kv_heads * model.head_dim
     return model.n_layer * (2 * C * C + 2 * C * KV + 8 * C * C) + model.vocab_size * C
@@ -263,10 +264,9 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
         again = rows.of_kernel(again, outcome, peak)
     elif mode == "decode":
         size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
-        keys = 2 * model.n_layer * model.kv_heads * model.head_dim
         shape = row["rounds"][0]["shape"]
         read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
-        outcome.about = {"weight_bytes": read, "token_bytes": keys * size}
+        outcome.about = {"weight_bytes": read, "token_bytes": token_numbers(model) * size}
         again = rows.of_decoding(again, outcome, m["bandwidth"])
     else:
         raise ValueError(f"there is no mode {mode!r}")

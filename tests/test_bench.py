@@ -746,7 +746,7 @@ def test_whether_a_batch_fits_is_tried_in_a_real_step():
     worker = training.Training(job("train", "sdpa", batch_size=1))
     answer = worker.round({"fits": 3})
     assert answer["seconds"] > 0 and answer["peak_bytes"] > 0
-    state = worker.ours.optimizer.state  # type: ignore[union-attr]
+    state = worker.who.optimizer.state  # type: ignore[union-attr]
     assert all(s["step"] == 2 for s in state.values())  # AdamW's state was there
 
 
@@ -764,7 +764,7 @@ def test_a_step_of_the_bench_is_a_step_of_train(tmp_path):
     config = worker.config
     model = Job(job("train", "manual")).model()
     optimizer = optim.build_optimizer(model, config, torch.device("cpu"))
-    for p, q in zip(model.parameters(), worker.ours.model.parameters(), strict=True):  # type: ignore[union-attr]
+    for p, q in zip(model.parameters(), worker.who.model.parameters(), strict=True):  # type: ignore[union-attr]
         assert torch.equal(p, q) or p.shape != q.shape
     for _ in range(3):  # the first alone would not show the clipping: Adam ignores a scale
         loss = torch.zeros(())
