@@ -49,8 +49,8 @@ class Bench:
     @property
     def model(self) -> Any:
         """GPTConfig, or what stands for it."""
-        if "layers" in self.hf:
-            return hf.counted(self.hf)
+        if "counted" in self.hf:
+            return hf.Counted(**self.hf["counted"])
         return self.config.train.model(self.vocab_size)
 
     def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Bench:
             if e.kind == "stopped":
                 raise
             raise UserError(f"--hf={config.hf}: {e}") from None
-        self.hf |= self.reference.pop("hf")
+        self.hf["counted"] = self.reference.pop("counted")
 
     def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
         """Which backends declare that they can do none of this: they get no process."""

@@ -47,7 +47,7 @@ class Decoding:
         self.who: Any = who
         self.parameters = candidates.parameters(who)
         self.int8 = int8.parameters(self.who.model)
-        sizes: Any = hf.counted(told["hf"]) if job.hf else config.model(job.vocab_size)
+        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else config.model(job.vocab_size)
         self.about = {
             "title": self.who.title,
             "weight_bytes": weight_bytes(self.parameters, self.int8, dtype.itemsize),

@@ -26,14 +26,14 @@ from core.settings import UserError, first_line
 
 IMPLEMENTATIONS = ("eager", "sdpa")  # of transformers, as baselines
 CACHES = ("dynamic", "static")  # of its generate()
-Layer = dict[str, Any]  # n_head, n_kv_head, head_dim, window, scale, softcap, sinks
+ASKED = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")  # of a layer
 
 
 @dataclass(frozen=True)
 class Counted:
     """What the figures have to know of such a model, as GPTConfig tells it of ours."""
 
-    layers: list[Layer]  # those with attention
+    layers: list[dict[str, Any]]  # what those with attention ask for: ASKED
     parameters: int
     other_flops: float  # a token, forward and backward: all but attention's products
     n_embd: int
@@ -54,11 +54,6 @@ class Counted:
             keys = mean_keys(T, layer["window"]) if causal else T
             found += 12 * layer["n_head"] * layer["head_dim"] * keys
         return found
-
-
-def counted(content: dict[str, Any]) -> Counted:
-    """From a record's "hf"."""
-    return Counted(**{name: content[name] for name in Counted.__dataclass_fields__})
 
 
 def read(name: str) -> dict[str, Any]:
@@ -116,43 +111,24 @@ def ran(model: Any) -> list[Resolution]:
     return [chosen for layer in bridge.report(model) for _, chosen, _ in layer.ran]
 
 
-def layers(job: Job) -> list[Layer]:
+def count(job: Job, model: Any, flops: float) -> Counted:
     """What each attention layer asks for, by one pass with our `manual`, which has it all.
+
+    Args:
+        model: with eager attention; flops: a token, as counted there.
 
     Raises:
         BackendUnavailable: attention/hf.py refuses the model: not causal, or one that computes its
             attention itself.
-        RuntimeError: no layer called it.
     """
-    model = build(job, bridge.implementation("manual"))
+    ours, T = build(job, bridge.implementation("manual")), job.config.block_size
     with torch.no_grad():
-        model(input_ids=job.random_tokens(1)[0], use_cache=False)
-    names = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")
-    return [
-        {name: getattr(spec, name) for name in names}
-        for layer in bridge.report(model)
-        for spec, _, _ in layer.ran
-    ]
-
-
-def about(job: Job, model: Any, flops: float) -> dict[str, Any]:
-    """What the record has of the model: the fields of Counted.
-
-    Args:
-        flops: a token, as counted with eager attention.
-    """
-    T, found = job.config.block_size, layers(job)
-    squares = sum(12 * layer["n_head"] * layer["head_dim"] * T for layer in found)
-    return {
-        "layers": found,
-        "parameters": parameters(model),
-        "other_flops": flops - squares,
-        "n_embd": model.config.hidden_size,
-        "vocab_size": job.vocab_size,
-        "block_size": T,
-        "dropout": job.config.dropout,
-        "bias": False,
-    }
+        ours(input_ids=job.random_tokens(1)[0], use_cache=False)
+    specs = [spec for layer in bridge.report(ours) for spec, _, _ in layer.ran]
+    squares = sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
+    layers = [{name: getattr(spec, name) for name in ASKED} for spec in specs]
+    sizes = (model.config.hidden_size, job.vocab_size, T, job.config.dropout)
+    return Counted(layers, parameters(model), flops - squares, *sizes)
 
 
 def parameters(model: Any) -> int:

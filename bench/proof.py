@@ -128,9 +128,3 @@ def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) ->
         "reached": [f"{a.get('case') or a['phase']} {a['dtype']}" for a in answers],
         "seconds": seconds,
     }
-
-
-def told(row: dict[str, Any]) -> str:
-    """A backend's row in a line."""
-    said = f"{row['backend']}: {row['right']} right, {row['wrong']} wrong, {row['refused']} refused"
-    return said + f", {row['not_reached']} not reached" * bool(row["not_reached"])

@@ -118,7 +118,8 @@ def numbers(bench: Bench, box: float) -> Content:
     made = proof.prove(bench.job("proof", ""), bench.backends, dtypes, bench.stop,
                        bench.config.timeout, bench.watch)  # fmt: skip
     for row in made:
-        bench.tell(proof.told(row))
+        counts = (f"{row[n]} {n.replace('_', ' ')}" for n in tables.VERDICTS)
+        bench.tell(f"{row['backend']}: {', '.join(counts)}")
     return {"dtypes": dtypes, "rows": made}
 
 

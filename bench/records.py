@@ -191,10 +191,10 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         "software": f"{software}, python {m['python']}, {m['system']}",
     }
     if "hf" in content:
-        h = content["hf"]
+        h, counted = content["hf"], content["hf"]["counted"]
         found["model"] = (
-            f"{h['name']} ({h['config']['model_type']}), random weights, {len(h['layers'])} layers "
-            f"of attention, {h['parameters']:,} parameters that a token multiplies, "
+            f"{h['name']} ({h['config']['model_type']}), random weights, {len(counted['layers'])} "
+            f"layers of attention, {counted['parameters']:,} parameters that a token multiplies, "
             f"{s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
         )
     elif mode != "kernel":

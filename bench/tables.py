@@ -157,13 +157,16 @@ def rooflines(lines: list[dict[str, Any]]) -> Cells:
     return ["part", "TFLOP", "GB", "roofline ms", "share", "limit"], made
 
 
+VERDICTS = ("right", "wrong", "refused", "not_reached")
+
+
 def proof(rows: list[Row]) -> Cells:
     """What bench/proof.py found."""
     head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
     lines = []
     for r in rows:
         canary = {True: "ok", False: "LEAKS", None: "-"}[r["canary"]]
-        counts = [str(r[n]) for n in ("right", "wrong", "refused", "not_reached")]
+        counts = [str(r[n]) for n in VERDICTS]
         first = next(iter(r["failures"]), None)
         lines.append([r["backend"], *counts, canary, failure(first) if first else "-"])
     return head, lines

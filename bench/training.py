@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Reference:
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:
-            self.about["hf"] = hf.about(job, who.model, counted)
+            self.about["counted"] = asdict(hf.count(job, who.model, counted))
 
 
 class Training:

@@ -202,7 +202,7 @@ def rounds_asked(row: Row, part: dict[str, Any]) -> int:
 def model_of(part: dict[str, Any]) -> Any:
     """The model that the settings describe, or the one that was counted."""
     if "hf" in part:
-        return hf.counted(part["hf"])
+        return hf.Counted(**part["hf"]["counted"])
     mine = {f.name for f in fields(TrainConfig)} - {"batch_size"}  # which may be "auto"
     given = {k: v for k, v in part["settings"].items() if k in mine}
     return from_dict(TrainConfig, given).model(part["vocab_size"])
