@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,9 @@ from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
-from bench.process import Failure, Stop
+from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
-from core.settings import Texts, UserError, exit_on_user_error, read
+from core.settings import UserError, exit_on_user_error
 
 MODES = (*modes.MODES, "qualify", "compare")
 
@@ -76,7 +75,8 @@ def run(mode: str, argv: list[str]) -> int:
         **state,
     }
     folder: Path | None = None
-    others = [rows.unavailable(mode, name, why) for name, why in left_out.items()]
+    why_not = {name: Outcome(failure=Failure("unavailable", [w])) for name, w in left_out.items()}
+    others = [rows.begin(mode, name, {}, outcome) for name, outcome in why_not.items()]
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
@@ -206,15 +206,7 @@ def show(content: dict[str, Any]) -> None:
     print("", *content["answers"], sep="\n")
 
 
-@dataclass(frozen=True)
-class CompareConfig:
-    """Two records side by side: python bench_mfu.py compare A B."""
-
-    records: Texts = ()  # the folders or record.json of A and B
-
-
-def compare(argv: list[str]) -> int:
-    paths = read(CompareConfig, argv, positional="records").settings.records
+def compare(paths: list[str]) -> int:
     if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
     notes, table = compare_records(*map(records.read, paths))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attention import Policy, Resolution
+from attention import Resolution
 from attention import hf as bridge
 from bench.job import Job
 from core.flops import mean_keys
@@ -95,7 +95,7 @@ def build(job: Job, implementation: str) -> Any:
     longest = getattr(config, "max_position_embeddings", None)
     if longest and longest < job.config.block_size:
         raise UserError(f"--block_size={job.config.block_size}: it has {longest} positions")
-    bridge.register(policy=Policy(fallback=False))  # another kernel is never measured for one
+    bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
     try:
         make: Any = AutoModelForCausalLM.from_config
         model = make(config, attn_implementation=implementation)

@@ -31,11 +31,6 @@ def where(point: dict[str, Any]) -> str:
     return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
-def unavailable(mode: str, backend: str, why: str) -> Row:
-    """A row for what was never started."""
-    return {"mode": mode, "backend": backend, "point": {}, "status": "unavailable", "why": [why]}
-
-
 def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
     """The fields that every row has."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
