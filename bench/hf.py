@@ -20,7 +20,7 @@ import torch
 from attention import Resolution
 from attention import hf as bridge
 from bench.job import Job
-from core.flops import mean_keys
+from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
 
@@ -48,12 +48,14 @@ class Counted:
     head_dim = property(lambda self: self.layers[0]["head_dim"])
     attention_window = property(lambda self: self.layers[0]["window"])
 
-    def flops_per_token(self, T: int, causal: bool) -> float:
-        found = self.other_flops
-        for layer in self.layers:
-            keys = mean_keys(T, layer["window"]) if causal else T
-            found += 12 * layer["n_head"] * layer["head_dim"] * keys
-        return found
+
+@flops_per_token.register
+def _(config: Counted, T: int, causal: bool = False) -> float:
+    found = config.other_flops
+    for layer in config.layers:
+        keys = mean_keys(T, layer["window"]) if causal else T
+        found += 12 * layer["n_head"] * layer["head_dim"] * keys
+    return found
 
 
 def read(name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from test_bench import SMALL, last_line, run
 
 from bench import hf
 from bench.verify import verify
+from core.flops import flops_per_token
 from core.settings import UserError
 
 transformers: Any = pytest.importorskip("transformers", reason="package 'transformers' is missing")
@@ -75,8 +76,8 @@ def test_the_flops_are_counted_and_attentions_reckoned(trained):
             assert r["mfu"] == pytest.approx((6 * WEIGHTS + full) * rate / 0.5e12)
     layers = [{"n_head": 4, "head_dim": 8, "window": w} for w in (None, 2)]
     model = hf.Counted(layers, 1, 1000.0, 32, 64, 4)
-    assert model.flops_per_token(4, False) == 1000 + 2 * 12 * 32 * 4
-    assert model.flops_per_token(4, True) == 1000 + 12 * 32 * (2.5 + 1.75)
+    assert flops_per_token(model, 4) == 1000 + 2 * 12 * 32 * 4
+    assert flops_per_token(model, 4, causal=True) == 1000 + 12 * 32 * (2.5 + 1.75)
 
 
 def test_a_lie_about_the_model_is_refused(trained):
