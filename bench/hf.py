@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attention import Resolution
+from attention import Resolution, Spec
 from attention import hf as bridge
 from bench.job import Job
 from core.flops import flops_per_token, mean_keys
@@ -113,20 +113,23 @@ def ran(model: Any) -> list[Resolution]:
     return [chosen for layer in bridge.report(model) for _, chosen, _ in layer.ran]
 
 
-def count(job: Job, model: Any, flops: float) -> Counted:
-    """What each attention layer asks for, by one pass with our `manual`, which has it all.
-
-    Args:
-        model: with eager attention; flops: a token, as counted there.
+def asked(model: Any, x: torch.Tensor) -> list[Spec]:
+    """What each attention layer asks for, by one pass of x, (B, T) int64, through attention/hf.py;
+    after it the model has eager attention.
 
     Raises:
         BackendUnavailable: attention/hf.py refuses the model: not causal, or one that computes its
             attention itself.
     """
-    ours, T = build(job, bridge.implementation("manual")), job.config.block_size
     with torch.no_grad():
-        ours(input_ids=job.random_tokens(1)[0], use_cache=False)
-    specs = [spec for layer in bridge.report(ours) for spec, _, _ in layer.ran]
+        model(input_ids=x, use_cache=False)
+    model.config._attn_implementation = "eager"
+    return [spec for layer in bridge.report(model) for spec, _, _ in layer.ran]
+
+
+def counted(job: Job, model: Any, specs: list[Spec], flops: float) -> Counted:
+    """Args: flops: a token, with eager attention."""
+    T = job.config.block_size
     squares = sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
     layers = [{name: getattr(spec, name) for name in ASKED} for spec in specs]
     sizes = (model.config.hidden_size, job.vocab_size, T, job.config.dropout)

@@ -47,10 +47,11 @@ class Reference:
     def __init__(self, told: dict[str, Any]) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
-        what = "hf=eager" if job.hf else ""
+        what = hf.rows_of(["manual"])["manual"] if job.hf else ""  # which has all that it may ask
         who: Any = candidates.build(what, job).for_training(job.setup.scaler())
         params = list(who.model.parameters())
         x, y = job.random_tokens(job.config.batch_size)
+        specs = hf.asked(who.model, x[:1]) if job.hf else []
         who.loss(x[:1], y[:1])  # the probe of the backend is none of the model's work
 
         def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
@@ -73,7 +74,7 @@ class Reference:
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:
-            self.about["counted"] = asdict(hf.count(job, who.model, counted))
+            self.about["counted"] = asdict(hf.counted(job, who.model, specs, counted))
 
 
 class Training:
