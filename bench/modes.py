@@ -71,17 +71,14 @@ def train(bench: Bench) -> list[rows.Row]:
             made.append(row)
         return made
 
-    # A batch that fills the memory leaves no room for another backend's idle worker.
-    full = any(f["limit"] == "memory" for f in fits.values())
-    fresh = True if full and config.fresh_rounds is None else None
-    made = bench.measure(found, jobs, {"": ask}, table, fresh=fresh)
+    made = bench.measure(found, jobs, {"": ask}, table)
     for name, best in fits.items():
         # The limit is not sharp, and a step under the profiler takes more: stay a little below.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
-            made = bench.measure(found, {name: smaller}, {"": ask}, table, fresh=fresh)
+            made = bench.measure(found, {name: smaller}, {"": ask}, table)
     if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)

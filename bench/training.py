@@ -241,8 +241,8 @@ class Training:
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
             "parts": {part: ms / steps for part, ms in parts.items()},
-            "names": {part: [[name, ms / steps] for name, ms in names]
-                      for part, names in found.longest(8).items()},
+            "names": {part: [[name, ms / steps] for name, ms in names.most_common(8)]
+                      for part, names in found.names.items()},
         }  # fmt: skip
 
     def kernels(self) -> dict[str, list[str]]:
