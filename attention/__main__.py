@@ -54,7 +54,9 @@ ALIASES = {
     "attention_hub_kernels": "hub_kernels",
 }
 # Options that are fields of Spec.
-SAME_IN_SPEC = ("window", "dropout", "segments", "compiled", "hub_kernels")
+SAME_IN_SPEC = (
+    "window", "dropout", "segments", "scale", "softcap", "sinks", "compiled", "hub_kernels",
+)  # fmt: skip
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -83,6 +85,9 @@ class Options:
     window: int | None = None  # keys that a query sees, itself included (None: all)
     dropout: float = 0.0  # on the attention probabilities
     segments: bool = False  # two documents a sequence that do not see each other
+    scale: float | None = None  # of the scores (None: 1/sqrt(head_dim))
+    softcap: float | None = None  # c: scores become c * tanh(s / c) (None: they stay)
+    sinks: bool = False  # a logit a head in the softmax's denominator, without a value
     inference: bool = False  # no backward pass
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "none"  # inference with this cache
     page_size: int | None = None  # tokens a page of the paged cache (None: 256)
@@ -284,6 +289,9 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
         f"window {spec.window}": spec.window,
         f"dropout {spec.dropout:g}": spec.dropout,
         "2 segments": spec.segments,
+        f"scale {spec.softmax_scale:g}": spec.scale,
+        f"softcap {spec.softcap or 0:g}": spec.softcap,
+        "sinks": spec.sinks,
         "inference": not spec.grad,
         f"{spec.cache} cache{pages}": spec.cache != "none",
         "one query": options.shape[1] < options.seq_len,

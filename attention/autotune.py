@@ -276,6 +276,7 @@ class Inputs(NamedTuple):
     past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: those in qkv
     segments: Tensor | None  # (B, Tk) int32
     view: PagedView | StaticView | None  # of a static or paged cache
+    sinks: Tensor | None  # (H,), a parameter of the layer
     dout: Tensor  # (B, Tq, H D)
 
 
@@ -285,14 +286,16 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, spec.dtype)}
     qkv = torch.randn(B, Tq, (H + 2 * Hkv) * D, **kind).requires_grad_(spec.grad)
-    past = view = segments = None
+    past = view = segments = sinks = None
+    if spec.sinks:
+        sinks = torch.randn(H, **kind).requires_grad_(spec.grad)
     if Tq != Tk or spec.cache in ("static", "paged"):
         k, v = torch.randn(2, B, Tk, Hkv, D, **kind)
         k, v, view_of = filled_cache(k, v, spec)
         past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
     if spec.segments:  # two documents
         segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
-    return Inputs(qkv, past, segments, view, torch.randn(B, Tq, H * D, **kind))
+    return Inputs(qkv, past, segments, view, sinks, torch.randn(B, Tq, H * D, **kind))
 
 
 def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
@@ -300,22 +303,26 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     attend = backend.attend
 
-    def forward(qkv: Tensor, past: Any, segments: Tensor | None, view: Any) -> Tensor:
+    def forward(
+        qkv: Tensor, past: Any, segments: Tensor | None, view: Any, sinks: Tensor | None
+    ) -> Tensor:
         q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
         if past is not None:
             k, v = past
-        return attend(q, k, v, spec, segments=segments, cache=view).flatten(2)
+        more = {} if sinks is None else {"sinks": sinks}
+        return attend(q, k, v, spec, segments=segments, cache=view, **more).flatten(2)
 
     run: Any = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
     *given, dout = inputs
+    leaves = [t for t in (inputs.qkv, inputs.sinks) if t is not None]
 
     def call() -> None:
         with torch.set_grad_enabled(spec.grad):
             out = run(*given)
             if spec.grad:
-                torch.autograd.grad(out, inputs.qkv, dout)
+                torch.autograd.grad(out, leaves, dout)
 
     return call
 

@@ -3,7 +3,7 @@
 All run tiled.py's algorithm, never the whole matrix of scores. Each was written for the GPUs of its
 day, and each is a separate package with its own signature:
 
-    flash_attn_2  import flash_attn (>= 2.6)   Ampere and later   Dao 2023, arXiv 2307.08691
+    flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
 
@@ -22,8 +22,9 @@ Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with Py
 Hub     Building 2 or 3 takes long. With attention_hub_kernels, and only then, the package `kernels`
         downloads a prebuilt one at a fixed commit, which is run instead. 4 is a pure Python wheel:
         nothing to gain.
-Refuses what the rows of Caps below say, float32 above all; only 2 has dropout. The rows follow the
-        packages' sources; what those do not tell, the probe finds.
+Refuses what the rows of Caps below say, float32 above all; only 2 has dropout, only 4 sinks. The
+        rows follow the packages' sources; what those do not tell, the probe finds: their tanh is
+        the processor's approximate one, so a softcap may be too inexact for float16.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ FA4 = Package("flash_attn.cute", unbounded=None)
 
 @zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-           cache: PagedView | StaticView | None = None, package: Package) -> Tensor:  # fmt: skip
+           cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
+           package: Package) -> Tensor:  # fmt: skip
     """Attention by one of the flash-attn packages; shapes as in spec.Backend.
 
     Raises:
@@ -88,7 +90,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     window = (package.unbounded, package.unbounded)
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         window = (spec.window - 1, 0)
-    asked: dict[str, Any] = {"causal": True, "window_size": window}
+    asked: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
+    if spec.softcap is not None:
+        asked["softcap"] = spec.softcap
+    if sinks is not None:  # only 4 has them; it takes no float64
+        asked["learnable_sink"] = sinks.float()
     if cache is not None:
         assert segments is None, "these caches have no segments"
         return _from_cache(flash, q, k, v, cache, package, asked)
@@ -215,24 +221,28 @@ def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
     return (*rows, *hub)
 
 
-# csrc/flash_attn/flash_api.cpp of 2.6 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
-# made by padding), pages of a multiple of 256.
-_FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, caches=CACHES,
-            page_multiple=256, packages=("flash_attn>=2.6",))  # fmt: skip
+# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
+# made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
+# backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
+_FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
+            caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",))  # fmt: skip
+_FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
 # silently launches nothing, and leaves the gradients uninitialized.
 FA2_CAPS = _or_hub(
     _FA2,
-    replace(_FA2, head_dim_max=192, dropout=True),
-    replace(_FA2, max_capability=(8, 0), dropout=True),
-    replace(_FA2, min_capability=(9, 0), max_capability=(10, 3), dropout=True),
+    replace(_FA2_DROPOUT, head_dim_max=192),
+    replace(_FA2_DROPOUT, max_capability=(8, 0)),
+    replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)),
 )
 
 # hopper/flash_api.cpp at 0251105a (August 2026): head_dim to 256, a multiple of 8, deterministic
-# if it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size.
+# if it rounds up to less than 256; hopper/flash_attn_interface.py: pages of any size, a softcap in
+# all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
-            deterministic=False, caches=CACHES, packages=("flash_attn_interface",))  # fmt: skip
+            scale=True, softcap=True, deterministic=False, caches=CACHES,
+            packages=("flash_attn_interface",))  # fmt: skip
 FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
@@ -240,17 +250,27 @@ FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # compile (Dao-AILab/flash-attention issue 2453). _validate_head_dims: to 128, on Hopper to 256,
 # multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
-            grad=False, caches=CACHES, packages=("flash_attn.cute>=4.0",))  # fmt: skip
+            scale=True, grad=False, caches=CACHES,
+            packages=("flash_attn.cute>=4.0",))  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
+# Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around it
+# to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
+# 0251105a), dK and dV on Blackwell (2698); and at 256 on Blackwell, where random inputs do not
+# show it (NVIDIA/TransformerEngine issue 3216). tests/cute runs the backward on Hopper to 128.
+_FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
+# A sink's gradient, and sinks other than bf16, came with b26 (5579b121; before, the gradient was
+# None), a softcap's backward for varlen with b24 (b54df166). That backward hung on a GB200 (issue
+# 2466, open), which no probe could report: Hopper only. Blackwell's kernels for 256 have neither.
+_SCORES: dict[str, Any] = {"sinks": True, "packages": ("flash_attn.cute>=4.0.0b26",)}
 FA4_CAPS = (
     _FA4,
-    # Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around
-    # it to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
-    # 0251105a), dK and dV on Blackwell (2698); and at 256 on Blackwell, where random inputs do not
-    # show it (NVIDIA/TransformerEngine issue 3216). tests/cute runs the backward on Hopper to 128.
-    replace(_FA4, grad=True, head_dim_multiple=32),
+    _FA4_GRAD,
     replace(_FA4_WIDE, max_capability=(9, 0)),
     replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False),
+    replace(_FA4, softcap=True, **_SCORES),
+    replace(_FA4_GRAD, **_SCORES),
+    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, **_SCORES),
+    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, **_SCORES),
 )
 
 _HUB = "--attention_hub_kernels=True with pip install kernels"

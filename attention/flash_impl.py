@@ -7,8 +7,6 @@ PyTorch calls there are private, and FlashAttention-4 changes them between its p
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from .spec import BackendUnavailable, version
@@ -18,7 +16,7 @@ from .system import import_version
 FLASH_IMPLS = {"FA2": (), "FA3": (9,), "FA4": (9, 10)}
 # torch 2.11 to 2.13 expect two values from flash-attn-4's _flash_attn_fwd, which returns four or
 # five since its pull request 2674, 4.0.0b19 (pytorch issue 190212; torch/nn/attention/_fa4.py).
-FA4_TAKES_TWO, FA4_GIVES_TWO = (2, 13), 18  # the last torch, the last pre-release of 4.0.0
+FA4_TAKES_TWO, FA4_GIVES_TWO = (2, 13), version("4.0.0b18")  # the last torch, the last flash-attn-4
 
 
 def flash_impl() -> str:
@@ -53,12 +51,10 @@ def use_flash_impl(impl: str) -> None:
         has = f"{torch.cuda.get_device_name()} has {major}.{minor}"
         raise BackendUnavailable(f"{why}it is made for {need}, {has}")
     found = import_version("flash_attn.cute") if impl == "FA4" else None
-    if found and version(torch.__version__)[:2] <= FA4_TAKES_TWO:
-        beta = re.match(r"4\.0\.0\.?b(?:eta)?(\d+)", found)
-        if version(found) >= (4,) and (not beta or int(beta[1]) > FA4_GIVES_TWO):
-            calls = f"torch {torch.__version__} calls flash-attn-4 as it was up to 4.0.0b18"
-            mend = "pip install flash-attn-4==4.0.0b17, or --attention_backend=flash_attn_4"
-            raise BackendUnavailable(f"{why}{calls}, this is {found} ({mend})")
+    if found and version(torch.__version__)[:2] <= FA4_TAKES_TWO and version(found) > FA4_GIVES_TWO:
+        calls = f"torch {torch.__version__} calls flash-attn-4 as it was up to 4.0.0b18"
+        mend = "pip install flash-attn-4==4.0.0b17, or --attention_backend=flash_attn_4"
+        raise BackendUnavailable(f"{why}{calls}, this is {found} ({mend})")
     try:
         torch.nn.attention.activate_flash_attention_impl(impl)
     except Exception as e:  # whatever the import of its package raises

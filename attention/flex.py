@@ -10,6 +10,13 @@ BlockMask lists in advance what to do with each tile of 128 x 128 scores:
         Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: never read
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
+A softcap is a score_mod(score, b, h, i, j), the hole before that one: the kernel has scaled the
+score by then, and masks it afterwards. Sinks need no hole: a key of score t and no value takes
+
+    e^t / (e^L + e^t) = 1 - sigmoid(L - t)       L = log sum_j e^s_ij, which the kernel returns
+
+of a row's weight, so out * sigmoid(L - t) is what is left; the gradient of L flows in its backward.
+
 Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
 FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the tiles in no list.
         Backward is seven matmuls where FlashAttention has five: the pass for dQ and the pass for
@@ -20,9 +27,9 @@ Compile Eager flex_attention materializes all scores, so it never runs that way.
         layer. Otherwise it is compiled here, and the lists are cached. Then, without a gradient,
         lengths are symbolic, and the mask's parameters are tensors, since a Python number would be
         a constant: a new length costs nothing. With a gradient each shape is compiled separately.
-Refuses dropout, float64, and gradients on the CPU and on Apple's Metal (torch/_inductor/kernel/flex
-        of PyTorch 2.13). The probe finds the rest: CUDA takes a head_dim from 16, torch before 2.7
-        only powers of two; a CPU must be x86 with AVX2.
+Refuses dropout, float64, and on the CPU and Apple's Metal gradients, and sinks, since their kernels
+        give no L (torch/_inductor/kernel/flex of PyTorch 2.13). The probe finds the rest: CUDA
+        takes a head_dim from 16, torch before 2.7 only powers of two; a CPU must be x86 with AVX2.
 Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
         Kernels" (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
 """
@@ -49,10 +56,12 @@ THREE = ("float16", "bfloat16", "float32")
 
 @zeros_before_the_first_key
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+           segments: Tensor | None = None, cache: None = None,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in spec.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
+    numbers: tuple[Any, Any] = (spec.scale, spec.softcap)
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
@@ -61,17 +70,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
             kind = (q.shape[0], Tq, Tk)
         size = None if segments is None else room(segments)
         call, make = compiled(replace(spec, window=None), kind, size), kept_block_mask
+        # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
+        # 2.13 generates C++ that does not compile.
+        numbers = spec.scale and str(spec.scale), spec.softcap and str(spec.softcap)
     mask = make(Tq, Tk, spec.window, segments, q.device)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return call(q_BHTD, k_BHTD, v_BHTD, mask).transpose(1, 2)
+    return call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks).transpose(1, 2)
 
 
-def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any) -> Tensor:
-    """The function that is compiled: just flex_attention."""
+def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
+         softcap: float | str | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+    """The function that is compiled: flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
-    return flex_attention(q_BHTD, k_BHTD, v_BHTD, block_mask=mask, enable_gqa=grouped)
+    asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
+    asked["enable_gqa"] = q_BHTD.shape[1] != k_BHTD.shape[1]
+    if softcap is not None:
+        c = float(softcap)
+        asked["score_mod"] = lambda score, b, h, i, j: c * torch.tanh(score / c)
+    if sinks is None:
+        return flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    asked["return_aux"] = AuxRequest(lse=True)
+    out, aux = flex_attention(q_BHTD, k_BHTD, v_BHTD, **asked)
+    left = torch.sigmoid(aux.lse - sinks[:, None])  # (B, H, Tq) float32; 0 where no key is seen
+    return (out * left[..., None]).to(out.dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -177,15 +201,18 @@ def room(segments: Tensor) -> tuple[int, int]:
     return B, TILE << ((Tk - 1) // TILE).bit_length()
 
 
+_CUDA = Caps(("cuda",), THREE, (8, 0), min_torch="2.5", dropout=False, scale=True, softcap=True)
 BACKEND = Backend(
     name="flex",
     title="PyTorch flex_attention, compiled",
     attend=attend,
     caps=(
-        Caps(("cuda",), THREE, min_capability=(8, 0), min_torch="2.5", dropout=False),
-        Caps(("cuda",), THREE[::2], min_capability=(7, 0), min_torch="2.5", dropout=False),
-        Caps(("cpu",), THREE, min_torch="2.6", dropout=False, grad=False),
-        Caps(("mps",), THREE, min_torch="2.13", dropout=False, grad=False),
+        _CUDA,
+        replace(_CUDA, min_torch="2.9", sinks=True),  # return_aux
+        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0)),
+        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), min_torch="2.9", sinks=True),
+        replace(_CUDA, devices=("cpu",), min_capability=None, min_torch="2.6", grad=False),
+        replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
     ),
     fallback="sdpa",
     aliases=("flex_attention",),

@@ -10,12 +10,12 @@ already hold this call's keys and values. Two paths read them:
              paged_kernels.py read the pages where they lie, and only those that the row sees. The
              profiler shows nanoattn::paged_decode.
     gather   everything else (prefill, chunks, float64, any device): the row's tokens are copied
-             into one tensor, then PyTorch's SDPA on the CPU, elsewhere the formula of manual.py.
-             The profiler shows aten::index_select.
+             into one tensor, then PyTorch's SDPA on the CPU, elsewhere, and where there is a
+             softcap or sinks, the formula of manual.py. The profiler shows aten::index_select.
 
 Memory  gather: 2 * B * max_pages * page_size * Hkv * D elements for the copies, all rows as long as
-        the longest; on the CPU a mask of B * H / Hkv * Tq * max_pages * page_size, elsewhere the
-        scores, B * H * Tq * max_pages * page_size.
+        the longest; with SDPA a mask of B * H / Hkv * Tq * max_pages * page_size, else the scores,
+        B * H * Tq * max_pages * page_size.
         decode: only B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
 FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each key that is seen.
         Decode is bound by memory bandwidth: it reads the keys and values once.
@@ -28,8 +28,6 @@ Refuses any other cache and none, so training falls back; segments and dropout.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +37,7 @@ from .views import PagedView
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
-           cache: PagedView | None = None) -> Tensor:  # fmt: skip
+           cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend to the tokens in the pages k and v that cache.page_table lists.
 
     Queries from cache.count on are padding: their outputs are finite and mean nothing.
@@ -50,12 +48,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
         from .paged_kernels import decode
 
         return decode(
-            q, k, v, cache.page_table, cache.start, cache.count, spec.window or 0, splits=0
-        )
-    return gather(q, k, v, spec, cache)
+            q, k, v, cache.page_table, cache.start, cache.count,
+            None if sinks is None else sinks.float(), spec.window or 0, spec.softmax_scale,
+            spec.softcap, splits=0,
+        )  # fmt: skip
+    return gather(q, k, v, spec, cache, sinks)
 
 
-def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView) -> Tensor:
+def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention of q (B, Tq, H, D) to each row's tokens, copied from its pages into one tensor."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
@@ -72,8 +73,9 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     seen = visible(at[:, :, None], j, 0, spec.window)  # (B, Tq, Tk)
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
-    attend = _sdpa if q.device.type == "cpu" else _formula
-    out = attend(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen)
+    bare = spec.softcap is None and sinks is None
+    attend = _sdpa if bare and q.device.type == "cpu" else _formula
+    out = attend(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
@@ -84,19 +86,30 @@ def _take(pages: Tensor, slot: Tensor) -> Tensor:
     return taken.view(*slot.shape, *pages.shape[2:])
 
 
-def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+             sinks: Tensor | None) -> Tensor:  # fmt: skip
+    """softmax(scale q k^T) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
-    scores = (q_BGRTD / math.sqrt(q_BGRTD.shape[-1])) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
+    scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
-    return F.softmax(scores, dim=-1) @ v_BGTD.unsqueeze(2)
+    if sinks is not None:  # one more score in each row, for which there is no value
+        column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
+    probs = F.softmax(scores, dim=-1)[..., : k_BGTD.shape[2]]
+    return probs @ v_BGTD.unsqueeze(2)
 
 
-def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor) -> Tensor:
-    """The same by PyTorch's SDPA, with the query heads of a key/value head as rows."""
+def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
+          _sinks: Tensor | None) -> Tensor:  # fmt: skip
+    """The same by PyTorch's SDPA, which has no softcap and no sinks; the query heads of a key/value
+    head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
-    out = F.scaled_dot_product_attention(q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask)
+    out = F.scaled_dot_product_attention(
+        q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, attn_mask=mask, scale=spec.scale
+    )
     return out.unflatten(2, (R, Tq))
 
 
@@ -118,11 +131,13 @@ def _triton_capability() -> tuple[int, int]:
 _triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_CAPS = Caps(dropout=False, segments=False, scale=True, softcap=True, sinks=True, grad=False,
+             caches=("paged",))  # fmt: skip
 BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(Caps(dropout=False, segments=False, grad=False, caches=("paged",)),),
+    caps=(_CAPS,),
     fallback="sdpa",
     aliases=("paged_attention",),
 )

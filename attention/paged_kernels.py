@@ -23,21 +23,21 @@ Source  Dao et al. 2023, "Flash-Decoding for long-context inference" (PyTorch bl
 # The parameters of a Triton kernel have no Python types.
 # mypy: allow-untyped-defs
 
-import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+from .triton_kernels import LOG2_E, LOWEST, tanh, unit_of_scores
+
 PROGRAMS = 512  # enough to fill a large GPU a few times over
 LEAST_RUN = 256  # keys; a shorter run is not worth a program
 
 
 @triton.jit
-def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, window, max_pages,
+def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, window, max_pages,
                   page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):  # fmt: skip
@@ -72,8 +72,10 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, wi
         tile, mask = slot[:, None] + d, there[:, None] & (d < HEAD_DIM)
         K_j = tl.load(K + tile, mask=mask, other=0.0)  # (BLOCK_N, BLOCK_D)
         V_j = tl.load(V + tile, mask=mask, other=0.0)
-        S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee") * (softmax_scale * LOG2_E)
-        S_ij = tl.where(there[None, :], S_ij, float("-inf"))
+        S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
+        if softcap is not None:
+            S_ij = tanh(S_ij * (tau / softcap))
+        S_ij = tl.where(there[None, :], S_ij * unit_of_scores(tau, softcap), float("-inf"))
         m_new = tl.maximum(m_i, tl.max(S_ij, axis=1, keep_dims=True))
         P_ij = tl.exp2(S_ij - m_new)
         rescale = tl.exp2(m_i - m_new)
@@ -89,17 +91,27 @@ def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, softmax_scale, wi
 
 @triton.jit
 def combine_kernel(
-    Partial, M, L, Out, splits, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One query head's output from its runs; a run without keys has l = 0 and the lowest m."""
+    Partial, M, L, Sinks, Out, H, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One query head's output from its runs; a run without keys has l = 0 and the lowest m.
+
+    A sink is one more run, with l = 1 and O~ = 0.
+    """
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     m = tl.load(M + at * splits + s, mask=s < splits, other=LOWEST)
     l = tl.load(L + at * splits + s, mask=s < splits, other=0.0)
     inside = (s < splits) & (d < HEAD_DIM)
     O = tl.load(Partial + (at * splits + s) * HEAD_DIM + d, mask=inside, other=0.0)
-    weight = tl.exp2(m - tl.max(m, axis=0, keep_dims=True))
+    most = tl.max(m, axis=0, keep_dims=True)
+    if Sinks is not None:
+        sink = tl.load(Sinks + at % H) * LOG2_E
+        most = tl.maximum(most, sink)
+    weight = tl.exp2(m - most)
     total = tl.sum(weight * l, axis=0, keep_dims=True)
+    if Sinks is not None:
+        total += tl.exp2(sink - most)
     total = tl.where(total == 0, 1.0, total)  # no key is seen: zeros
     out = tl.sum(weight * O, axis=0, keep_dims=True) / total
     tl.store(Out + at * HEAD_DIM + d, out.to(Out.dtype.element_ty), mask=d < HEAD_DIM)
@@ -123,7 +135,8 @@ def choose_splits(programs: int, keys: int) -> int:
 
 @torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
-           count: Tensor, window: int, splits: int) -> Tensor:  # fmt: skip
+           count: Tensor, sinks: Tensor | None, window: int, scale: float, softcap: float | None,
+           splits: int) -> Tensor:  # fmt: skip
     """Attention of one query a sequence to its pages. A custom operator, so that torch.compile
     keeps it in the graph and the profiler shows its name.
 
@@ -131,7 +144,9 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
         q: (B, 1, H, D), contiguous along D.
         k_pages, v_pages, page_table, start, count: as in views.PagedView; the pages already hold
             this call's key and value.
+        sinks: (H,) float32, or None.
         window: keys that a query sees; 0: all.
+        scale, softcap: as in Spec; scale is a number, not None.
         splits: runs that the keys are split into; 0: choose_splits() decides.
 
     Returns:
@@ -149,17 +164,16 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, star
     out = q.new_empty(B, 1, H, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
         decode_kernel[B, Hkv, splits](
-            q, k_pages, v_pages, page_table, start, count, partial, m, l, 1 / math.sqrt(D), window,
+            q, k_pages, v_pages, page_table, start, count, partial, m, l, scale, softcap, window,
             page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
             R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
             BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)  # fmt: skip
         combine_kernel[B * H,](
-            partial, m, l, out, splits, HEAD_DIM=D, BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_D=BLOCK_D)  # fmt: skip
+            partial, m, l, sinks, out, H, splits, HEAD_DIM=D,
+            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=BLOCK_D)  # fmt: skip
     return out
 
 
 @decode.register_fake
-def _(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
-      count: Tensor, window: int, splits: int) -> Tensor:  # fmt: skip
+def _(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)

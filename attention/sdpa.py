@@ -17,9 +17,9 @@ Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk,
         mask, but pinned flash on CUDA takes none: it gets torch's own bottom-right bias object.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
-Refuses what the rows of Caps below say (checked against aten/src/ATen/native/transformers/cuda/
-        sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the rest, such as
-        the limits of older releases.
+Refuses a softcap, for which it has no argument; sinks, which need L and its gradient, and it gives
+        neither; and what the rows of Caps say (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+        and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the limits of older releases.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     kernels = permitted(spec, q.is_cuda) if kernel is None else [kernel]
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal, enable_gqa=grouped
-        )
+            q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
+            scale=spec.scale, enable_gqa=grouped)  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -108,7 +108,7 @@ BACKEND = Backend(
     name="sdpa",
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
-    caps=(Caps(min_torch="2.0", caches=("none", "dynamic", "static")),),
+    caps=(Caps(min_torch="2.1", scale=True, caches=("none", "dynamic", "static")),),
     fallback="manual",
 )
 
@@ -123,10 +123,10 @@ FLASH = _pinned(
     "PyTorch SDPA pinned to its FlashAttention kernel",
     SDPBackend.FLASH_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.3", head_dim_max=256, window=False,
-         segments=False),
-    Caps(("cpu",), min_torch="2.3", dropout=False),
+         segments=False, scale=True),
+    Caps(("cpu",), min_torch="2.3", dropout=False, scale=True),
 )  # fmt: skip
-_EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8)
+_EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8, scale=True)
 EFFICIENT = _pinned(
     "sdpa_efficient",
     "PyTorch SDPA pinned to its memory-efficient kernel",
@@ -140,11 +140,11 @@ CUDNN = _pinned(
     "PyTorch SDPA pinned to cuDNN's kernel",
     SDPBackend.CUDNN_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.5", head_dim_max=128,
-         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False),
+         head_dim_multiple=8, dropout_step=CUDNN_DROPOUT_STEP, deterministic=False, scale=True),
 )  # fmt: skip
 MATH = _pinned(
     "sdpa_math",
     "PyTorch SDPA pinned to its unfused kernel, O(S^2) memory",
     SDPBackend.MATH,
-    Caps(min_torch="2.3"),
+    Caps(min_torch="2.3", scale=True),
 )

@@ -4,10 +4,10 @@ On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for
 matrix units (AMX): it takes 6 times as long as its forward (docs/LOG.md). Here some heads at a time
 are done whole, with batched products that oneDNN gives to those units:
 
-    S = Q K^T / sqrt(D)     P = softmax(S)                       computed again, as flash does
+    S = scale * Q K^T       P = softmax(S)                       computed again, as flash does
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
-    dQ = dS K / sqrt(D)     dK = dS^T Q / sqrt(D)
+    dQ = scale * dS K       dK = scale * dS^T Q
 
 Memory  q, k and v stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk) heads
         at a time, of one head at least.
@@ -15,7 +15,7 @@ FLOPs   4 * Tq * Tk * D a head forward, less what a causal kernel skips; 10 * Tq
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
 Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's; softmax and its gradient are
         float32 inside.
-Refuses other devices and dtypes, segments, dropout, static caches.
+Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: None = None, cache: None = None) -> Tensor:  # fmt: skip
     """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return SDPA.apply(q, k, v, spec.window)
+    return SDPA.apply(q, k, v, spec.window, spec.softmax_scale)
 
 
 class SDPA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None,
+                scale: float) -> Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v)
-        ctx.window = window
+        ctx.window, ctx.scale = window, scale
         Tq, Tk = q.shape[1], k.shape[1]
         causal = Tq == Tk and window is None
         seen = None if causal else mask(Tq, Tk, window, None, q.device)  # (1, 1, Tq, Tk)
         q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal)
+        out = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal, scale=scale
+        )
         return out.transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        (B, Tq, H, D), Tk = q.shape, k.shape[1]
-        scale = 1 / math.sqrt(D)
-        Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))
+        (B, Tq, H, _), Tk = q.shape, k.shape[1]
+        Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * ctx.scale, k, v, dout))
         dQ, dK, dV = (torch.empty_like(t) for t in (Q, K, V))  # (B * H, T, D)
         seen = mask(Tq, Tk, ctx.window, None, q.device)[0, 0]
         hidden = torch.zeros(Tq, Tk, dtype=q.dtype).masked_fill(~seen, -math.inf)
@@ -70,14 +72,16 @@ class SDPA(torch.autograd.Function):
             dS = torch._softmax_backward_data(dO[h] @ V[h].mT, P, -1, P.dtype)
             torch.bmm(dS, K[h], out=dQ[h])
             torch.bmm(dS.mT, Q[h], out=dK[h])
-        dQ *= scale
-        return *(t.unflatten(0, (B, H)).transpose(1, 2) for t in (dQ, dK, dV)), None
+        dQ *= ctx.scale
+        return *(t.unflatten(0, (B, H)).transpose(1, 2) for t in (dQ, dK, dV)), None, None
 
 
 BACKEND = Backend(
     name="sdpa_bmm",
     title="PyTorch SDPA forward, backward by batched products",
     attend=attend,
-    caps=(Caps(("cpu",), ("bfloat16",), min_torch="2.3", dropout=False, segments=False),),
+    caps=(
+        Caps(("cpu",), ("bfloat16",), min_torch="2.3", dropout=False, segments=False, scale=True),
+    ),
     fallback="sdpa",
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -78,7 +78,8 @@ def packages() -> tuple[str, ...]:
 def _first_of_auto(spec: Spec, machine: Machine) -> str:
     """The first name that "auto" tries: the latest FlashAttention that is installed and supports
     this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged. To train on a
-    CPU with matrix units it is SDPA with another backward, where that supports it."""
+    CPU with matrix units it is SDPA with another backward, where that supports it. With a softcap
+    or sinks it is what _without_sdpa() says."""
     if machine.device == "cuda":
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
             if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
@@ -86,7 +87,18 @@ def _first_of_auto(spec: Spec, machine: Machine) -> str:
     trains = spec.grad and not spec.compiled
     if machine.matrix_units and trains and not sdpa_bmm.BACKEND.why_not(spec, machine):
         return "sdpa_bmm"
-    return "paged" if spec.cache == "paged" else "sdpa"
+    if spec.cache == "paged":
+        return "paged"
+    return _without_sdpa(spec, machine) if spec.softcap or spec.sinks else "sdpa"
+
+
+def _without_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
+    """What to try where SDPA cannot: manual; but for a softcap or sinks, which SDPA has nowhere, on
+    CUDA first the fused kernels that have them, rather than hold all scores."""
+    fused = ("flex", "triton") if spec.softcap or spec.sinks else ()
+    able = (name for name in fused if not BACKENDS[name].why_not(spec, machine))
+    on_cuda = (name for name in able if machine.device == "cuda" and name not in rejected)
+    return next(on_cuda, "manual")
 
 
 def resolve(
@@ -117,6 +129,8 @@ def resolve(
             return Resolution(name, backend, rejected)
         rejected[backend.name] = tuple(why)
         after = backend.fallback
+        if after is not None and "sdpa" in rejected:
+            after = _without_sdpa(spec, machine, rejected)
         if after is None and spec.cache == "paged":  # the one thing manual cannot do
             after = "paged"
         if strict or after is None or after in rejected:

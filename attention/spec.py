@@ -164,9 +164,13 @@ class Machine:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
-    leading = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(n) for n in leading.group().split(".")) if leading else ()
+    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0). A beta comes before what it
+    leads to: "4.0.0b26" is (4, 0, -1, 26)."""
+    leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
+    if not leading:
+        return ()
+    *first, last = (int(n) for n in leading[1].split("."))
+    return (*first, last - 1, int(leading[2])) if leading[2] else (*first, last)
 
 
 def dotted(capability: tuple[int, int] | None) -> str:

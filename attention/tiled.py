@@ -19,10 +19,12 @@ D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_
 
 Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a tile at a time. A GPU
         kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
-FLOPs   4 * Tq * Tk * D a head forward, 10 * Tq * Tk * D backward (S is computed again), less the
-        tiles that are skipped: nearly half of them if causal.
+FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: half, if causal.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as on tensor cores: the rounding errors are those of a kernel.
+Softcap S_ij = c tanh(tau Q_i K_j^T / c); its slope, 1 - (S_ij / c)^2, is a factor of dS_ij.
+Sinks   are where the sums begin: m_i = sink, l_i = 1. L_i contains it, so P_ij is right as it is,
+        and dsink = - sum_i exp(sink - L_i) D_i.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
         Under torch.compile each call is a graph break: traced, the loops would be unrolled.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
@@ -31,8 +33,6 @@ Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,47 +46,42 @@ BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and k
 
 
 @not_compiled
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    # From the CPU's generator wherever q is, so that reading it does not wait for the device.
-    seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0
-    return Tiled.apply(q, k, v, segments, spec, seed, BLOCK_M, BLOCK_N)
+    seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0  # waits for no GPU
+    return Tiled.apply(q, k, v, sinks, segments, spec, seed, BLOCK_M, BLOCK_N)
 
 
 class Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
-                seed: int, B_r: int, B_c: int) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+                segments: Tensor | None, spec: Spec, *tiles: int) -> Tensor:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
-            out, L = forward_tiles(q, k, v, spec, segments, seed, B_r, B_c)
-        ctx.save_for_backward(q, k, v, out, L, segments)
-        ctx.options = spec, seed, B_r, B_c
+            out, L = forward_tiles(q, k, v, spec, segments, sinks, *tiles)
+        ctx.save_for_backward(q, k, v, out, L, sinks, segments)
+        ctx.options = spec, *tiles  # the seed, B_r, B_c
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, L, segments = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            grads = backward_tiles(dout, q, k, v, out, L, segments, *ctx.options)
-            return *grads, None, None, None, None, None
+        with torch.autocast(dout.device.type, enabled=False):
+            return *backward_tiles(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
-                  seed: int = 0, B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                  on_tile: Callable[..., None] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
+                  B_c: int = BLOCK_N, on_tile: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and the
     logsumexp L (B, Hkv, H/Hkv, Tq, 1) in float32, or float64 for float64. A tile's dropout mask has
-    the seed `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i.
-    """
-    Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
+    the seed `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i."""
+    Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     Q, K, V = (by_kv_head(t, Hkv) for t in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    O = by_kv_head(out, Hkv)
-    L = torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
+    O, L = by_kv_head(out, Hkv), torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
     cols = blocks(Tk, B_c)
     for i, I in enumerate(blocks(Tq, B_r)):
         Q_i = Q[..., I, :].to(acc)  # (B, Hkv, H/Hkv, B_r, D)
@@ -94,11 +89,15 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
         l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
         # The least finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
         m_i = torch.full_like(l_i, torch.finfo(acc).min)
+        if sinks is not None:
+            m_i, l_i = torch.maximum(m_i, sinks.to(acc).view(Hkv, -1, 1, 1)), l_i + 1
         for j, J in enumerate(cols):
             if wholly_masked(I, J, Tk - Tq, spec.window):
                 continue
             K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
+            if spec.softcap is not None:
+                S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
             S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
@@ -116,11 +115,10 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
 
 
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   segments: Tensor | None, spec: Spec, seed: int, B_r: int,
-                   B_c: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward pass: FlashAttention-2, Algorithm 2. Gradients like q, k and v."""
-    Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], 1 / math.sqrt(q.shape[3])
-    acc = L.dtype
+                   sinks: Tensor | None, segments: Tensor | None, spec: Spec, seed: int,
+                   B_r: int, B_c: int) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The backward pass: FlashAttention-2, Algorithm 2. Gradients like q, k, v and sinks."""
+    Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
     dq = torch.zeros(q.shape, dtype=acc, device=q.device)  # each key block adds to it
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
@@ -135,18 +133,25 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                 continue
             Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
-            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
-            P_ij = torch.exp(S_ij - L[..., I, :])
+            if spec.softcap is not None:
+                S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
+            P_ij = torch.exp(masked(S_ij, I, J, Tq, Tk, spec.window, segments) - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
             dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
             dP_ij = Z_ij * (dO_i @ V_j.mT)
-            dS_ij = (P_ij * (dP_ij - D[..., I, :])).to(q.dtype).to(acc)
+            dS_ij = P_ij * (dP_ij - D[..., I, :])
+            if spec.softcap is not None:
+                dS_ij *= 1 - (S_ij / spec.softcap) ** 2  # tanh' = 1 - tanh^2
+            dS_ij = dS_ij.to(q.dtype).to(acc)
             dQ[..., I, :] += tau * (dS_ij @ K_j)
             dK_j += tau * (dS_ij.mT @ Q_i).sum(dim=2, keepdim=True)
         dK[..., J, :], dV[..., J, :] = dK_j.to(k.dtype), dV_j.to(v.dtype)
-    return dq.to(q.dtype), dk, dv
+    if sinks is None:
+        return dq.to(q.dtype), dk, dv, None
+    P_sink = torch.exp(sinks.to(acc).view(Hkv, -1, 1, 1) - L)
+    return dq.to(q.dtype), dk, dv, -(P_sink * D).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
@@ -160,31 +165,25 @@ def blocks(T: int, size: int) -> list[slice]:
 
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
-    """Whether no query of block I sees a key of block J, causality and window alone."""
-    # The least and the largest j - i in the tile: without segments visible() knows nothing else.
-    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start
+    """Whether no query of block I sees a key of block J: causality and window look at j - i."""
+    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # j - i in the tile
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first visible
     return not visible(0, nearest, offset, window)
 
 
-def masked(
-    S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None, segments: Tensor | None
-) -> Tensor:
+def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
+           segments: Tensor | None) -> Tensor:  # fmt: skip
     """S_ij with -inf where the query does not see the key."""
-    corners = (
-        (I.start, J.stop - 1),
-        (I.stop - 1, J.start),
-    )  # the tile's latest key, and its earliest
+    corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
     if segments is None and all(visible(*corner, Tk - Tq, window) for corner in corners):
         return S_ij
-    i = torch.arange(I.start, I.stop, device=S_ij.device)[:, None]
-    j = torch.arange(J.start, J.stop, device=S_ij.device)
+    i, j = (torch.arange(x.start, x.stop, device=S_ij.device) for x in (I, J))
     if segments is None:
-        seen = visible(i, j, Tk - Tq, window)
+        seen = visible(i[:, None], j, Tk - Tq, window)
     else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
         seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]
-        seen = visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
-    return S_ij.masked_fill(~seen, -math.inf)
+        seen = visible(i[:, None], j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
+    return S_ij.masked_fill(~seen, -torch.inf)
 
 
 def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
@@ -196,5 +195,6 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
     return kept.to(P_ij.dtype) / (1 - p)
 
 
-_TITLE = "FlashAttention's algorithm in plain PyTorch, O(S) memory"
-BACKEND = Backend("tiled", _TITLE, attend, (Caps(),), fallback="manual", fullgraph=False)
+BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
+                  (Caps(scale=True, softcap=True, sinks=True),), fallback="manual",
+                  fullgraph=False)  # fmt: skip

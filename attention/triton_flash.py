@@ -23,6 +23,8 @@ Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the i
 Dropout by Philox, a counter-based generator: the mask of an entry is a function of the call's seed
         and of b, h, i, j, so the backward pass recomputes it and nothing is stored. The seed is one
         number from PyTorch's generator on q's device; the host never waits for it.
+Sinks   begin the sums of a row, as in tiled.py, and are read in float32. A softcap costs one tanh a
+        score forward and two backward; without it the kernels are compiled without it.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
         Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
         runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose
@@ -41,14 +43,17 @@ from .spec import Backend, Caps, Spec
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: Tensor | None = None, cache: None = None) -> Tensor:  # fmt: skip
+           segments: Tensor | None = None, cache: None = None,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention by our own kernels; shapes as in spec.Backend."""
     assert cache is None, "triton has no cache"
     from .triton_kernels import flash_forward  # imports triton, which is optional
 
     first, last = (None, None) if segments is None else borders(segments)
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
-    return flash_forward(q, k, v, first, last, seed, spec.window, spec.dropout)[0]
+    sinks = None if sinks is None else sinks.float()
+    return flash_forward(q, k, v, first, last, seed, sinks, spec.window, spec.dropout,
+                         spec.softmax_scale, spec.softcap)[0]  # fmt: skip
 
 
 def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +73,8 @@ def _caps(
     device: str, *dtypes: str, capability: tuple[int, int] | None = None, interpreted: bool = False
 ) -> Caps:
     return Caps((device,), dtypes, min_capability=capability, min_torch="2.5", head_dim_max=128,
-                packages=("triton>=3.1",), interpreted=interpreted)  # fmt: skip
+                scale=True, softcap=True, sinks=True, packages=("triton>=3.1",),
+                interpreted=interpreted)  # fmt: skip
 
 
 BACKEND = Backend(

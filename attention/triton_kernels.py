@@ -22,7 +22,10 @@ Visible tiles   Each row sees one interval of keys: causality ends it, window an
                          masked       not masked       masked
 
                 From the keys' side it is the same: a key is seen by one interval of rows.
-exp2            The hardware has 2^x, so S, and with it m_i and L_i, is in units of log 2.
+exp2            The hardware has 2^x, so scores, and with them m_i and L_i, are in units of log 2:
+                S_ij, as tl.dot gives it or its tanh if there is a softcap, is multiplied by `unit`.
+Sinks           begin the sums of the forward pass, and L_i contains them: the backward kernels need
+                nothing else. The sinks' own gradient comes from L_i and D_i, in PyTorch.
 Order           The last rows see most keys. Programs start in the order of their ids, so blocks of
                 queries are numbered from the last one: the short ones fill the gaps at the end.
 Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
@@ -51,6 +54,29 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 # --- Shared by the kernels ---
+
+
+@triton.jit
+def tanh(x):
+    """Triton's own is compiled for CUDA only, not interpreted.
+
+    In float32 within 4 eps of tanh(x), and two more where exp2 is a GPU's. Below 1/4 it is a Taylor
+    series, since 1 - e loses the digits of a small x; a large x overflows nothing.
+    """
+    z = x * x
+    series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    y = (1 - e) / (1 + e)
+    return tl.where(z < 1 / 16, series, tl.where(x < 0, -y, y))
+
+
+@triton.jit
+def unit_of_scores(tau, softcap):
+    """What S_ij is multiplied by to be in units of log 2."""
+    if softcap is None:
+        return tau * LOG2_E
+    else:
+        return softcap * LOG2_E
 
 
 @triton.jit
@@ -172,9 +198,9 @@ def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, O, L, First, Seed,
+    Q, K, V, O, L, First, Seed, Sinks,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    Tq, Tk, H, window, tau, threshold, keep,
+    Tq, Tk, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -199,6 +225,10 @@ def forward_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     # The lowest finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    if Sinks is not None:
+        m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
+        l_i += 1.0
+    unit = unit_of_scores(tau, softcap)
     for MASKED in tl.static_range(2):  # compiled twice: the inner tiles, then those at both ends
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
@@ -210,14 +240,16 @@ def forward_kernel(
                 j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
             K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if softcap is not None:
+                S_ij = tanh(S_ij * (tau / softcap))
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
                 if window is not None or First is not None:
                     seen = seen & (j[None, :] >= first[:, None])
                 S_ij = tl.where(seen, S_ij, float("-inf"))
-            m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * (tau * LOG2_E))
-            P_tilde_ij = tl.exp2(S_ij * (tau * LOG2_E) - m_new[:, None])
+            m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * unit)
+            P_tilde_ij = tl.exp2(S_ij * unit - m_new[:, None])
             rescale = tl.exp2(m_i - m_new)
             l_i = rescale * l_i + tl.sum(P_tilde_ij, axis=1)
             if Seed is not None:
@@ -239,7 +271,7 @@ def forward_kernel(
 def dq_kernel(
     Q, K, V, O, dO, L, D, dQ, First, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, H, window, tau, threshold, keep,
+    Tq, Tk, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -269,6 +301,7 @@ def dq_kernel(
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     L_i = tl.load(L + i, mask=i < Tq, other=0.0)
     dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    unit = unit_of_scores(tau, softcap)
     for MASKED in tl.static_range(2):
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
@@ -280,13 +313,18 @@ def dq_kernel(
                 j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
             K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if softcap is not None:
+                S_ij = tanh(S_ij * (tau / softcap))
+                slope = 1 - S_ij * S_ij  # before the mask: 0 * inf is NaN
             if MASKED:
                 j = j0 + tl.arange(0, BLOCK_N)
                 seen = j[None, :] <= last[:, None]
                 if window is not None or First is not None:
                     seen = seen & (j[None, :] >= first[:, None])
                 S_ij = tl.where(seen, S_ij, float("-inf"))
-            P_ij = tl.exp2(S_ij * (tau * LOG2_E) - L_i[:, None])
+            P_ij = tl.exp2(S_ij * unit - L_i[:, None])
+            if softcap is not None:
+                P_ij *= slope  # for dS_ij, and at once: it frees the registers
             V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             dP_ij = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
             if Seed is not None:
@@ -301,7 +339,7 @@ def dq_kernel(
 def dkdv_kernel(
     Q, K, V, dO, L, D, dK, dV, Last, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, H, window, tau, threshold, keep,
+    Tq, Tk, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -337,6 +375,7 @@ def dkdv_kernel(
     V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dK_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dV_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    unit = unit_of_scores(tau, softcap)
     for r in range(GROUP):
         h = g * GROUP + r
         bh = b * H + h
@@ -360,13 +399,16 @@ def dkdv_kernel(
                     L_i = tl.load(L + bh * Tq + i)
                     D_i = tl.load(D + bh * Tq + i)
                 S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+                if softcap is not None:
+                    S_T = tanh(S_T * (tau / softcap))
+                    slope = 1 - S_T * S_T
                 if MASKED:
                     p = i + offset
                     seen = j[:, None] <= p[None, :]
                     if window is not None or Last is not None:
                         seen = seen & (p[None, :] <= seen_to[:, None])
                     S_T = tl.where(seen, S_T, float("-inf"))
-                P_T = tl.exp2(S_T * (tau * LOG2_E) - L_i[None, :])
+                P_T = tl.exp2(S_T * unit - L_i[None, :])
                 dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
                 if Seed is not None:
                     kept = tl.trans(
@@ -375,6 +417,8 @@ def dkdv_kernel(
                     dropped = tl.where(kept, P_T, 0.0).to(dO_i.dtype)
                 else:
                     dropped = P_T.to(dO_i.dtype)
+                if softcap is not None:
+                    P_T *= slope
                 dV_j = tl.dot(dropped, dO_i, dV_j, input_precision="ieee")
                 dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")
                 if Seed is not None:
@@ -466,13 +510,13 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float) -> tuple[Any, ...]:
-    """Tq, Tk, H, window, tau, threshold, keep and GROUP, in the kernels' order."""
-    Tq, H, head_dim = q.shape[1:]
+def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: float,
+             softcap: float | None) -> tuple[Any, ...]:  # fmt: skip
+    """Tq, Tk, H, window, tau, softcap, threshold, keep and GROUP, in the kernels' order."""
+    Tq, H, _ = q.shape[1:]
     # A random word, read as a signed integer, is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
-    return (Tq, k.shape[1], H, window, 1 / math.sqrt(head_dim), threshold, 1 - dropout,
-            H // k.shape[2])  # fmt: skip
+    return Tq, k.shape[1], H, window, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
 # --- Operators: what torch.compile sees ---
@@ -486,11 +530,11 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float) -> tuple[
     "nanoattn::flash_forward",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, Tensor? seed, "
-    "int? window, float dropout) -> (Tensor, Tensor)",
+    "Tensor? sinks, int? window, float dropout, float scale, float? softcap) -> (Tensor, Tensor)",
 )
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
-                  seed: Tensor | None, window: int | None,
-                  dropout: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
+                  scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention, with a gradient.
 
     Args:
@@ -498,7 +542,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
         first, last: (B, Tk) int32, where each position's segment begins and ends; None without
             segments. Only the backward pass uses `last`.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
-        window: as in Spec.
+        sinks: (H,) float32, or None.
+        window, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
 
     Returns:
@@ -511,7 +556,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
         "forward", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
-        q, k, v, out, L, first, seed, *_strides(q, k, v), *_numbers(q, k, window, dropout)
+        q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
+        *_numbers(q, k, window, dropout, scale, softcap)
     )  # fmt: skip
     return out, L
 
@@ -520,19 +566,21 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     "nanoattn::flash_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor L, Tensor? first, "
-    "Tensor? last, Tensor? seed, int? window, float dropout) -> (Tensor, Tensor, Tensor)",
+    "Tensor? last, Tensor? seed, int? window, float dropout, float scale, float? softcap)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    first: Tensor | None, last: Tensor | None, seed: Tensor | None,
-                   window: int | None,
-                   dropout: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, contiguous; out and L are flash_forward's."""
+                   window: int | None, dropout: float, scale: float,
+                   softcap: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the sums over dO * O; out
+    and L are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     D = torch.empty_like(L)
-    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout)
+    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap)
     _launch(
         "dq", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
         q, k, v, out, dout, L, D, dq, first, seed, *numbers
@@ -541,7 +589,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
         "dkdv", lambda meta: B * Hkv * triton.cdiv(Tk, meta["BLOCK_N"]),
         q, k, v, dout, L, D, dk, dv, last, seed, *numbers
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, D
 
 
 @flash_forward.register_fake
@@ -551,19 +599,25 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @flash_backward.register_fake
-def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
+      *_: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, L))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, last, seed, ctx.window, ctx.dropout = inputs
-    ctx.save_for_backward(q, k, v, *output, first, last, seed)
+    q, k, v, first, last, seed, sinks, *ctx.numbers = inputs
+    ctx.save_for_backward(sinks, q, k, v, *output, first, last, seed)
     ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never used
 
 
 def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:
-    grads = flash_backward(dout, *ctx.saved_tensors, ctx.window, ctx.dropout)
-    return *grads, None, None, None, None, None
+    sinks, *saved = ctx.saved_tensors
+    *grads, D = flash_backward(dout, *saved, *ctx.numbers)
+    dsinks = None
+    if sinks is not None:  # -P_sink D_i, summed over all rows; where no key is seen D_i is 0
+        P_sink = torch.exp2(sinks[:, None] * math.log2(math.e) - saved[4])  # (B, H, Tq)
+        dsinks = -(P_sink * D).sum(dim=(0, 2))
+    return *grads, None, None, None, dsinks, None, None, None, None
 
 
 flash_forward.register_autograd(_gradients, setup_context=_keep)

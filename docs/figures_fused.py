@@ -81,7 +81,6 @@ FORWARD_PAIRS = (
 BACKWARD_PAIRS = (
     ("D =", "dq_kernel", "D_i = tl.sum"),
     ("S_ij = tau", "dq_kernel", "S_ij = tl.dot"),
-    ("S_ij = masked", "dq_kernel", "S_ij = tl.where"),
     ("P_ij =", "dq_kernel", "P_ij ="),
     ("dV_j +=", "dkdv_kernel", "dV_j = tl.dot"),
     ("dP_ij =", "dq_kernel", "dP_ij = tl.dot"),

@@ -55,8 +55,10 @@ FAST = {
     "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
                 "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
                 "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split",
-                "BHTD-31x64-window-packed", "large"),
-    "float16": ("64", "63x64", "packed", "D128", "large-gqa-window-packed"),
+                "BHTD-31x64-window-packed", "large", "scale-1x97", "sinks-gqa-window16-padded",
+                "softcap-large-window16-packed", "scale-softcap-sinks-packed-window20"),
+    "float16": ("64", "63x64", "packed", "D128", "large-gqa-window-packed", "softcap",
+                "sinks-64x17"),
 }  # fmt: skip
 
 
@@ -154,8 +156,9 @@ def test_a_device_gets_the_strides_of_the_model() -> None:
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
     """Without this, a backend whose caps refuse everything would pass the matrix."""
-    plain = [c for c in CASES if not (c.scale or c.softcap or c.sinks)]
-    specs = [case.spec(dtype) for case in plain for dtype in DTYPES]
+    every = name in ("manual", "tiled")
+    cases = [c for c in CASES if every or not (c.scale or c.softcap or c.sinks)]
+    specs = [case.spec(dtype) for case in cases for dtype in DTYPES]
     assert [s for s in specs if BACKENDS[name].why_not(s, _machine("cpu"))] == []
 
 

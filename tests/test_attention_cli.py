@@ -57,13 +57,15 @@ def test_the_table_has_every_backend(capsys) -> None:
 
 def test_every_option_reaches_the_backends(capsys) -> None:
     cli.main([*SMALL, "--dtype=bfloat16", "--n_kv_head=1", "--window=8", "--dropout=0.1",
-              "--segments", "--batch_size=3", "--deterministic"])  # fmt: skip
+              "--segments", "--batch_size=3", "--deterministic", "--scale=0.5", "--softcap=20",
+              "--sinks"])  # fmt: skip
     out = capsys.readouterr().out
     assert " ".join(line.strip() for line in out.splitlines()[1:3]) == (
         "batch 3, 32 tokens, 2 heads over 1 key/value heads of 16, bfloat16, causal, window 8, "
-        "dropout 0.1, 2 segments, deterministic"
+        "dropout 0.1, 2 segments, scale 0.5, softcap 20, sinks, deterministic"
     )
     assert "it has no dropout, and 0.1 is asked (--dropout=0)" in out
+    assert "it does not cap scores" in out and "it has no attention sinks" in out
 
 
 def test_a_row_has_every_reason(monkeypatch) -> None:
@@ -101,6 +103,8 @@ def test_one_decision_explained(capsys) -> None:
     (["--batch_size=0"], "batch_size must be at least 1, got 0"),
     (["--seq_len=-1"], "seq_len must be at least 1, got -1"),
     (["--window=0"], "window must be at least 1, got 0"),
+    (["--softcap=0"], "softcap must be positive, got 0"),
+    (["--scale=-1"], "scale must be positive, got -1"),
     (["--dtype=int8"], "--dtype must be one of float16, bfloat16, float32, float64"),
     (["--page_size=16"], "page_size belongs to the paged cache (--kv_cache=paged)"),
     (["--kv_cache=big"], "--kv_cache must be one of none, dynamic, static, paged, got 'big'"),

@@ -329,6 +329,23 @@ def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None
     assert "fastest: forward of one attention call, batch 5, 1 queries and 300 keys" in said(log)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_sinks_are_a_parameter_of_the_call(grad) -> None:
+    seen: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, sinks: Tensor, **kw: Any) -> Tensor:
+        seen.append(sinks)
+        return manual.attend(q, k, v, spec, sinks=Noted.apply(sinks), **kw)
+
+    spec = dataclasses.replace(SPEC, sinks=True, scale=0.3, softcap=5.0, grad=grad)
+    inputs = autotune.draw(spec, torch.device("cpu"), SHAPE)
+    Noted.backwards = 0
+    autotune.work(Backend("b", "", attend, (Caps(),), None), spec, inputs)()
+    assert seen[0].shape == (spec.n_head,) and seen[0].requires_grad == grad
+    assert Noted.backwards == grad  # its gradient is timed too
+    assert autotune.draw(SPEC, torch.device("cpu"), SHAPE).sinks is None
+
+
 def test_segments_are_two_documents() -> None:
     spec = dataclasses.replace(SPEC, segments=True)
     segments = autotune.draw(spec, torch.device("cpu"), (2, 6, 6)).segments
@@ -448,7 +465,7 @@ def test_a_name_that_is_gone_is_measured_anew(clock, monkeypatch, log) -> None:
 OTHER_SPECS = {
     "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dtype": "float16", "window": 7, "dropout": 0.5,
     "segments": True, "grad": False, "cache": "static", "compiled": True,
-    "page_size": 16, "hub_kernels": True}  # fmt: skip
+    "page_size": 16, "hub_kernels": True, "scale": 0.3, "softcap": 9.0, "sinks": True}  # fmt: skip
 OTHER_MACHINES = {
     "device": "cuda", "name": "another", "capability": (9, 0), "torch": "9.9", "cuda": "99.9",
     "packages": {"triton": "99"}, "interpreted": not HERE.interpreted,

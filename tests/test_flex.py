@@ -7,6 +7,7 @@ tiles and all windows are one. Where only the number of compilations counts, not
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from attention import BackendUnavailable, Machine, Policy, Spec, flex, get, oracle, resolve, visible
+from attention import (
+    BackendUnavailable,
+    Machine,
+    Policy,
+    Spec,
+    flex,
+    get,
+    matrix,
+    oracle,
+    resolve,
+    visible,
+)
 from attention.flex import TILE, block_mask, kept_block_mask
 from model import GPT, GPTConfig
 
@@ -72,9 +84,10 @@ def check(qkv: list[Tensor], spec: Spec, segments: Tensor | None = None) -> None
     got = flex.attend(*qkv, spec, segments=segments)
     with torch.enable_grad():
         plain, truth = (
-            f(*qkv, torch.ones_like(qkv[0]), window=spec.window, segments=segments)
+            f(*qkv, torch.ones_like(qkv[0]), window=spec.window, segments=segments,
+              scale=spec.scale, softcap=spec.softcap)
             for f in (oracle.plain, oracle.attention)
-        )
+        )  # fmt: skip
     oracle.check(oracle.Result(got), plain, truth, qkv[0].dtype)
     assert not got[:, : max(qkv[0].shape[1] - qkv[1].shape[1], 0)].any()
 
@@ -106,8 +119,9 @@ SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some
     "float32": (Spec(4, 2, 32, "float32", grad=False), "plain"),
     "bfloat16-80-split": (Spec(3, 3, 80, "bfloat16", grad=False, segments=True), "split"),
     "float16-20-mqa-heads-first": (Spec(3, 1, 20, "float16", grad=False), "heads first"),
-    "float32-segments": (Spec(4, 2, 32, "float32", grad=False, segments=True), "plain"),
-}
+    "float32-segments-scale-softcap": (
+        Spec(4, 2, 32, "float32", grad=False, segments=True, scale=0.5, softcap=3.0), "plain"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -132,6 +146,37 @@ def test_numbers_over_many_tiles(segments, graphs) -> None:
         asked = replace(spec, window=window)
         check(inputs(Tq, Tk, asked, B=3), asked, packed(3, Tk) if segments else None)
     assert graphs() <= 3
+
+
+ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks]
+
+
+@pytest.mark.parametrize("case", ASKED, ids=lambda c: c.name)
+def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) -> None:
+    """Sinks and gradients run on CUDA alone. What is traced is the same: here it is computed by
+    PyTorch's own unfused operator, which the CPU has, backward too."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+    matrix.check(get("flex"), case, "float32")
+
+
+UNSEGMENTED = [c for c in ASKED if c.segments is None]
+
+
+@pytest.mark.parametrize("case", UNSEGMENTED[::2], ids=lambda c: c.name)
+def test_they_go_into_the_graph_of_a_compiled_model(case) -> None:
+    spec = case.spec("float32", grad=False, compiled=True)
+    more = {"sinks": matrix.sinks(case, "float32")} if case.sinks else {}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return get("flex").attend(q, k, v, spec, **more)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        qkv = matrix.draw(case, "float32")[:3]
+        out = torch.compile(layer, backend="eager", fullgraph=True)(*qkv)
+    plain, truth = matrix.plain(case, "float32"), matrix.truth(case, "float32")
+    oracle.check(oracle.Result(out), plain, truth, torch.float32)
 
 
 def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_traced) -> None:
@@ -290,6 +335,14 @@ def test_caps() -> None:
     assert why_not(replace(spec, dtype="float16"), capability=(7, 0)) == []
     assert len(why_not(spec, capability=(7, 5))) == 1  # bfloat16
     assert len(why_not(spec, capability=(6, 1))) == 1
+    assert why_not(replace(spec, scale=0.3, softcap=20.0, sinks=True)) == []
+    assert why_not(replace(spec, dtype="float32", sinks=True), capability=(7, 5)) == []
+    assert why_not(replace(spec, softcap=20.0, scale=0.3), torch_="2.5.0") == []
+    (why_,) = why_not(replace(spec, sinks=True), torch_="2.8.0")
+    assert why_ == "it has no attention sinks"
+    for device in ("cpu", "mps"):  # their kernels give no logsumexp
+        assert why_not(replace(eval_, scale=0.3, softcap=20.0), device) == []
+        assert why_not(replace(eval_, sinks=True), device) == ["it has no attention sinks"]
     for other, words in (({"dtype": "float64"}, "not float64"), ({"dropout": 0.1}, "no dropout"),
                          ({"cache": "static"}, "no 'static' cache")):  # fmt: skip
         for device in ("cuda", "cpu", "mps"):

@@ -48,22 +48,23 @@ SPEC = Spec(4, 2, 32, "float32", grad=False, cache="paged", page_size=4)
 Attend = Callable[..., Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, **more: Any) -> Tensor:
     """What a model does in a layer: store k and v, and read the pages."""
     k_pages, v_pages, reads = cache.append(k, v)
-    return kernels.attend(q, k_pages, v_pages, spec, cache=reads)
+    return kernels.attend(q, k_pages, v_pages, spec, cache=reads, **more)
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any,
-              splits: int = 0) -> Tensor:  # fmt: skip
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
+              sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """attend(), with the kernels for one query a row wherever it runs."""
     if q.shape[1] > 1:
-        return attend(q, k, v, spec, cache=cache)
+        return attend(q, k, v, spec, cache=cache, sinks=sinks)
     from attention.paged_kernels import decode
 
     k_pages, v_pages, view = cache.append(k, v)
     table = (view.page_table, view.start, view.count)
-    return decode(q, k_pages, v_pages, *table, spec.window or 0, splits)
+    return decode(q, k_pages, v_pages, *table, sinks, spec.window or 0, spec.softmax_scale,
+                  spec.softcap, splits)  # fmt: skip
 
 
 def by_formula(*args: Any, **kw: Any) -> Tensor:
@@ -149,12 +150,13 @@ def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: st
     return [torch.cat(parts) for parts in out]
 
 
-def check(got: Tensor, row: Sequence[Tensor], spec: Spec) -> None:
+def check(got: Tensor, row: Sequence[Tensor], spec: Spec, sinks: Tensor | None = None) -> None:
     """One row's outputs, (Tq, H, D), against the oracle; row is its q, k and v from the start."""
     q, k, v = (t[None] for t in row)
     q = q[:, len(row[0]) - len(got) :]
-    truth = oracle.attention(q, k, v, q, window=spec.window)
-    plain = oracle.plain(q, k, v, q, window=spec.window)
+    more: dict[str, Any] = {"window": spec.window, "scale": spec.scale, "softcap": spec.softcap}
+    truth = oracle.attention(q, k, v, q, **more, sinks=sinks)
+    plain = oracle.plain(q, k, v, q, **more, sinks=sinks)
     oracle.check(oracle.Result(got[None]), plain, truth, q.dtype)
 
 
@@ -198,6 +200,60 @@ def test_prefill_chunks_and_decode_against_the_oracle(run, device, spec) -> None
     outs = serve(run, spec, SCHEDULE, device, inputs)
     for out, row in zip(outs, inputs, strict=True):
         check(out, row, spec)
+
+
+MORE = [
+    {"scale": 0.5},
+    {"softcap": 1.5},
+    {"sinks": True},
+    {"scale": 0.02, "softcap": 2.0, "sinks": True, "window": 7, "dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("more", MORE, ids=lambda m: "-".join(m))
+@pytest.mark.parametrize("run, device", [*PATHS, pytest.param(by_formula, "cpu", id="formula")])
+def test_scale_softcap_and_sinks(run, device, more) -> None:
+    """Sinks about as large as the logsumexp of a row's scores, one none at all; a row of no key."""
+    spec = replace(SPEC, **more)
+    sinks = torch.tensor([1.0, 4.0, -torch.inf, 2.5], device=device) if spec.sinks else None
+    inputs = draw(spec, [sum(c) for c in zip(*SCHEDULE, strict=True)])
+    outs = serve(with_sinks(run, sinks), spec, SCHEDULE, device, inputs)
+    for out, row in zip(outs, inputs, strict=True):
+        check(out, row, spec, None if sinks is None else sinks.cpu().to(row[0].dtype))
+
+
+def with_sinks(run: Attend, sinks: Tensor | None, **more: Any) -> Attend:
+    def run_(*args: Any, **kw: Any) -> Tensor:
+        out, step = run(*args, **kw, **more, sinks=sinks), kw["cache"].step
+        assert not out[step.start + step.count == 0].any(), "a row that sees no key"
+        return out
+
+    return run_
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 8])
+def test_sinks_join_the_runs_once(splits) -> None:
+    spec = replace(SPEC, page_size=16, sinks=True, softcap=3.0)
+    sinks = torch.tensor([6.0, 3.0, 0.0, 9.0], device=KERNEL_DEVICE)
+    inputs = draw(spec, [200, 65, 1])
+    run = with_sinks(by_kernel, sinks, splits=splits)
+    outs = serve(run, spec, [(199, 64, 0), (1, 1, 0), (0, 0, 1)], KERNEL_DEVICE, inputs)
+    for out, row in zip(outs, inputs, strict=True):
+        check(out[-1:], row, spec, sinks.cpu())
+
+
+@needs_triton
+def test_opcheck() -> None:
+    from attention import paged_kernels
+
+    q, pages, spec = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
+    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    start, count = torch.tensor([5, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for more in ((torch.randn(4), *spec), (None, 0, 0.25, None, 0)):
+        args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
+                for x in (q, pages, pages.flip(0), table, start, count, *more)]  # fmt: skip
+        torch.library.opcheck(paged_kernels.decode, args)
 
 
 @pytest.mark.parametrize("schedule", [
@@ -256,7 +312,9 @@ def test_the_kernels_are_launched_on_the_device_of_the_query(monkeypatch) -> Non
         monkeypatch.setattr(paged_kernels, name, Kernel())
     q, pages = torch.randn(2, 1, 4, 16), torch.randn(3, 16, 2, 16)
     table = torch.ones(2, 1, dtype=torch.int32)
-    paged_kernels.decode._init_fn(q, pages, pages, table, table[:, 0], table[:, 0], 0, 0)
+    paged_kernels.decode._init_fn(
+        q, pages, pages, table, table[:, 0], table[:, 0], None, 0, 0.25, None, 0
+    )
     assert [[x is q for x in on] for on in launched] == [[True], [True]]
 
 
@@ -479,6 +537,13 @@ SPECS = [
     replace(SPEC, window=1, page_size=7), replace(SPEC, window=1000, page_size=16)]  # fmt: skip
 
 
+@pytest.mark.parametrize("more", MORE, ids=lambda m: "-".join(m))
+def test_the_probe_passes_it_with_scale_softcap_and_sinks(more) -> None:
+    tried = probe(BACKENDS["paged"], replace(SPEC, **more), "cpu")
+    assert tried.why == () and tried.kernels == (("flash (CPU)",) if len(more) == 1 and
+                                                 "scale" in more else ())  # fmt: skip
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_probe_fills_a_paged_cache(spec) -> None:
     tried = probe(BACKENDS["paged"], spec, "cpu")
@@ -561,7 +626,8 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
         from attention.paged_kernels import block_sizes, combine_kernel, decode_kernel
 
         def compile(kernel, dtype, capability, **constants):
-            kinds = dict.fromkeys(constants, "constexpr") | {"softmax_scale": "fp32"}
+            kinds = {"tau": "fp32", "softcap": "fp32", "Sinks": "*fp32"}
+            kinds |= dict.fromkeys(constants, "constexpr")
             kinds |= dict.fromkeys(("Q", "K", "V", "Out"), "*" + dtype)
             kinds |= dict.fromkeys(("Table", "Start", "Count"), "*i32")
             kinds |= dict.fromkeys(("Partial", "M", "L"), "*fp32")
@@ -570,11 +636,13 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert made.metadata.shared <= 64 * 1024, made.metadata.shared  # Turing's
 
-        for capability, dtype, size, D in ((75, "fp16", 2, 80), (90, "bf16", 2, 256)):
-            BLOCK_N, BLOCK_D = block_sizes(D, size)
-            compile(decode_kernel, dtype, capability, R=4, HEAD_DIM=D, BLOCK_R=16,
-                    BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D)
-        compile(combine_kernel, "fp16", 75, HEAD_DIM=80, BLOCK_S=64, BLOCK_D=128)
+        for none in (["softcap", "Sinks"], []):
+            for capability, dtype, size, D in ((75, "fp16", 2, 80), (90, "bf16", 2, 256)):
+                BLOCK_N, BLOCK_D = block_sizes(D, size)
+                compile(decode_kernel, dtype, capability, R=4, HEAD_DIM=D, BLOCK_R=16,
+                        BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, **dict.fromkeys(none[:1]))
+            compile(combine_kernel, "fp16", 75, HEAD_DIM=80, BLOCK_S=64, BLOCK_D=128,
+                    **dict.fromkeys(none[1:]))
         """
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True,

@@ -27,6 +27,7 @@ from attention import (
     resolve,
 )
 from attention.select import MPS_GUARD
+from attention.spec import version
 
 ROOT = Path(__file__).parent.parent
 STRICT = Policy(fallback=False)
@@ -124,7 +125,7 @@ def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> Non
 
 def test_torch_before_sdpa() -> None:
     assert runs("auto", FP32, OLD) == "manual"
-    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.0, this is 1.13.1"]
+    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.1, this is 1.13.1"]
     assert list(resolve("sdpa_flash", FP32, OLD).rejected) == ["sdpa_flash", "sdpa"]
     assert why("sdpa_cudnn", BF16, replace(H100, torch="2.4.1")) == [
         "it needs torch >= 2.5, this is 2.4.1"
@@ -164,6 +165,61 @@ def test_which_flash_attention_runs_where(machine, run, auto) -> None:
     assert runs("auto", spec, full(machine), STRICT) == auto
     assert resolve("auto", spec, full(machine)).rejected == {}
     assert runs("auto", spec, machine) == "sdpa"  # nothing installed
+
+
+SUNK = replace(BF16, sinks=True)
+CAPPED = replace(BF16, softcap=50.0)
+
+
+@pytest.mark.parametrize("machine, spec, installed, bare", [
+    (H100, CAPPED, "flash_attn_4", "flex"),
+    (H100, SUNK, "flash_attn_4", "flex"),
+    (B200, CAPPED, "flash_attn_2", "flex"),
+    (B200, SUNK, "flash_attn_4", "flex"),
+    (RTX4090, CAPPED, "flash_attn_2", "flex"),
+    (RTX4090, SUNK, "flex", "flex"),
+    (TITAN, replace(SUNK, dtype="float16"), "flex", "flex"),
+    (H100, replace(SUNK, cache="static", grad=False), "flash_attn_4", "manual"),
+    (H100, replace(SUNK, dtype="float64"), "manual", "manual"),
+    (CPU, replace(FP32, softcap=50.0), "manual", "manual"),
+    (CPU, replace(FP32, sinks=True, grad=False), "manual", "manual"),
+    (APPLE, replace(FP32, softcap=50.0, grad=False), "manual", "manual"),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_who_computes_a_softcap_or_sinks(machine, spec, installed, bare) -> None:
+    """SDPA does not: a FlashAttention that does, else on CUDA flex, and manual elsewhere."""
+    for there, best in ((full(machine), installed), (machine, bare)):
+        chosen = resolve("auto", spec, there, STRICT)
+        assert chosen.backend.name == best and chosen.rejected == {}
+    for name in ("sdpa", "sdpa_flash", "sdpa_cudnn"):
+        chosen = resolve(name, spec, machine)
+        assert chosen.backend.name == bare
+        asked = "it does not cap scores" if spec.softcap else "it has no attention sinks"
+        assert asked in chosen.rejected["sdpa"]
+
+
+def test_where_one_that_has_a_softcap_fails_it_goes_on_and_ends() -> None:
+    """flex falls back to sdpa, and sdpa, without a softcap, to flex: not for ever."""
+    failed: dict[str, tuple[str, ...]] = {}
+    tried = []
+    while True:
+        try:
+            chosen = resolve("auto", CAPPED, full(H100), failed=failed)
+        except BackendUnavailable as e:
+            assert "manual: broken" in str(e)
+            break
+        tried.append(chosen.backend.name)
+        failed[chosen.backend.name] = ("broken",)
+    assert [n for n in tried if n != "triton"] == [
+        "flash_attn_4", "flash_attn_3", "flash_attn_2", "flex", "manual"]  # fmt: skip
+
+
+def test_a_scale_is_for_sdpa_too() -> None:
+    asked = replace(BF16, scale=0.2)
+    for name in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", *FLASH):
+        assert runs(name, asked, full(H100), STRICT) == name
+    assert runs("auto", asked, H100) == runs("auto", replace(FP32, scale=0.2), CPU) == "sdpa"
+    half = replace(FP32, dtype="bfloat16", scale=0.2)
+    assert runs("auto", half, replace(CPU, matrix_units=True)) == "sdpa_bmm"
 
 
 def test_titan_rtx_takes_half_precision_as_fp16() -> None:
@@ -483,6 +539,13 @@ def test_every_refused_name_is_one_warning(with_flash) -> None:
     assert str(resolve("auto", FP32, APPLE)).startswith("WARNING: sdpa refused: on Apple's Metal")
     with pytest.raises(BackendUnavailable, match="manual: broken"):
         resolve("manual", FP32, CPU, failed={"manual": ("broken",)})
+
+
+def test_a_beta_comes_before_its_release_and_after_earlier_betas() -> None:
+    ordered = ["3.9", "4.0.0b9", "4.0.0.beta13", "4.0.0b26", "4.0.0", "4.0.1b1", "4.0.1"]
+    assert sorted(ordered[::-1], key=version) == ordered
+    assert version("2.13.0+cpu") == (2, 13, 0) and version("2.13.0a0+git") == (2, 13, 0)
+    assert version("4.0.0b13") > version("4.0") and version("ImportError: 4.0") == ()
 
 
 # --- Spec and Machine ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import Spec, oracle, tiled, visible
+from attention import BACKENDS, Spec, oracle, probe, tiled, visible
 from attention.spec import DTYPES
 from attention.tiled import Tiled
 from viewer import tiles as shown
@@ -25,6 +26,7 @@ SHAPES = {
     "blind-mqa-packed": (40, 23, 3, 1, None, True),
     "decode-window": (1, 40, 2, 1, 9, False),
 }
+MORE = {"scale": 0.5, "softcap": 1.5, "sinks": True}
 SIZES = [(1, 1), (3, 3), (16, 16), (64, 64), (5, 16), (16, 7), (1, 64)]
 
 
@@ -42,10 +44,17 @@ def draw(shape: str, dtype: torch.dtype = torch.float64, B: int = 2, D: int = 8)
     return inputs, seg, spec
 
 
-def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int,
-                B_c: int, seed: int = 0) -> list[Tensor]:  # fmt: skip
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = Tiled.apply(*leaves, seg, spec, seed, B_r, B_c)
+def sinks_of(spec: Spec, dtype: torch.dtype = torch.float64) -> Tensor:
+    """As large as the logsumexp of some ten scores."""
+    draw_ = torch.Generator().manual_seed(1)
+    return (2 + torch.randn(spec.n_head, generator=draw_, dtype=torch.float64)).to(dtype)
+
+
+def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int, B_c: int,
+                sinks: Tensor | None = None) -> list[Tensor]:  # fmt: skip
+    leaves = [t.detach().requires_grad_() for t in (*inputs[:3], sinks) if t is not None]
+    q, k, v, sink = *leaves, *[None] * (sinks is None)
+    out = Tiled.apply(q, k, v, sink, seg, spec, 0, B_r, B_c)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
@@ -77,22 +86,67 @@ def test_every_tile_size_gives_the_numbers_of_the_oracle(shape, dtype) -> None:
         oracle.check(got, plain, truth, getattr(torch, dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_scale_softcap_and_sinks_at_every_tile_size(dtype) -> None:
+    shape = "blind-mqa-packed"
+    inputs, seg, spec = draw(shape, getattr(torch, dtype))
+    sinks = sinks_of(spec, getattr(torch, dtype))
+    options = {"segments": seg, "scale": 0.5, "softcap": 1.5, "sinks": sinks}
+    truth, plain = (f(*inputs, **options) for f in (oracle.attention, oracle.plain))
+    for B_r, B_c in SIZES:
+        got = oracle.Result(*both_passes(inputs, seg, replace(spec, **MORE), B_r, B_c, sinks))
+        oracle.check(got, plain, truth, getattr(torch, dtype))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradients_against_finite_differences(shape, p) -> None:
+@pytest.mark.parametrize("more", [{}, MORE], ids=["", "more"])
+def test_gradients_against_finite_differences(shape, p, more) -> None:
     """With dropout too: the seed is fixed, so the forward passes and the backward share a mask."""
     inputs, seg, spec = draw(shape, B=1, D=2)
-    spec = Spec(spec.n_head, spec.n_kv_head, 2, "float64", window=spec.window, dropout=p,
-                segments=spec.segments)  # fmt: skip
-    leaves = [t.requires_grad_() for t in inputs[:3]]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: Tiled.apply(q, k, v, seg, spec, 7, 16, 9), leaves, fast_mode=True
-    )
-    short = [t[:, -6:].detach().requires_grad_() for t in leaves]  # every entry of the Jacobian
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: Tiled.apply(q, k, v, seg if seg is None else seg[:, -6:], spec, 7, 4, 3),
-        short,
-    )
+    spec = replace(spec, head_dim=2, dropout=p, **more)
+    leaves = [t.requires_grad_() for t in (*inputs[:3], *([sinks_of(spec)] if more else []))]
+
+    def call(seg: Tensor | None, *tiles: int) -> Any:
+        def tiled_(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return Tiled.apply(q, k, v, sinks, seg, spec, 7, *tiles)
+
+        return tiled_
+
+    assert torch.autograd.gradcheck(call(seg, 16, 9), leaves, fast_mode=True)
+    # Every entry of the Jacobian.
+    short = [(t[:, -6:] if t.dim() == 4 else t).detach().requires_grad_() for t in leaves]
+    assert torch.autograd.gradcheck(call(seg if seg is None else seg[:, -6:], 4, 3), short)
+
+
+@pytest.mark.parametrize("shape", ["square", "blind-mqa-packed"])
+def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none(shape) -> None:
+    inputs, seg, spec = draw(shape, torch.float32)
+    without, spec = both_passes(inputs, seg, spec, 8, 8), replace(spec, sinks=True)
+    none = torch.full((spec.n_head,), -torch.inf)
+    *same, dsinks = both_passes(inputs, seg, spec, 8, 8, none)
+    assert all(torch.equal(a, b) for a, b in zip(same, without, strict=True)) and not dsinks.any()
+    blind = max(inputs[0].shape[1] - inputs[1].shape[1], 0)
+    inputs[3][:, blind:] = 0
+    assert not both_passes(inputs, seg, spec, 8, 8, sinks_of(spec))[4].any()
+
+
+@pytest.mark.parametrize("of_q, of_sinks", [("bfloat16", "float32"), ("float32", "bfloat16"),
+                                            ("float64", "float16")])  # fmt: skip
+def test_sinks_of_another_dtype_are_used_in_the_precision_of_the_softmax(of_q, of_sinks) -> None:
+    inputs, seg, spec = draw("square", getattr(torch, of_q))
+    spec, inside = replace(spec, sinks=True), torch.promote_types(inputs[0].dtype, torch.float32)
+    sinks = sinks_of(spec, getattr(torch, of_sinks)) + 2**-7
+    got = both_passes(inputs, seg, spec, 16, 16, sinks)
+    want = both_passes(inputs, seg, spec, 16, 16, sinks.to(inside))
+    assert torch.equal(got[4], want[4].to(sinks.dtype)) and got[4].dtype == sinks.dtype
+    assert all(torch.equal(g, w) for g, w in zip(got[:4], want[:4], strict=True))
+
+
+def test_the_probe_passes_it_with_scale_softcap_and_sinks() -> None:
+    for dtype in DTYPES:
+        for spec in (Spec(4, 2, 32, dtype, **MORE), Spec(4, 2, 32, dtype, grad=False, **MORE)):
+            assert probe(BACKENDS["tiled"], spec, "cpu").why == ()
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -159,7 +213,7 @@ def test_no_tensor_is_larger_than_the_inputs(p) -> None:
         qkv = [torch.randn(1, T, 2, 4, requires_grad=True) for _ in range(3)]
         spec = Spec(2, 2, 4, "float32", dropout=p)
         with Recorder() as forward:
-            out = Tiled.apply(*qkv, None, spec, 0, 16, 16)
+            out = Tiled.apply(*qkv, None, None, spec, 0, 16, 16)
         with Recorder() as backward:
             torch.autograd.grad(out, qkv, torch.ones_like(out))
         assert forward.largest == backward.largest == T * 2 * 4 < T * T
@@ -178,9 +232,9 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     inputs, _, spec = draw("square")
     q, k, v = (t.requires_grad_() for t in inputs[:3])
     out = tiled.attend(q, k, v, spec)
-    *kept, L, segments = out.grad_fn.saved_tensors
+    *kept, L, sinks, segments = out.grad_fn.saved_tensors
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(kept, (q, k, v, out), strict=True))
-    assert L.numel() == 2 * 37 * 2 and segments is None
+    assert L.numel() == 2 * 37 * 2 and sinks is segments is None
 
 
 # --- tiles that are skipped ---
@@ -304,7 +358,7 @@ def test_each_tile_drops_by_a_mask_of_its_own() -> None:
     q, eye = torch.zeros(1, T, 1, T).double(), torch.eye(T).double()[None, :, None]
     spec = Spec(1, 1, T, "float64", dropout=0.4)
     with torch.no_grad():
-        out = Tiled.apply(q, q, eye, None, spec, 11, size, size)[0, :, 0]
+        out = Tiled.apply(q, q, eye, None, None, spec, 11, size, size)[0, :, 0]
     kept = out != 0
     want = kept.double() / 0.6 / (torch.arange(T)[:, None] + 1)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=0)

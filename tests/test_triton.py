@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Spec, oracle, visible
+from attention import BACKENDS, Machine, Spec, oracle, probe, visible
 from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
+import triton
+import triton.language as tl
+
 from attention import triton_kernels
-from attention.triton_kernels import KERNELS, TILES
+from attention.triton_kernels import KERNELS, TILES, tanh
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
@@ -43,6 +47,8 @@ CASES = {
     "segments-window-chunk-mqa": (40, 70, 2, 1, 16, 21, True),
     "segments-blind": (50, 34, 1, 1, 16, None, True),
 }
+
+MORE = {"scale": 0.5, "softcap": 1.5, "sinks": True}
 
 
 @pytest.fixture
@@ -66,10 +72,16 @@ def draw(case: str, dtype: str = "float32", B: int = 1) -> tuple[list[Tensor], A
     return inputs, seg, Spec(H, Hkv, D, dtype, window=window, segments=segmented)
 
 
-def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec,
-                call: Any = attend) -> list[Tensor]:  # fmt: skip
-    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-    out = call(*leaves, spec, segments=seg)
+def sinks_of(spec: Spec) -> Tensor:
+    """As large as the logsumexp of some ten scores."""
+    return 2 + torch.randn(spec.n_head, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, call: Any = attend,
+                sinks: Tensor | None = None) -> list[Tensor]:  # fmt: skip
+    leaves = [t.detach().requires_grad_() for t in (*inputs[:3], sinks) if t is not None]
+    more = {} if sinks is None else {"sinks": leaves[3]}
+    out = call(*leaves[:3], spec, segments=seg, **more)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
@@ -88,10 +100,102 @@ def test_every_tile_shape_gives_the_numbers_of_the_oracle(tiles, case, M, N) -> 
 
 
 @interpreted
+@pytest.mark.parametrize("M, N", SHAPES)
+def test_scale_softcap_and_sinks_at_every_tile_shape(tiles, M, N) -> None:
+    for case in ("segments-blind", "window-1-chunk"):
+        inputs, seg, spec = draw(case)
+        sinks = sinks_of(spec)
+        options = {"window": spec.window, "segments": seg, "sinks": sinks, "scale": 0.5}
+        truth, plain = (
+            f(*inputs, **options, softcap=1.5) for f in (oracle.attention, oracle.plain)
+        )
+        tiles(M, N)
+        got = oracle.Result(*both_passes(inputs, seg, replace(spec, **MORE), sinks=sinks))
+        oracle.check(got, plain, truth, torch.float32)
+
+
+def test_tanh_of_small_and_large_numbers() -> None:
+    x = torch.cat([torch.logspace(-6, 2, 500, dtype=torch.float64), torch.tensor([3e4])])
+    x = torch.cat([x, -x]).float().to(DEVICE)
+    want = torch.tanh(x.double())
+    off = float(((_tanh(x) - want) / want).abs().max())
+    assert off < (6 if HAS_CUDA else 4) * torch.finfo(torch.float32).eps
+    assert _tanh(torch.tensor([torch.nan, 0.0], device=DEVICE)).isnan().tolist() == [True, False]
+
+
+def _tanh(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, out, len(x), BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _tanh_kernel(X, Out, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(Out + i, tanh(tl.load(X + i, mask=i < n, other=0.0)), mask=i < n)
+
+
+@interpreted
+@pytest.mark.parametrize("more", [{"sinks": True}, {"softcap": 1.5, "sinks": True, "scale": 0.5}])
+def test_gradients_with_dropout_are_those_of_the_formula_with_the_same_mask(more) -> None:
+    """The sinks' too. The mask is read off where v is the identity."""
+    D, p = 32, 0.4
+    spec = Spec(2, 1, D, "float32", dropout=p, **more)
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, dout = (torch.randn(2, D, h, D, generator=generator) for h in (2, 1, 1, 2))
+    sinks, eye = sinks_of(spec), torch.eye(D)[None, :, None].expand(2, D, 1, D)
+    torch.manual_seed(9)
+    mask = attend(q, k, eye, spec, sinks=sinks) != 0
+    torch.manual_seed(9)
+    got = both_passes([q, k, v, dout], None, spec, sinks=sinks)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, sinks)]
+    scores = torch.einsum("bihd,bjgd->bihj", *leaves[:2]) * spec.softmax_scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    i = torch.arange(D)
+    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], -torch.inf)
+    scores = torch.cat([scores, leaves[3][:, None].expand(2, D, 2, 1)], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :-1] * mask / (1 - p)
+    out = torch.einsum("bihj,bjgd->bihd", probs, leaves[2])
+    for g, w in zip(got, [out, *torch.autograd.grad(out, leaves, dout.double())], strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_of_another_dtype_are_read_in_float32_and_keep_their_own_gradient() -> None:
+    inputs, seg, spec = draw("segments-window-chunk-mqa", "float16")
+    spec = replace(spec, sinks=True)
+    for dtype in (torch.bfloat16, torch.float64):
+        sinks = sinks_of(spec).to(dtype)
+        got = both_passes(inputs, seg, spec, sinks=sinks)
+        want = both_passes(inputs, seg, spec, sinks=sinks.float())
+        assert torch.equal(got[4], want[4].to(dtype)) and got[4].dtype == dtype
+        assert all(torch.equal(g, w) for g, w in zip(got[:4], want[:4], strict=True))
+
+
+def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() -> None:
+    inputs, seg, spec = draw("segments-blind")
+    without, spec = both_passes(inputs, seg, spec), replace(spec, sinks=True)
+    none = torch.full((1,), -torch.inf, device=DEVICE)
+    *same, dsinks = both_passes(inputs, seg, spec, sinks=none)
+    assert all(torch.equal(a, b) for a, b in zip(same, without, strict=True)) and not dsinks.any()
+    inputs[3][:, 16:] = 0  # 50 queries, 34 keys
+    assert not both_passes(inputs, seg, spec, sinks=sinks_of(spec))[4].any()
+
+
+@pytest.mark.parametrize("spec", [
+    Spec(2, 1, 32, "float32", segments=True, **MORE),
+    Spec(2, 1, 32, "float16", window=9, grad=False, **MORE)], ids=lambda s: s.dtype)  # fmt: skip
+def test_the_probe_passes_it_with_scale_softcap_and_sinks(spec) -> None:
+    assert probe(BACKENDS["triton"], spec, DEVICE).why == ()
+
+
+@interpreted
 def test_the_log_of_the_sum_is_right_and_a_blind_row_has_the_lowest(tiles) -> None:
     inputs, _, spec = draw("blind")
     tiles(16, 16)
-    L = triton_kernels.flash_forward(*inputs[:3], None, None, None, None, 0.0)[1]
+    L = triton_kernels.flash_forward(
+        *inputs[:3], None, None, None, None, None, 0.0, spec.softmax_scale, None
+    )[1]
     q, k = inputs[:2]
     blind = q.shape[1] - k.shape[1]
     scores = torch.einsum("bihd,bjhd->bhij", q[:, blind:], k).double() / spec.head_dim**0.5
@@ -267,11 +371,10 @@ def test_compile_takes_the_call_whole_and_computes_the_same(case, p) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     inputs, seg, spec = draw(case)
-    spec = Spec(spec.n_head, spec.n_kv_head, spec.head_dim, spec.dtype, window=spec.window,
-                segments=spec.segments, dropout=p, compiled=True)  # fmt: skip
+    spec = replace(spec, dropout=p, compiled=True, **(MORE if p else {}))
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None) -> Tensor:
-        return 3 * attend(2 * q, k, v, spec, segments=segments)
+    def layer(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+        return 3 * attend(2 * q, k, v, spec, **more)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -279,7 +382,7 @@ def test_compile_takes_the_call_whole_and_computes_the_same(case, p) -> None:
     results = []
     for call in (layer, compiled):
         torch.manual_seed(0)
-        results.append(both_passes(inputs, seg, spec, call))
+        results.append(both_passes(inputs, seg, spec, call, sinks_of(spec) if p else None))
     assert counter.frame_count == 1
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     torch._dynamo.reset()
@@ -291,11 +394,14 @@ def test_opcheck() -> None:
     first, last = borders(seg)
     seed = torch.tensor([7], device=DEVICE)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    for args in ((*leaves, None, None, None, None, 0.0), (*leaves, first, last, seed, 21, 0.5)):
-        torch.library.opcheck(triton_kernels.flash_forward, args)
-    out, L = triton_kernels.flash_forward(q, k, v, first, last, seed, 21, 0.5)
+    sinks = torch.tensor([1.0, -torch.inf], device=DEVICE, requires_grad=True)
+    whole = (first, last, seed, sinks, 21, 0.5, 0.3, 2.0)
+    for more in ((None, None, None, None, None, 0.0, 0.25, None), whole):
+        torch.library.opcheck(triton_kernels.flash_forward, (*leaves, *more))
+    out, L = triton_kernels.flash_forward(q, k, v, *whole)
     kept = [t.detach() for t in (dout, q, k, v, out, L)]
-    torch.library.opcheck(triton_kernels.flash_backward, (*kept, first, last, seed, 21, 0.5))
+    args = (*kept, first, last, seed, 21, 0.5, 0.3, 2.0)
+    torch.library.opcheck(triton_kernels.flash_backward, args)
 
 
 def test_importing_attention_imports_no_kernels_and_the_first_call_may_be_compiled() -> None:

@@ -74,16 +74,22 @@ QUICK: list[Compiled] = [
     (90, "bf16", 64, "forward", ""),
     (90, "fp16", 80, "dkdv", "window first last seed group"),
     (100, "bf16", 128, "forward", ""),
+    (90, "bf16", 64, "forward", "softcap sinks"),
 ]
 SLOW: list[Compiled] = [
-    *((c, "bf16", D, k, "") for c, D, k in product((80, 86, 90, 100), (64, 128), KERNELS)),
+    *((c, "bf16", D, k, more)
+      for c, D, k, more in product((80, 86, 90, 100), (64, 128), KERNELS, ("", "softcap sinks"))),
     *((c, "bf16", 64, "forward", "seed") for c in (80, 90, 100)),
     (75, "fp16", 64, "forward", ""),
     (75, "fp16", 128, "dkdv", ""),
     (80, "fp32", 64, "dq", ""),
     (90, "bf16", 128, "dkdv", "group"),
     (90, "bf16", 64, "forward", "window first seed"),
-]
+    (80, "bf16", 128, "forward", "sinks"),
+    (75, "fp16", 128, "dkdv", "softcap"),
+    (80, "fp32", 64, "dq", "softcap"),
+    (90, "fp16", 80, "dkdv", "window first last seed group softcap"),
+]  # fmt: skip
 # Bytes of registers that a thread puts into memory, stores and loads together, by the ptxas of
 # Triton 3.7.1. What is not here spills nothing; what is may spill so much, and not more.
 SPILLS: dict[Compiled, int] = {
@@ -98,6 +104,17 @@ SPILLS: dict[Compiled, int] = {
     (90, "bf16", 128, "dkdv", ""): 172,
     (90, "bf16", 128, "dkdv", "group"): 176,
     (90, "fp16", 80, "dkdv", "window first last seed group"): 636,
+    (75, "fp16", 128, "dkdv", "softcap"): 3420,
+    (80, "bf16", 64, "dq", "softcap sinks"): 16,
+    (80, "bf16", 128, "forward", "sinks"): 76,
+    (80, "bf16", 128, "forward", "softcap sinks"): 76,
+    (80, "bf16", 128, "dkdv", "softcap sinks"): 452,
+    (86, "bf16", 64, "forward", "softcap sinks"): 12,
+    (86, "bf16", 64, "dq", "softcap sinks"): 16,
+    (86, "bf16", 64, "dkdv", "softcap sinks"): 68,
+    (86, "bf16", 128, "forward", "softcap sinks"): 12,
+    (90, "bf16", 128, "dkdv", "softcap sinks"): 216,
+    (90, "fp16", 80, "dkdv", "window first last seed group softcap"): 992,
 }
 COMPILER = r"""
 import json, re, subprocess, sys, tempfile
@@ -129,10 +146,10 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
         kernel, divmod(capability, 10), head_dim, 4 if dtype == "fp32" else 2)
     given = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
              "GROUP": 4 if "group" in features else 1}
-    given |= {name: None for name in ("First", "Last", "Seed", "window")
+    given |= {name: None for name in ("First", "Last", "Seed", "Sinks", "window", "softcap")
               if name in fn.arg_names and name.lower() not in features}
     types = {"L": "*fp32", "D": "*fp32", "First": "*i32", "Last": "*i32", "Seed": "*i64",
-             "tau": "fp32", "keep": "fp32"}
+             "Sinks": "*fp32", "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
     types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")}
     signature = {name: types.get(name, "i32") for name in fn.arg_names}
     # What the launcher finds out: pointers and strides are multiples of 16.
@@ -154,7 +171,7 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
 
 
 @pytest.mark.parametrize("cases", [
-    pytest.param(QUICK, id="three"),
+    pytest.param(QUICK, id="four"),
     pytest.param(SLOW, id="others", marks=pytest.mark.slow)])  # fmt: skip
 def test_the_kernels_compile_for_real_gpus(cases) -> None:
     import triton
