@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -67,9 +68,13 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     Raises:
         ImportError: no transformers, or one without masking_utils (before 4.53).
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    from transformers.modeling_utils import PreTrainedModel
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import PreTrainedModel
+    except ImportError as e:
+        text = "it takes transformers >= 4.53 (pip install 'transformers>=4.53')"
+        raise ImportError(f"{text}: {e}") from e
 
     # Both read tensors on the host: in a compiled model each call is a graph break.
     untraced = torch.compiler.disable
@@ -123,7 +128,7 @@ def _mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
     asked.pop("allow_is_bidirectional_skip", None)
     seen = sdpa_mask(**asked, allow_is_causal_skip=skip)
     try:
-        proof = Proof(Tq, window) if seen is None else prove(seen, window, _tokens(Tq, **asked))
+        proof = Proof(Tq, Tq, window) if seen is None else prove(seen, window, _tokens(Tq, **asked))
     except ValueError as e:
         raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
@@ -148,7 +153,7 @@ def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: in
         # Eager attention would see everything: only a layer that says so means causal.
         if getattr(module, "is_causal", None) is not True or Tq != Tk:
             raise ValueError(f"it has no mask for {Tq} queries and {Tk} keys, or is not causal")
-        proof = Proof(Tk)
+        proof = Proof(Tq, Tk)
     elif isinstance(mask, Mask):
         if not hasattr(mask, "proof"):
             raise ValueError("the model changed the mask")
@@ -159,7 +164,7 @@ def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: in
         kept = getattr(mask, "_nanoattn", {})
         proof = kept[key] if key in kept else prove(mask, window)
         mask._nanoattn = {} if key is None else {key: proof}  # type: ignore[attr-defined]
-    if (mask is not None and mask.shape[2] != Tq) or proof.end > Tk:
+    if proof.queries != Tq or proof.end > Tk:
         raise ValueError(f"the mask is for other than {Tq} queries and {Tk} keys")
     if window is not None and proof.effective(window) != proof.effective(proof.window):
         raise ValueError(f"the layer has a window of {window}, its mask {proof.window or 'none'}")
@@ -218,10 +223,13 @@ def _attend(
             raise ValueError("the layer is not causal")
         if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
             raise ValueError("scaling must be a number, and s_aux one for each head")
+        if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            # GPT-2 until transformers 4.57: only its own eager function reads this.
+            raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
         if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
             shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
-        if torch.is_autocast_enabled(device.type):  # as for SDPA
+        if autocast := torch.is_autocast_enabled(device.type):  # as for SDPA
             half = torch.get_autocast_dtype(device.type)
             query, key, value = (t.to(half) for t in (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
@@ -250,7 +258,7 @@ def _attend(
     options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
         options["segments"] = proof.segments.to(device).expand(B, -1)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         out = chosen.backend.attend(query.transpose(1, 2), k_BTHD, v_BTHD, spec, **options)
     return out.contiguous(), None
 

@@ -21,11 +21,13 @@ from .views import mask as rebuilt
 
 @dataclass(frozen=True)
 class Proof:
-    """What a mask was proved to be: causal and bottom-right over the first `end` keys, and this.
+    """What a mask was proved to be: for that many queries causal and bottom-right over the first
+    `end` keys, and this.
 
     No query sees a key from `end` on: those are places of a static cache that are yet to be filled.
     """
 
+    queries: int
     end: int
     window: int | None = None
     segments: Tensor | None = None  # (B, end) int32; 0 is padding
@@ -111,7 +113,7 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -
             if not bool(differs.any()):
                 if segments is not None and _is_broken(ids[:, : offset + 1]):
                     raise ValueError("padding lies between tokens: a segment must be one run")
-                return Proof(end, w, segments)
+                return Proof(Tq, end, w, segments)
     b, i, j = differs.nonzero()[0].tolist()
     sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"it is more than {known} and segments: query {i} of row {b} {sees} key {j}")
