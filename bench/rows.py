@@ -157,13 +157,23 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
     return row
 
 
+def final_loss(losses: list[float]) -> float:
+    """The mean over the last tenth of the steps: the same sequences for all."""
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def allowed(base: Row, tolerance: float) -> float:
+    """How far from the baseline's another final loss may be, as a fraction: with one seed
+    `tolerance`. With several the standard deviation of the baseline's final losses over the seeds,
+    the noise that the choice of a seed makes anyway."""
+    finals = base["final_losses"]
+    return statistics.stdev(finals) / base["final_loss"] if len(finals) > 1 else tolerance
+
+
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
     """Judge the final losses against the baseline's, in place; returns whether all passed.
 
-    The final loss is the mean over the last tenth of the steps: the same sequences for all. With
-    one seed it may differ by a fraction `tolerance`. With several the mean difference must be less
-    than the standard deviation of the baseline's final losses over the seeds, the noise that the
-    choice of a seed makes anyway. A loss that is too low is as suspicious as one too high.
+    A loss that is too low is as suspicious as one too high.
 
     Args:
         rows: their rounds are those of all seeds, one seed after the other.
@@ -174,7 +184,7 @@ def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int 
             row["rounds"] = [{k: v for k, v in r.items() if k != "losses"} for r in row["rounds"]]
             steps = len(losses) // seeds
             runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
-            row["final_losses"] = [statistics.fmean(run[-max(1, steps // 10) :]) for run in runs]
+            row["final_losses"] = [final_loss(run) for run in runs]
             row |= {"losses": runs[0], "final_loss": statistics.fmean(row["final_losses"])}
     base = next((r for r in rows if r["backend"] == baseline and r["status"] == "ok"), None)
     for row in rows:
@@ -182,10 +192,9 @@ def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int 
             row["verdict"] = "FAIL"
         elif row["status"] == "ok" and base is not None:
             row["difference"] = row["final_loss"] / base["final_loss"] - 1
-            good = abs(row["difference"]) <= tolerance
             if seeds > 1:
                 row["seed_noise"] = statistics.stdev(base["final_losses"])
-                good = abs(row["final_loss"] - base["final_loss"]) < row["seed_noise"]
+            good = abs(row["difference"]) <= allowed(base, tolerance)
             row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:

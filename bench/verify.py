@@ -44,9 +44,7 @@ FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
 SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
 NOT_FUSED = ("", "")
-PACKAGE = (
-    r"^(?!.*pytorch_flash).*flash"  # PyTorch's own copy of FlashAttention-2 is not the package
-)
+PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package
 SHOWS: dict[str, tuple[str, str]] = {
     "manual": NOT_FUSED,
     "tiled": NOT_FUSED,
@@ -338,15 +336,11 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
         if row["status"] != "ok" or row["verdict"] not in ("ok", "baseline"):
             yield f"{_name(row)} did not converge as {base['backend']} did"
             continue
-        finals, last = row["final_losses"], max(1, len(row["losses"]) // 10)
-        found = [statistics.fmean(row["losses"][-last:]), statistics.fmean(finals)]
+        finals, most = row["final_losses"], rows.allowed(base, settings["tolerance"])
+        found = rows.final_loss(row["losses"]), statistics.fmean(finals)
         if not same(found[0], finals[0]) or not same(found[1], row["final_loss"]):
             yield f"{_name(row)}: its final loss does not follow from its losses"
         if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
             yield f"{_name(row)}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
-        if len(finals) > 1:
-            most = statistics.stdev(base["final_losses"]) / base["final_loss"]
-        else:
-            most = settings["tolerance"]
         if row is not base and not abs(off) <= most:
             yield f"{_name(row)} did not converge: {off:+.2%} off, {most:.2%} is allowed"
