@@ -137,7 +137,7 @@ def peak(part: Part) -> str:
 
 def error(row: Row) -> str:
     """The error from its proof; for attention alone, at this shape."""
-    return tables.error(row.get("error_out", row.get("proof", {}).get("error")))
+    return tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
 
 
 def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[str]]:
