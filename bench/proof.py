@@ -114,27 +114,3 @@ def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) ->
         "reached": [f"{a['what']} {a['dtype']}" for a in answers],
         "seconds": seconds,
     }
-
-
-def failed(item: dict[str, str]) -> str:
-    """The name of what failed; older records say which case, or which phase of the canary."""
-    return item.get("what") or item.get("case") or f"canary, {item['phase']}"
-
-
-def told(row: dict[str, Any]) -> str:
-    """A backend's row in a line."""
-    said = f"{row['backend']}: {row['right']} right, {row['wrong']} wrong, {row['refused']} refused"
-    return said + f", {row['not_reached']} not reached" * bool(row["not_reached"])
-
-
-def cells(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The rows as a table."""
-    head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
-    lines = []
-    for r in found:
-        canary = {True: "ok", False: "LEAKS", None: "-"}[r["canary"]]
-        counts = [str(r[n]) for n in ("right", "wrong", "refused", "not_reached")]
-        first: dict[str, str] = next(iter(r["failures"]), {})
-        why = f"{failed(first)} {first['dtype']}: {first['why']}" if first else "-"
-        lines.append([r["backend"], *counts, canary, why])
-    return head, lines
