@@ -4,7 +4,8 @@ from . import hf
 from .autotune import fastest
 from .flash_impl import use_flash_impl
 from .own import is_file
-from .select import BACKENDS, RULES, announce, check_name, get, packages, probe, resolve, select
+from .probing import probe
+from .select import BACKENDS, RULES, announce, check_name, get, packages, resolve, select
 from .spec import (
     Backend,
     BackendUnavailable,

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .select import BACKENDS, packages, probe, resolve, select
+from .probing import probe
+from .select import BACKENDS, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
 from .system import cache_folder, first_line, own_code, synchronize, write_at_once
 from .views import PagedView, StaticView, filled_cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import matrix, oracle
 from .oracle import require
-from .select import leakage, run_cached
+from .probing import leakage, run_cached
 from .spec import Backend, Spec, visible
 
 

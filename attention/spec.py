@@ -337,7 +337,7 @@ class Resolution:
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # that the profiler saw in the probe; empty: not probed
-    proof: dict[str, Any] | None = None  # select.Probe.proof; None: not probed
+    proof: dict[str, Any] | None = None  # probing.Probe.proof; None: not probed
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.select import KERNELS
+from attention.probing import KERNELS
 from bench import candidates, hf, machine
 from bench.job import Job
 from core import int8

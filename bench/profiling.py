@@ -38,7 +38,7 @@ import torch.nn as nn
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
-from attention.select import KERNELS
+from attention.probing import KERNELS
 from model import GPTConfig
 
 # What the names of attention kernels have in common: flash_fwd_kernel, fmha_cutlassF_bf16,

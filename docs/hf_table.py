@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attention import BackendUnavailable, Machine, Policy, hf, packages
 from attention import get as get_backend
-from attention.select import allowed_error
+from attention.probing import allowed_error
 from docs.source import ROOT
 
 PAGE = ROOT / "docs" / "HF.md"
@@ -143,7 +143,7 @@ def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check(name: str, case: str, got: dict[str, Tensor]) -> float:
-    """Hold results against eager attention: the tolerance of attention.select.allowed_error.
+    """Hold results against eager attention: the tolerance of attention.probing.allowed_error.
 
     Returns:
         The largest error, of what is allowed.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention import BACKENDS, Caps, Machine, Spec, machines, support
 from attention import __main__ as cli
-from attention.select import Probe
+from attention.probing import Probe
 from core.runtime import pick_dtype
 from core.settings import UserError
 

@@ -26,7 +26,7 @@ import viewer.caches
 import viewer.tiles
 from attention import Policy, Resolution, Spec, manual, tiled, visible
 from attention.gpus import datasheet_bandwidth, datasheet_tflops
-from attention.select import allowed_error
+from attention.probing import allowed_error
 from attention.tiled import forward_tiles
 from core.settings import UserError
 from data.tokenizer import CharTokenizer

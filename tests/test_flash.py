@@ -1014,13 +1014,13 @@ def test_the_switch(hopper, monkeypatch) -> None:
 
 
 def test_the_report_names_the_generation(hopper, monkeypatch) -> None:
-    select_module = sys.modules["attention.select"]  # attention.select is the function
-    monkeypatch.setattr(select_module, "flash_impl", lambda: "FA3")
-    kernel = select_module._kernel
+    probing = sys.modules["attention.probing"]
+    monkeypatch.setattr(probing, "flash_impl", lambda: "FA3")
+    kernel = probing._kernel
     assert kernel("aten::_scaled_dot_product_flash_attention") == "flash (FA3)"
     assert kernel("aten::_scaled_dot_product_flash_attention_for_cpu") == "flash (CPU)"
     assert kernel("aten::_scaled_dot_product_efficient_attention") == "efficient"
-    monkeypatch.setattr(select_module, "flash_impl", lambda: "FA2")
+    monkeypatch.setattr(probing, "flash_impl", lambda: "FA2")
     assert kernel("aten::_scaled_dot_product_flash_attention") == "flash"
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention import Spec, manual, visible
-from attention.select import allowed_error
+from attention.probing import allowed_error
 from model import GPT
 from viewer.document import Agreement, Maps, pack
 
