@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_sample import refused
 
 import bench_mfu
@@ -160,7 +162,14 @@ def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
 
     quantize = int8.quantize
     monkeypatch.setattr(int8, "quantize", coarse)
-    assert quality.to_int8(model()) > quality.MOST
+    made = model()
+    texts = quality.own_texts(made)
+    before = quality.log_probs(made, texts)
+    ratio = quality.to_int8(made)
+    after = quality.log_probs(made, texts)
+    off = F.kl_div(after, before, reduction="none", log_target=True).sum(-1).mean()
+    assert ratio == pytest.approx(math.exp(off.item()), rel=1e-4)
+    assert ratio > quality.MOST
     assert [r.levelname for r in caplog.records if "more than 1 %" in r.message] == ["WARNING"]
 
 
