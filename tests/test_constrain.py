@@ -477,6 +477,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
     {"enum": ["one", 2, None, [3, {"four": True}], 'fi"ve é']},
     {"type": "string", "enum": ["one", 2, "two"]},
+    {"type": "integer", "enum": [1, True, 2]},
     {"const": {"a": [1, 2.5]}},
     {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "number"}}]},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},

@@ -155,6 +155,12 @@ def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> No
     assert quality.to_int8(model(), tmp_path) == first
 
 
+def test_the_own_text_has_no_more_tokens_than_positions() -> None:
+    short = model(config=replace(CONFIG, block_size=16))
+    assert quality.own_texts(short).shape == (quality.TEXTS, 16)
+    assert quality.to_int8(short) < quality.MOST
+
+
 def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
     def coarse(weight):
         q, scale = quantize(weight)
