@@ -3,6 +3,7 @@
     python bench_mfu.py                                    training steps, every backend
     python bench_mfu.py train --profile                    and where their time goes
     python bench_mfu.py train --roofline="NVIDIA H200"     where it would go at best, on any GPU
+    python bench_mfu.py train --hf=FOLDER                  any causal model of transformers
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
@@ -27,30 +28,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
-from bench import baselines, modes, plan, qualify, records, rows, tables
+from bench import candidates, hf, modes, plan, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
-from bench.config import STAGES, BenchConfig, load_config, names, vocabulary
+from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
-from bench.process import Failure, Stop, Worker
+from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
-from core.settings import Texts, UserError, exit_on_user_error, read
+from core.settings import UserError, exit_on_user_error
 
 MODES = (*modes.MODES, "qualify", "compare")
 
 
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the modes; the exit code."""
-    began, state = time.perf_counter(), records.git_state()  # of the source that is about to run
+    state = records.git_state()  # of the source that is about to run
     loaded = load_config(argv)
     config = loaded.settings
     check(mode, config)
@@ -58,7 +57,10 @@ def run(mode: str, argv: list[str]) -> int:
         return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
+    theirs: dict[str, Any] = {"name": config.hf, "config": hf.read(config.hf)} if config.hf else {}
     vocab_size, source = vocabulary(config)
+    if theirs:
+        vocab_size, source = theirs["config"]["vocab_size"], f"--hf={config.hf}"
     limit = None
     if device.type == "cpu":
         limit = int(config.memory_gb * 1e9 if config.memory_gb else 0.7 * free_memory(device))
@@ -73,45 +75,39 @@ def run(mode: str, argv: list[str]) -> int:
         **state,
     }
     folder: Path | None = None
-
-    def content_of(bench: Bench, table: list[rows.Row], why: str) -> dict[str, Any]:
-        table = table + [rows.unavailable(mode, name, w) for name, w in left_out.items()]
-        return {**told, **bench.content(table, time.perf_counter() - began, why)}
+    why_not = {name: Outcome(failure=Failure("unavailable", [w])) for name, w in left_out.items()}
+    others = [rows.begin(mode, name, {}, outcome) for name, outcome in why_not.items()]
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
-            content = content_of(bench, table, "it had not ended when this was written")
-            records.save(folder, records.seal(content))
+            content = bench.content(table + others, "it had not ended when this was written")
+            records.save(folder, records.seal({**told, **content}))
 
-    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
-    if mode == "qualify":
-        deadline = None  # it gives each stage its own
-    stop = Stop(deadline)
+    whole = mode == "qualify"  # it gives each stage a deadline of its own
+    stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
     with progress() as (watch, tell), signals() as stop.signals:
-        how: dict[str, Any] = {"deadline": deadline, "stop": stop, "tell": tell, "keep": keep}
-        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, {}, **how)
+        how: dict[str, Any] = {"hf": theirs, "stop": stop, "tell": tell, "keep": keep}
+        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, **how)
         try:
-            if mode == "qualify":
-                return proved(*qualify.run(bench, told, loaded.origins), stop.code)
-            watch("the machine")
-            probe = Worker(bench.job("machine", ""), config.timeout, stop=stop)
-            bench.machine = probe.about
-            asked = {"names": backends, "specs": modes.specs(bench)}
-            bench.refused = probe.ask(asked)["refused"]
-            probe.close()
+            if whole:
+                content, folder = qualify.run(bench, told, loaded.origins)
+            else:
+                probe = bench.begin()
+                if theirs:
+                    bench.count()
+                bench.ask_refused(probe, modes.specs(bench))
+                probe.close()
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
             raise UserError(f"nothing can be measured on {device}: {e}") from None
-        bench.machine["memory_limit"] = limit or bench.machine["free_memory"]
-        if device.type == "cuda":
-            tell(plan.told(bench, modes.points(bench)))
-        if config.record is not None:
-            folder = records.folder_of(config.records_dir, config.record, bench.machine)
-        table = modes.MODES[mode](bench)
-        content = content_of(bench, table, stop.why)
-        content["answers"] = tables.answers(content)
+        if not whole:
+            if device.type == "cuda":
+                tell(plan.told(bench, modes.points(bench)))
+            if config.record is not None:
+                folder = records.folder_of(config.records_dir, config.record, bench.machine)
+            content = {**told, **bench.content(modes.MODES[mode](bench) + others)}
         if folder:
             records.write(folder, content)
     show(content)
@@ -119,38 +115,39 @@ def run(mode: str, argv: list[str]) -> int:
         print(f"record: {folder}")
     if config.json:
         print(json.dumps(content, allow_nan=False))
-    if mode == "converge" and any(r.get("verdict") == "FAIL" for r in table):
-        return stop.code or 1
-    return stop.code or (0 if any(r["status"] == "ok" for r in table) else 1)
+    if whole:
+        return stop.code or int(qualify.failed(content))
+    failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
+    return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
 
 
-def proved(content: dict[str, Any], folder: Path, code: int) -> int:
-    """Print a qualification's conclusions; the exit code."""
-    print(records.title(content), *content["answers"], sep="\n")
-    print(f"record: {folder} (its README.md has the tables)")
-    wrong = any(
-        line.startswith("Suspicious") and " is wrong in " in line for line in content["answers"]
-    )
-    return code or int(wrong or not any(s["status"] == "done" for s in content["stages"]))
+# The knobs that only some of the modes have.
+OF_MODES = {
+    ("profile", "roofline"): ("train",),
+    ("hf",): ("train", "decode"),
+    ("paths", "seeds"): ("converge",),
+    ("weights",): ("decode",),
+    ("stages", "resume"): ("qualify",),
+    ("rival",): ("train", "decode", "qualify"),
+}
 
 
 def check(mode: str, config: BenchConfig) -> None:
     """Raises UserError for knobs that this mode does not have, before anything starts."""
     if config.record is not None:
         records.check_slug(config.record)
-    if mode != "train" and (config.profile or config.roofline):
-        raise UserError(f"--profile and --roofline are for the mode train, not for {mode}")
-    if mode != "converge" and (config.paths or config.seeds > 1):
-        raise UserError(f"--paths and --seeds are for the mode converge, not for {mode}")
-    if config.weights != "dtype" and mode != "decode":
-        raise UserError(f"--weights is for the mode decode, not for {mode}")
+    default = BenchConfig()
+    for names_, where in OF_MODES.items():
+        fields = [ALIASES.get(name, name) for name in names_]
+        if mode not in where and any(getattr(config, f) != getattr(default, f) for f in fields):
+            knobs = " and ".join(f"--{name}" for name in names_)
+            of = f"{'are' if len(names_) > 1 else 'is'} for the mode{'s' * (len(where) > 1)}"
+            raise UserError(f"{knobs} {of} {', '.join(where)}, not for {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("--paths compares training paths, --backends backends: give one of them")
-    if config.baseline and mode not in ("train", "decode", "qualify"):
-        raise UserError(f"--rival is for train, decode and qualify, not for {mode}")
-    if mode != "qualify" and (config.resume or config.stages != STAGES):
-        raise UserError(f"--stages and --resume are for the mode qualify, not for {mode}")
-    baselines.parse(config.baseline)
+    if config.hf and (config.baseline or config.profile or config.roofline):
+        raise UserError("--rival, --profile and --roofline are for our own model, not for --hf")
+    candidates.parse(config.baseline)
 
 
 @contextmanager
@@ -195,39 +192,27 @@ def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
 
 def show(content: dict[str, Any]) -> None:
     """Print the tables, and the answers that follow from them."""
-    console = tables.console()
-    console.print(Text(records.title(content), style="bold"))
+    print(records.title(content))
     if "incomplete" in content:
-        console.print(Text(f"incomplete: {content['incomplete']}", style="yellow"))
+        print(f"incomplete: {content['incomplete']}")
     for name, value in records.facts(content):
         if name in ("model", "peak", "MFLOP a token", "bandwidth", "rounds"):
-            console.print(Text(f"{name}: {value}"))
-    if "why" in content["reference"]:
-        console.print(Text(f"no reference: {content['reference']['why']}", style="yellow"))
-    for name, made in records.sections(content):
-        console.print()
-        console.print(tables.rich_table(name, made))
-    console.print()
-    for line in content["answers"]:
-        console.print(Text(line))
+            print(f"{name}: {value}")
+    if why := content.get("reference", {}).get("why"):
+        print(f"no reference: {why}")
+    if content["mode"] != "qualify":  # its tables are many: on the record's page
+        for name, made in records.sections(content):
+            print(f"\n{name}\n{tables.markdown(made)}")
+    print("", *content["answers"], sep="\n")
 
 
-@dataclass(frozen=True)
-class CompareConfig:
-    """Two records side by side: python bench_mfu.py compare A B."""
-
-    records: Texts = ()  # the folders or record.json of A and B
-
-
-def compare(argv: list[str]) -> int:
-    paths = read(CompareConfig, argv, positional="records").settings.records
+def compare(paths: list[str]) -> int:
     if len(paths) != 2:
         raise UserError("compare takes two records: python bench_mfu.py compare A B")
     notes, table = compare_records(*map(records.read, paths))
-    console = tables.console(width=100)
-    console.print(Text("\n".join((f"A: {paths[0]}", f"B: {paths[1]}", *notes))))
+    print(f"A: {paths[0]}", f"B: {paths[1]}", *notes, sep="\n")
     if table[1]:
-        console.print(tables.rich_table("", table))
+        print(tables.markdown(table))
     return 0
 
 

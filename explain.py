@@ -46,7 +46,7 @@ class ExplainConfig:
     out_dir: str = "out/shakespeare_cpu"  # folder of the run to explain
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
-    attention_backend: str = "auto"  # a name from python -m attention
+    attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     window: PositiveInt | None = None  # keys that a query sees; none: as the model has it
     # --- text ---

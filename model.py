@@ -42,7 +42,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in Linear and LayerNorm
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
-    attention_backend: str = "auto"  # a name from attention/
+    attention_backend: str = "auto"  # a name from attention/, or the path of a file like those
     attention_window: int | None = None  # keys that a query sees, itself included; None: all
 
     def __post_init__(self) -> None:
@@ -54,8 +54,7 @@ class GPTConfig:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         if self.gelu not in ("exact", "tanh"):
             raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
-        if self.attention_backend not in attention.RULES:
-            attention.get(self.attention_backend)  # an unknown name lists the known ones
+        attention.check_name(self.attention_backend)  # which runs no file: a record may name one
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
 
     @property

@@ -42,7 +42,7 @@ class SampleConfig:
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
     dataset: str | None = None  # a prepared one's folder: its tokenizer, if the model brings none
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
-    attention_backend: str = "auto"  # a name from python -m attention
+    attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal

@@ -69,7 +69,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
-    attention_backend: str = "auto"  # a name from python -m attention
+    attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
     attention_window: PositiveInt | None = None  # keys that a query sees, with its own; none: all
     attention_fallback: bool = True  # False: a backend that cannot run here is an error
     attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
@@ -231,6 +231,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 def main(argv: list[str]) -> int:
     loaded = read(TrainConfig, argv, aliases=ALIASES)
+    runtime.show_log()
     if loaded.settings.init_from == "resume":
         loaded = checkpoint.resumed(loaded)
     config = loaded.settings
@@ -251,7 +252,6 @@ def main(argv: list[str]) -> int:
 
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train as the settings say; the exit code."""
-    runtime.show_log()
     distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
     config, device, say = run.config, distributed.device, distributed.say

@@ -1,8 +1,10 @@
 """Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
 
+from . import hf
 from .autotune import fastest
 from .flash_impl import use_flash_impl
-from .select import BACKENDS, RULES, announce, get, packages, probe, resolve, select
+from .own import is_file
+from .select import BACKENDS, RULES, announce, check_name, get, packages, probe, resolve, select
 from .spec import (
     Backend,
     BackendUnavailable,
@@ -27,8 +29,11 @@ __all__ = [
     "Resolution",
     "Spec",
     "announce",
+    "check_name",
     "fastest",
     "get",
+    "hf",
+    "is_file",
     "packages",
     "probe",
     "resolve",

@@ -4,6 +4,7 @@
     python -m attention sdpa_flash --dtype=float32        explain one decision
     python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    what would run there?
     python -m attention --as=h100                         every backend there
+    python -m attention check my_kernel.py                prove a kernel; check --help: options
     python -m attention --help                            all options
 
 The times are of one attention call at the given shape, not of a model; bench_mfu.py measures those.
@@ -65,7 +66,7 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 class Options:
     # The docstring is set below: it names the backends.
 
-    backend: str | None = None  # explain the choice of this one; none: measure all of them
+    backend: str | None = None  # explain the choice of this name or file; none: measure all
     # --- where ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Dtype | None = None  # of inputs and output (None: the GPU's best half, else float32)
@@ -340,14 +341,15 @@ def main(argv: Sequence[str]) -> None:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
         torch.use_deterministic_algorithms(True)
-    if options.machine is None:
-        machine = Machine.here(str(pick_device(options.device)), packages())
-    else:
-        try:
-            there = describe(options.machine, torch.__version__.partition("+")[0], packages())
-        except ValueError as e:
-            raise UserError(str(e)) from None
-        machine = replace(there, deterministic=options.deterministic)
+    try:
+        needed = packages(options.backend or "")
+        if options.machine is None:
+            machine = Machine.here(str(pick_device(options.device)), needed)
+        else:
+            there = describe(options.machine, torch.__version__.partition("+")[0], needed)
+            machine = replace(there, deterministic=options.deterministic)
+    except ValueError as e:  # an unknown machine, or a file that defines no backend
+        raise UserError(str(e)) from None
     spec = options.spec(options.dtype or best_dtype(machine))
     batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
     options = replace(options, batch_size=batch_size)

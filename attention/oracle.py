@@ -134,7 +134,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None =
         seg_i = segments[:, (i.flatten() + Tk - Tq).clamp(min=0)]  # clamped rows see nothing
         seen = seen & visible(i, j, Tk - Tq, window, seg_i[:, :, None], segments[:, None, :])
     seen = seen[:, None]  # (B, 1, Tq, Tk)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k_all) * (scale or 1 / math.sqrt(D))
+    # q times a power of two is exact, and q . k stays as far from overflow as the scores are.
+    rest, power = math.frexp(scale or 1 / math.sqrt(D))
+    scores = torch.einsum("bihd,bjhd->bhij", q * 2.0**power, k_all) * rest
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, torch.finfo(q.dtype).min)

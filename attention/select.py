@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from . import flash, flex, manual, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .flash_impl import flash_impl
 from .spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
 from .system import first_line, profiled
@@ -53,11 +53,14 @@ MPS_GUARD = Refusal(
 
 
 def get(name: str) -> Backend:
-    """The backend with that name or alias.
+    """The backend with that name or alias, or the one that a file defines, which is run (own.py).
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
+        BackendUnavailable: the file defines no backend that can be used.
     """
+    if own.is_file(name):
+        return own.load(name, _BY_ANY_NAME, RULES)
     if name not in _BY_ANY_NAME:
         near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -66,9 +69,16 @@ def get(name: str) -> Backend:
     return _BY_ANY_NAME[name]
 
 
-def packages() -> tuple[str, ...]:
-    """The import names of all packages that any backend needs."""
-    rows = (c for b in BACKENDS.values() for c in b.caps)
+def check_name(name: str) -> None:
+    """A ValueError where no backend has that name. A file is not run, nor is it looked for."""
+    if not (name in RULES or own.is_file(name)):
+        get(name)
+
+
+def packages(*names: str) -> tuple[str, ...]:
+    """The import names of all packages that any backend needs, files among `names` included."""
+    backends = [*BACKENDS.values(), *(get(name) for name in names if own.is_file(name))]
+    rows = (c for b in backends for c in b.caps)
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
@@ -108,8 +118,8 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name or alias, or "auto", which names no kernel: it may fall back even
-            with policy.fallback=False, and the backends that it skips at first are not reported.
+        name: a backend's name, alias or file; or "auto", which names no kernel: it may fall back
+            even with policy.fallback=False, and what it skips at first is not reported.
         failed: backends known not to run here, whatever they declare, with the reasons.
 
     Raises:
@@ -151,7 +161,7 @@ def select(
     Args:
         shape: batch size and tokens a sequence, if known, for math_note().
     """
-    machine = Machine.here(str(device), packages())
+    machine = Machine.here(str(device), packages(name))
     failed: dict[str, tuple[str, ...]] = {}
     while True:
         chosen = resolve(name, spec, machine, policy, failed=failed)
@@ -247,7 +257,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     draw = torch.Generator().manual_seed(0)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     cached = spec.cache in ("static", "paged")
-    run = _run_cached if cached else _run
+    run = run_cached if cached else _run
     out, plain, truth = [], [], []
     events: list[str] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
@@ -269,7 +279,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
                         raise FloatingPointError("not finite with dropout")
                 if Tq == T:
                     for _ in range(3):  # a library may round differently once, as under load
-                        leak = _leak(partial(run, backend.attend), inputs, seg, quiet)
+                        leak = leakage(partial(run, backend.attend), inputs, seg, quiet)
                         if leak == 0:
                             break
             except Exception as e:  # whatever a kernel raises is the reason to refuse it
@@ -304,7 +314,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     return Probe(tuple(f"its numbers are wrong ({w})" for w in why), kernels, tuple(events), proof)
 
 
-def _leak(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,
+def leakage(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,
           spec: Spec) -> float:  # fmt: skip
     """By how much the earlier outputs move when q, k and v of the last token change."""
     before = run(inputs, seg, spec, backward=False)[0]
@@ -400,7 +410,7 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 
 
 @torch.no_grad()
-def _run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
+def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
     """The same output through a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _, *sinks = inputs

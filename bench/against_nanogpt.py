@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from attention.system import cpu_name  # noqa: E402
-from bench import records  # noqa: E402
 from bench.process import end, start  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
@@ -49,7 +47,6 @@ class BenchConfig:
     compile: bool = False  # torch.compile, on both sides
     attention_backend: str = "auto"  # this project's
     dtype: str = "float32"  # this project's: auto, float32 or bfloat16; nanoGPT has float32
-    record: str | None = None  # also write bench/records/DATE_cpu_RECORD, with every round
 
 
 @dataclass(frozen=True)
@@ -175,21 +172,6 @@ def main() -> int:
         *(row(SIZES[s], pairs) for s, pairs in results.items()),
     ])  # fmt: skip
     print(f"{about}\n\n{table}")
-    if config.record:
-        kept = ROOT / "bench" / "records" / f"{date.today()}_cpu_{config.record}"
-        content = {
-            "command": records.command(sys.argv[1:], "bench/against_nanogpt.py"),
-            **records.git_state(),
-            "about": about,
-            "settings": asdict(config),
-            "warm_up_steps": SKIP,
-            "sizes": {s: asdict(SIZES[s]) for s in config.sizes},
-            "rounds": results,  # pairs of ours and nanoGPT's: seconds a step, bytes
-        }
-        end = f"Commit {records.commit(content)}: `{content['command']}`\n"
-        page = f"# Training on the CPU, against nanoGPT\n\n{about}\n\n{table}\n\n{end}"
-        records.save(kept, content, page)
-        print(f"\nrecord: {kept.relative_to(ROOT)}")
     return 0
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Container
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import plan, rows
+from bench import candidates, hf, plan, rows, tables
 from bench.config import BenchConfig
 from bench.process import Failure, Key, Outcome, Stop, Worker, measure
 from core import flops
-from model import GPTConfig
+from core.settings import UserError
 
 
 @dataclass
@@ -27,43 +28,39 @@ class Bench:
     backends: list[str]
     memory_limit: int | None  # bytes that a worker may allocate; on the CPU only
     watch: Callable[[str], None]
-    machine: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)  # what begin() found
     refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
+    hf: dict[str, Any] = field(default_factory=dict)  # --hf: its name, its config, what was counted
     fresh: bool = False
     reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
     earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
-    deadline: float | None = None  # time.monotonic(), after which no further round begins
-    stop: Stop = field(default_factory=Stop)  # ends the run; copies with another deadline share it
+    stop: Stop = field(default_factory=Stop)  # ends the run
     tell: Callable[[str], None] = lambda line: None  # reports a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
-    points: dict[str, dict[str, Any]] = field(default_factory=dict)  # kernel: not the settings'
+    points: list[dict[str, Any]] = field(default_factory=list)  # kernel: not the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
-
-    def __post_init__(self) -> None:
-        if self.deadline != self.stop.deadline:
-            self.stop = Stop(self.deadline, self.stop.signals)
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def peak(self) -> flops.Peak:
-        return flops.Peak(self.machine["peak_tflops"], self.machine["peak_source"])
+        m = self.machine
+        return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
 
     @property
-    def model(self) -> GPTConfig:
+    def model(self) -> Any:
+        """GPTConfig, or what stands for it."""
+        if "counted" in self.hf:
+            return hf.Counted(**self.hf["counted"])
         return self.config.train.model(self.vocab_size)
 
-    def content(self, table: list[rows.Row], seconds: float, why: str) -> dict[str, Any]:
-        """The content of this run's record, without the answers.
-
-        Args:
-            seconds: how long it took.
-            why: it ended early; empty if it did not.
-        """
+    def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
+        """The content of this run's record; `why` it is not complete, where that is known."""
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
-        why = why or "its time was over" * bool(none)
+        why = why or self.stop.why or "its time was over" * bool(none)
         content = {
             "mode": self.mode,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - self.began,
             "machine": dict(self.machine),  # as the rows were reckoned: a later look may better it
             "vocab_size": self.vocab_size,
             "settings": self.config.flat(),
@@ -73,10 +70,11 @@ class Bench:
                 for name, causal in (("mfu", False), ("mfu_causal", True))
             },
             "reference": self.reference,
+            **({"hf": self.hf} if self.hf else {}),
             "rows": table,
-            "answers": [],
             "complete": not why,
         }
+        content["answers"] = tables.answers(content)
         if why:
             few = sum(r["status"] == "ok" and len(r["rounds"]) < rounds for r in table)
             missing = [f"{none} of {len(table)} rows were not measured"] * bool(none)
@@ -92,7 +90,7 @@ class Bench:
         Args:
             kind: of bench/worker.py's jobs.
             name: of the row; without a baseline, also the attention backend to measure.
-            baseline: what bench/baselines.py builds instead of our model.
+            baseline: what bench/candidates.py builds instead of our model.
             changes: of train.py's settings.
         """
         ours = {"attention_backend": name} if name and not baseline else {}
@@ -105,12 +103,44 @@ class Bench:
             "train": asdict(self.config.training(batch_size, **changes)),
             "device": self.device,
             "vocab_size": self.vocab_size,
+            "hf": self.hf,
             "weights": self.config.weights,
             "memory_limit": self.memory_limit,
             "profile": self.config.profile,
             "bandwidth_gbs": self.config.bandwidth_gbs,
-            "wants_bandwidth": self.mode == "decode" or self.config.profile,
+            "wants_bandwidth": self.mode in ("decode", "qualify") or self.config.profile,
         }
+
+    def begin(self) -> Worker:
+        """Look at the machine; the worker that did can be asked which backends it refuses."""
+        self.watch("the machine")
+        probe = Worker(self.job("machine", ""), self.config.timeout, stop=self.stop)
+        self.machine = probe.about
+        self.machine["memory_limit"] = self.memory_limit or self.machine["free_memory"]
+        return probe
+
+    def everyone(self, implementations: tuple[str, ...] = candidates.HF) -> dict[str, str]:
+        """The rows, backends and baselines, and what candidates.build() takes for each."""
+        if self.hf:
+            return hf.rows_of(self.backends)
+        others = candidates.parse(self.config.baseline, implementations)
+        return dict.fromkeys(self.backends, "") | others
+
+    def count(self) -> None:
+        """Have the model of --hf counted, and its batch computed by eager attention in float32."""
+        config = self.config
+        batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps
+        try:
+            self.reference = self.ask_once("reference", batch if self.mode == "train" else 1)
+        except Failure as e:
+            if e.kind == "stopped":
+                raise
+            raise UserError(f"--hf={config.hf}: {e}") from None
+        self.hf["counted"] = self.reference.pop("counted")
+
+    def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
+        """Which backends declare that they can do none of this: they get no process."""
+        self.refused = probe.ask({"names": self.backends, "specs": specs})["refused"]
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only sets up its job."""
@@ -125,9 +155,9 @@ class Bench:
         If another process was busy while the peak was measured, it is too low and every MFU too
         high. Done once, so that all rows have the same peak.
         """
-        m = self.machine
-        source = m["bandwidth_source"] if self.mode == "decode" else m["peak_source"]
-        if m.get("looked_again") or self.stop.why or not source.startswith("measured"):
+        m, decode = self.machine, self.mode == "decode"
+        measured = not self.config.bandwidth_gbs if decode else self.peak.measured
+        if m.get("looked_again") or self.stop.why or not measured:
             return
         again, m["looked_again"] = self.ask_once("machine"), True
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
@@ -139,16 +169,17 @@ class Bench:
         found: dict[Key, Outcome],
         jobs: dict[str, dict[str, Any]],
         points: dict[str, dict[str, Any]],
-        rounds: int,
         table: Callable[[], list[rows.Row]],
+        rounds: int | None = None,
         fresh: bool | None = None,
-        without: Container[Key] = (),
-    ) -> None:
-        """Run the rounds, as far as the bench is not stopped.
+    ) -> list[rows.Row]:
+        """Run the rounds, as far as the bench is not stopped; what the table is then.
 
         Args:
             found: gets the outcome of each pair of job and point, as it becomes known.
+            points: name -> what is asked of a worker.
             table: makes the rows of what was found so far.
+            rounds: None: as many as the settings say.
         """
         for name, point in itertools.product(jobs, points):
             if name in self.refused:
@@ -158,7 +189,7 @@ class Bench:
         def known(name: str, point: str) -> None:
             outcome, where = found[name, point], f"{name} {point}".strip()
             if (e := outcome.failure) is None:
-                ms = rows.begin(self.mode, name, {}, outcome, self.config.noise)["ms"]
+                ms = rows.begin(self.mode, name, {}, outcome)["ms"]
                 self.tell(f"{where}: {ms:.4g} ms, the median of {len(outcome.rounds)} rounds")
             elif e.kind != "stopped" and str(e) not in told:
                 told.add(str(e))
@@ -171,9 +202,8 @@ class Bench:
         _, used = measure(
             {name: job for name, job in jobs.items() if name not in self.refused},
             points,
-            rounds,
+            rounds or self.config.rounds,
             outcomes=found,
-            without=without,
             ahead=self.device.startswith("cuda"),
             fresh=self.config.fresh_rounds if fresh is None else fresh,
             budget=int(0.9 * self.machine["memory_limit"]),
@@ -187,3 +217,4 @@ class Bench:
         self.fresh = self.fresh or used
         with suppress(Failure):  # the bench was stopped
             self.look_again()
+        return table()

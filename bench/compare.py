@@ -10,16 +10,15 @@ baseline drift cannot be told from a change of the code.
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
 from bench import records, tables
-from bench.rows import Row
+from bench.rows import Row, where
 from bench.stats import Summary, exceeds_noise
 
 SAME = ("kind", "name", "capability", "threads", "cpu")  # equal: the same machine
-Key = tuple[str, str, str]  # mode, backend, point as JSON
+Key = tuple[str, str, str]  # mode, backend, point in words
 Rows = dict[Key, Row]
 
 
@@ -66,8 +65,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         if sure:
             word = "B faster" if ratio > 1 else "B slower"
         noise = "-" if sure is None else f"{(by_x.spread or 0) + (by_y.spread or 0):.1%}"
-        shown = [_rate(s) for s in ((by_x, by_y) if apart else (x, y))]
-        lines.append([key[1], _where(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
+        shown = [tables.number(s.median) for s in ((by_x, by_y) if apart else (x, y))]
+        lines.append([key[1], tables.name_of(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
     if drifts:
         ends = {
             where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}")) for where, d in drifts.items()
@@ -120,16 +119,8 @@ def _together(rows: Rows, base: list[Key]) -> list[float]:
     return [statistics.geometric_mean(beside) for beside in rates]
 
 
-def _where(row: Row) -> str:
-    return f"{row['mode']} {tables.point(row)}".strip()
-
-
-def _rate(x: Summary) -> str:
-    return f"{x.median:,.0f}" if x.median >= 1000 else f"{x.median:.4g}"
-
-
 def _key(row: Row) -> Key:
-    return row["mode"], row["backend"], json.dumps(row["point"], sort_keys=True)
+    return row["mode"], row["backend"], where(dict(sorted(row["point"].items())))
 
 
 def _speed(row: Row) -> list[float]:

@@ -35,8 +35,9 @@ class Knobs:
 
     # --- what is measured ---
     batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
-    backends: tuple[str, ...] = ("all",)  # names from python -m attention, with commas
+    backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
     baseline: tuple[str, ...] = ()  # train, decode: nanogpt=PATH, hf: other people's models beside
+    hf: str | None = None  # train, decode: a transformers model, its folder or name, for ours
     profile: bool = False  # train: where a step's time goes, part by part, beside its roofline
     roofline: str | None = None  # train: only compute the roofline of this GPU: "NVIDIA H200"
     products_tflops: PositiveFloat | None = None  # for a second ceiling; none: large matmuls' here
@@ -46,7 +47,6 @@ class Knobs:
     windows: tuple[PositiveInt | None, ...] = ()  # kernel: of keys, or none; none: the model's
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
     kv_caches: tuple[KVCache, ...] = ("none", "dynamic", "static", "paged")  # decode
-    processors: tuple[bool, ...] = (False, True)  # decode: without and with a logits processor
     weights: Literal["dtype", "int8"] = "dtype"  # decode: int8: of our linear layers and head
     new_tokens: Annotated[int, Field(ge=2)] | None = None  # decode: none: 16, on CUDA 128
     steps: PositiveInt = 100  # converge: steps that each one trains; a multiple of 10
@@ -60,7 +60,6 @@ class Knobs:
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
     fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
-    noise: PositiveFloat = 0.05  # a row whose quartiles are further apart is noisy
     memory_gb: PositiveFloat | None = None  # CPU: for a process; none: 70 % of what is free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
@@ -72,7 +71,7 @@ class Knobs:
     records_dir: str = RECORDS  # the folder of the records
 
     def __post_init__(self) -> None:
-        for name in ("kv_caches", "processors", "backends"):
+        for name in ("kv_caches", "backends"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one")
 
@@ -147,7 +146,8 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
             raise UserError(f"{word!r} is a rule that chooses a backend; name the backends, or all")
         if word != "all":
             try:
-                chosen[attention.get(word).name] = None
+                backend = attention.get(word)  # of a file the worker needs the path
+                chosen[word if attention.is_file(word) else backend.name] = None
             except ValueError as e:
                 raise UserError(str(e)) from None
             continue

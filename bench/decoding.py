@@ -6,9 +6,6 @@ the rate is that of all tokens after it. A baseline writes with its own generate
 same clock: transformers hands every token to a reader, as we do; nanoGPT's first token is there
 when its model is called for the second.
 
-The processor, where there is one, forbids the token that was just written: it reads the text and
-changes the logits, as a repetition penalty or a grammar does.
-
 MBU, model bandwidth utilization, is the share of the memory bandwidth that decoding needs at the
 very least: for every token all weights are read once (for all sequences together; with
 --weights=int8 those of the linear layers and the head are a byte each), and the keys
@@ -29,51 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import attention
 from attention.select import KERNELS
-from bench import baselines, machine
-from bench.baselines import Processor
+from bench import candidates, hf, machine
 from bench.job import Job
 from core import int8
 from core.runtime import synchronize
-from core.settings import UserError
-from inference import engine
-from inference.sampling import Stats
-
-
-def forbid_last(ids: Tensor, logits: Tensor) -> Tensor:
-    """A logits processor: no token twice in a row. (B, T) int64, (B, V) -> (B, V)."""
-    return logits.scatter(-1, ids[:, -1:], -torch.inf)
-
-
-class Ours:
-    """This project's model with the attention backend that was named."""
-
-    def __init__(self, name: str, job: Job, compile: bool, weights: str) -> None:
-        self.title, self.compile = attention.get(name).title, compile
-        self.model = job.model(cast=True).eval()
-        if weights == "int8":
-            embedding = self.model.transformer.wte.weight
-            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
-                raise UserError(why)
-            int8.convert(self.model, embedding)
-
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens.
-
-        Returns:
-            when the first and the last token were there, in seconds of time.perf_counter(), and
-            the bytes of the cache.
-        """
-        stats = Stats()
-        options: dict[str, Any] = {"logits_processor": processor} if processor else {}
-        options |= {"temperature": 0.0, "compile": self.compile and cache == "static"}
-        texts = engine.stream(self.model, prompt, new, stats=stats, kv_cache=cache, **options)
-        times = [time.perf_counter() for _ in texts]
-        assert len(times) == new, (len(times), new)
-        return times[0], times[-1], stats.cache_bytes
 
 
 class Decoding:
@@ -86,29 +43,26 @@ class Decoding:
         # neither dropout nor gradient_checkpointing is anything to generation
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, dtype, config = job.device, job.setup.dtype, job.config
-        self.ours = None if told["baseline"] else Ours(told["name"], job, compile, told["weights"])
-        other = told["baseline"]
-        self.who: Any = self.ours or baselines.build(other, job).for_decoding(compile)
-        self.parameters = baselines.parameters(self.who)
+        who = candidates.build(told["baseline"], job).for_decoding(compile, told["weights"])
+        self.who: Any = who
+        self.parameters = candidates.parameters(who)
         self.int8 = int8.parameters(self.who.model)
-        kv_heads = config.n_kv_head or config.n_head
-        head_dim = config.n_embd // config.n_head
+        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else config.model(job.vocab_size)
         self.about = {
             "title": self.who.title,
             "weight_bytes": weight_bytes(self.parameters, self.int8, dtype.itemsize),
-            "token_bytes": 2 * config.n_layer * kv_heads * head_dim * dtype.itemsize,
+            "token_bytes": token_numbers(sizes) * dtype.itemsize,
         }
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
-        how = (request["cache"], forbid_last if request["processor"] else None)
         if request.get("warm_up"):
-            return self.warm_up(prompt, new, *how)
+            return self.warm_up(prompt, new, request["cache"])
         synchronize(self.device)
         start = time.perf_counter()
-        first, last, cache_bytes = self.who.write(prompt, new, *how)
+        first, last, cache_bytes = self.who.write(prompt, new, request["cache"])
         return {
             "first_ms": (first - start) * 1e3,
             "ms": (last - first) / (new - 1) * 1e3,
@@ -117,30 +71,33 @@ class Decoding:
             | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def warm_up(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> dict[str, Any]:
+    def warm_up(self, prompt: Tensor, new: int, cache: str) -> dict[str, Any]:
         machine.reset_peak(self.device)
-        self.who.write(prompt, new, cache, processor)
-        peak, proof = machine.memory(self.device), None
-        if self.ours:
-            with torch.no_grad():
-                page = 16 if cache == "paged" else None
-                chosen, _ = self.ours.model.attention(cache=cache, page_size=page)
-            kernels, proof = list(chosen.kernels), chosen.proof
-        else:  # which kernels torch chose for it, as the profiler saw them in two tokens
-            with torch.profiler.profile() as profiler:
-                self.who.write(prompt, 2, cache, processor)
-                synchronize(self.device)
-            ran = (e.key for e in profiler.key_averages())
-            kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
-        return {"kernels": kernels, "proof": proof, "peak_bytes": peak}
+        self.who.write(prompt, new, cache)
+        peak = machine.memory(self.device)
+        if chosen := self.who.chosen(cache):
+            return {**candidates.evidence(chosen), "peak_bytes": peak}
+        # Which kernels torch chose for it, as the profiler saw them in two tokens.
+        with torch.profiler.profile() as profiler:
+            self.who.write(prompt, 2, cache)
+            synchronize(self.device)
+        ran = (e.key for e in profiler.key_averages())
+        kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
+        return {"kernels": kernels, "proof": None, "peak_bytes": peak}
 
 
 def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
     """What a token reads of the weights; of int8 ones the head's are read, and not the embedding's,
     which are as many."""
     return (parameters - int8_parameters) * itemsize + int8_parameters
+
+
+def token_numbers(sizes: Any) -> int:
+    """Keys and values of a token, in all layers."""
+    layers = getattr(sizes, "layers", None)
+    if layers is None:
+        return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
+    return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in layers)
 
 
 def mbu(

@@ -25,6 +25,7 @@ class Job:
         """From what Bench.job() of bench/modes.py sent; `changes` are of train.py's settings."""
         self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
         self.vocab_size = told["vocab_size"]
+        self.hf = told["hf"].get("config") if told.get("hf") else None  # a model of transformers
         self.device = torch.device(told["device"])
         self.setup = self.config.setup(self.device)
         self.dtype = dtype_name(self.setup.dtype)

@@ -9,6 +9,10 @@ with pairs = the visible pairs of query and key, counted once ("causal"), or T *
 count 2.5 times the forward for the backward, with the scores computed again; then the rates come
 out higher by up to a sixth.
 
+Caches are warm: a round calls the kernel again and again on the same tensors, so what fits into a
+GPU's L2 (tens of MB) is read from there. In a model q, k and v have just been written, and often
+are there too; but short lengths look better here than beside the rest of a step.
+
 The error is max|x - x64| over max|x64|, of the output and of the worst gradient, where x64 is
 manual's in float64 from the same rounded inputs; for the first sequence and the first key/value
 head, which nothing else enters into.

@@ -1,4 +1,5 @@
-"""The machine under a measurement: its clock, its memory, its rates; and the job "machine".
+"""The machine under a measurement: its clock, its memory, its rates, what disturbs them; and the
+job "machine".
 
 Time: on CUDA by device events, which the GPU itself stamps; elsewhere by the process's clock. Both
 are read with the device synchronized at the ends of an interval only.
@@ -22,8 +23,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,12 +70,9 @@ class Clock:
 
     def stop(self) -> Any:
         """A stamp after which all is done; the stamps before it can then be read."""
-        if self.device.type == "cuda":
-            stamp = self.stamp()
-            synchronize(self.device)
-            return stamp
+        stamp = self.stamp()
         synchronize(self.device)
-        return self.stamp()
+        return stamp if self.device.type == "cuda" else self.stamp()
 
     def ms(self, a: Any, b: Any) -> float:
         """Milliseconds between two stamps, once the device is synchronized."""
@@ -234,7 +234,7 @@ class MachineProbe:
         No process need be started for them. Those that remain still have to prove themselves.
         """
         config = self.job.config
-        here = Machine.here(str(self.device), attention.packages())
+        here = Machine.here(str(self.device), attention.packages(*request["names"]))
         always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
         refused = {}
         for name in request["names"]:
@@ -271,7 +271,7 @@ def look(job: Job) -> dict[str, Any]:
         own = {
             "name": torch.cuda.get_device_name(device),
             "capability": torch.cuda.get_device_capability(device),
-            "driver": driver(),
+            "driver": next(iter(nvidia_smi("driver_version")), [None])[0],
             "products_tflops": peaks.best_peak(device, job.dtype).tflops,
         }
     return {
@@ -293,16 +293,17 @@ def look(job: Job) -> dict[str, Any]:
     }
 
 
-def driver() -> str | None:
-    """The version of NVIDIA's driver."""
+def nvidia_smi(query: str) -> list[list[str]]:
+    """The fields of a query, a list a GPU; empty if nvidia-smi is missing or cannot answer."""
     if not shutil.which("nvidia-smi"):
-        return None
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return []
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):  # it hangs where a GPU has fallen off the bus
-        return None
-    return said.partition("\n")[0] or None
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[word.strip() for word in line.split(",")] for line in lines]
 
 
 def versions() -> dict[str, str]:
@@ -311,4 +312,62 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name.replace("_", "-"))
+    return found
+
+
+# ----------------------------------------------------------------------------- what disturbs it
+
+# Those of nvidia-smi's clocks_event_reasons that slow a GPU down.
+REASONS = {
+    0x4: "its power cap",
+    0x8: "a hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+
+
+@contextmanager
+def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict[str, Any]]:
+    """Look at the GPU every two seconds while a stage runs. The dict is filled at the end: why the
+    clock was throttled, the highest temperature and power, other processes."""
+    seen: dict[str, Any] = {}
+    over = threading.Event()
+    reasons, hot, watts = set[str](), [0.0], [0.0]
+
+    def look() -> None:
+        while True:
+            for line in ask("clocks_event_reasons.active,temperature.gpu,power.draw"):
+                with suppress(ValueError):
+                    bits = int(line[0], 16)
+                    reasons.update(text for bit, text in REASONS.items() if bits & bit)
+                    hot.append(float(line[1]))
+                    watts.append(float(line[2]))
+            if over.wait(2):
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join(timeout=12)
+        if len(hot) > 1:
+            seen |= {"held_down_by": sorted(reasons), "celsius": max(hot), "watts": max(watts)}
+
+
+def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> list[str]:
+    """Which other processes are busy on this machine before ours start."""
+    found = []
+    if device == "cuda":
+        for i, line in enumerate(ask("memory.used,utilization.gpu")):
+            with suppress(ValueError, IndexError):
+                used, share = float(line[0]), float(line[1])
+                if used > 1000 or share > 10:
+                    found.append(
+                        f"GPU {i} was in use before we began: {used:,.0f} MB, {share:.0f}%"
+                    )
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
+        found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found

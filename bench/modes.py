@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 import data
-from bench import baselines, fitting, roofline, rows, tables
+from bench import fitting, hf, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
@@ -32,7 +31,7 @@ PATHS = {  # the training paths that converge can hold against a plain one
 def train(bench: Bench) -> list[rows.Row]:
     """Training steps of every backend and baseline; then, as a sweep, attention alone."""
     config, batch = bench.config, bench.config.fixed_batch
-    everyone = dict.fromkeys(bench.backends, "") | baselines.parse(config.baseline)
+    everyone = bench.everyone()
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
@@ -46,7 +45,7 @@ def train(bench: Bench) -> list[rows.Row]:
                     sizes[name] = fits[name]["batch_size"]
                 except Failure as e:
                     found[name, ""] = Outcome(failure=e)
-    else:
+    elif not bench.reference:
         try:
             bench.reference = bench.ask_once("reference", batch * micro)
         except Failure as e:
@@ -63,8 +62,7 @@ def train(bench: Bench) -> list[rows.Row]:
         made = []
         for name in everyone:
             outcome, sequences = found[name, ""], sizes[name] * micro
-            row = rows.begin("train", name, {}, outcome, config.noise)
-            row["batch_size"] = sizes[name]
+            row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
             if name in fits:
                 row["fits"] = fits[name]
             row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
@@ -73,18 +71,14 @@ def train(bench: Bench) -> list[rows.Row]:
             made.append(row)
         return made
 
-    # A batch that fills the memory leaves no room for another backend's idle worker.
-    full = any(f["limit"] == "memory" for f in fits.values())
-    fresh = True if full and config.fresh_rounds is None else None
-    bench.measure(found, jobs, {"": ask}, config.rounds, table, fresh)
+    made = bench.measure(found, jobs, {"": ask}, table)
     for name, best in fits.items():
         # The limit is not sharp, and a step under the profiler takes more: stay a little below.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
-            bench.measure(found, {name: smaller}, {"": ask}, config.rounds, table, fresh)
-    made = table()
+            made = bench.measure(found, {name: smaller}, {"": ask}, table)
     if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
@@ -119,55 +113,50 @@ def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int)
     return {**made, "micro_batches": micro}
 
 
-def grid(bench: Bench) -> dict[str, dict[str, Any]]:
-    """The points of the modes kernel and sweep, by name."""
+def grid(bench: Bench) -> list[dict[str, Any]]:
+    """The points of the modes kernel and sweep."""
     if bench.points:
         return bench.points
     config, model = bench.config, bench.model
-    cuda = bench.device.startswith("cuda")
     default: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     sizes: tuple[int, ...] = (1, 8)
-    if not cuda:
+    if not bench.device.startswith("cuda"):
         default, sizes = (128, 512, 2048), (1, 4)
     elif bench.mode == "train":  # secondary, and nine backends have been compiled before it
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
-    points = {}
-    windows = config.windows or (model.attention_window,)
-    for B, T, window in itertools.product(batch_sizes, lengths, windows):
-        largest = min(batch_sizes) < B and sorted(lengths)[len(lengths) // 2] < T
-        if largest and not (config.lengths and config.batch_sizes):
-            continue  # the largest corner would take most of the time
-        heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
-        points[f"B{B} T{T}" + (f" W{window}" if window else "")] = {
-            "B": B,
-            "T": T,
-            **heads,
-            "window": window,
-        }
-    return points
+    heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
+    # The largest corner would take most of the time.
+    most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
+    return [
+        {"B": B, "T": T, **heads, "window": window}
+        for B in batch_sizes
+        for T in lengths
+        for window in config.windows or (model.attention_window,)
+        if min(batch_sizes) == B or most >= T
+    ]
 
 
 def kernel(bench: Bench) -> list[rows.Row]:
     """Attention alone over the grid."""
-    config, points = bench.config, grid(bench)
+    points = {rows.where(point): point for point in grid(bench)}
     jobs = {name: bench.job("kernel", name) for name in bench.backends}
-    ask = {name: {**point, "seconds": config.seconds / 5} for name, point in points.items()}
+    seconds = bench.config.seconds / 5
     found: dict[Key, Outcome] = {}
 
     def table() -> list[rows.Row]:
         made = []
-        for where, name in itertools.product(points, jobs):
-            row = rows.begin("kernel", name, points[where], found[name, where], config.noise)
+        for (where, point), name in itertools.product(points.items(), jobs):
+            row = rows.begin("kernel", name, point, found[name, where])
             made.append(rows.of_kernel(row, found[name, where], bench.peak))
         return made
 
-    bench.measure(found, jobs, ask, config.rounds, table)
-    return table()
+    ask = {where: {**point, "seconds": seconds} for where, point in points.items()}
+    return bench.measure(found, jobs, ask, table)
 
 
-def texts(bench: Bench) -> dict[str, dict[str, Any]]:
-    """The points of the mode decode, by name."""
+def texts(bench: Bench) -> list[dict[str, Any]]:
+    """The points of the mode decode."""
     config = bench.config
     cuda, T = bench.device.startswith("cuda"), bench.model.block_size
     new = config.new_tokens or (128 if cuda else 16)  # a CUDA graph is recorded in the first three
@@ -178,41 +167,28 @@ def texts(bench: Bench) -> dict[str, dict[str, Any]]:
             f"a prompt of {max(*prompts, 1)} and {new} new tokens do not fit into "
             f"--block_size={T}: beyond it the text is read through a sliding window"
         )
-    found: dict[str, dict[str, Any]] = {}
-    shapes = itertools.product(batch_sizes, prompts, config.kv_caches, config.processors)
-    for B, P, cache, processor in shapes:
-        point = {"B": B, "P": P, "cache": cache, "processor": processor, "new_tokens": new}
-        found[f"B{B} P{P} {cache}{' with a processor' * processor}"] = point
-    return found
+    caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
+    shapes = itertools.product(batch_sizes, prompts, caches)
+    return [{"B": B, "P": P, "cache": cache, "new_tokens": new} for B, P, cache in shapes]
 
 
 def decode(bench: Bench) -> list[rows.Row]:
     """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
-    config, points = bench.config, texts(bench)
-    others = baselines.parse(config.baseline, ("sdpa",))
-    everyone = dict.fromkeys(bench.backends, "") | others
+    points = {rows.where(point): point for point in texts(bench)}
+    everyone = bench.everyone(("sdpa",))
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
-    without = {
-        (name, where)
-        for (name, what), (where, p) in itertools.product(others.items(), points.items())
-        if not baselines.can_write(what, p["cache"], p["processor"])
-    }
     found: dict[Key, Outcome] = {}
 
     def table() -> list[rows.Row]:
         made = []
-        for where, name in itertools.product(points, jobs):
-            if (name, where) not in without:
-                outcome = found[name, where]
-                row = rows.begin("decode", name, points[where], outcome, config.noise)
-                row["baseline"] = name in others
-                made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
+        for (where, point), name in itertools.product(points.items(), jobs):
+            outcome = found[name, where]
+            row = rows.begin("decode", name, point, outcome)
+            row["baseline"] = name not in bench.backends
+            made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
         return made
 
-    bench.measure(found, jobs, points, config.rounds, table, without=without)
-    why = "it has none of --kv_caches, or no logits processor, and --processors asks for it"
-    idle = [name for name in others if all((name, where) in without for where in points)]
-    return table() + [rows.unavailable("decode", name, why) for name in idle]
+    return bench.measure(found, jobs, points, table)
 
 
 def converge(bench: Bench) -> list[rows.Row]:
@@ -249,7 +225,7 @@ def converge(bench: Bench) -> list[rows.Row]:
         made = []
         for name in jobs(0):
             outcome = found[name, ""]
-            row = rows.begin("converge", name, {}, outcome, config.noise)
+            row = rows.begin("converge", name, {}, outcome)
             made.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
             if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
                 row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
@@ -264,7 +240,7 @@ def converge(bench: Bench) -> list[rows.Row]:
             found.setdefault((name, ""), Outcome())
         for group in groups:
             ask = {"": {"steps": part}}
-            bench.measure(found, group, ask, CONVERGE_ROUNDS, table, fresh=False)
+            bench.measure(found, group, ask, table, CONVERGE_ROUNDS, fresh=False)
     return table()
 
 
@@ -291,50 +267,48 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     vocab_size, source = vocabulary(config)
     model, sequences = config.train.model(vocab_size), batch * micro
     parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
-    console = tables.console()
-    console.print(
-        Text(
-            f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
-            f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
-            f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
-        )
+    print(
+        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
+        f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
+        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
     )
-    rates = {"ceiling": peak.tflops, "reachable": config.products_tflops}
     found = {}
-    for name, tflops in rates.items():
+    for name, tflops in {"ceiling": peak.tflops, "reachable": config.products_tflops}.items():
         if tflops:
             how = f", with matmuls at {tflops:,.4g} TFLOP/s" * (name == "reachable")
             lines = roofline.lines(parts, tflops, bandwidth[0])
             best = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
-            title = f"The roofline of each part{how}"
-            console.print(tables.rich_table(title, tables.rooflines(lines)))
-            console.print(Text(roofline.told(best, how) + "\n"))
+            print(f"The roofline of each part{how}\n{tables.markdown(tables.rooflines(lines))}")
+            print(f"{roofline.told(best, how)}\n")
             found[name] = {**best, "parts": lines}
     if config.json:
         print(json.dumps({"gpu": gpu, "dtype": dtype, "vocab_size": vocab_size, **found}))
     return 0
 
 
-def points(bench: Bench) -> dict[str, dict[str, Any]]:
+def points(bench: Bench) -> list[dict[str, Any]]:
     """All points of the run, for bench/plan.py."""
     if bench.mode == "decode":
         return texts(bench)
     alone = bench.mode == "kernel" or (bench.mode == "train" and bench.config.sweep)
-    return grid(bench) if alone else {}
+    return grid(bench) if alone else []
 
 
 def specs(bench: Bench) -> list[dict[str, Any]]:
     """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
     process."""
     model = bench.model
-    own: dict[str, Any] = {name: getattr(model, name) for name in ("n_head", "head_dim")}
-    own |= {"n_kv_head": model.kv_heads, "window": model.spec("float32").window}
+    if bench.hf:
+        own: dict[str, Any] = model.layers[0]
+    else:
+        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
+        own["window"] = model.spec("float32").window
     if bench.mode == "decode":
         pages = {"paged": {"page_size": 16}}
         caches = bench.config.kv_caches
         return [{**own, "grad": False, "cache": c, **pages.get(c, {})} for c in caches]
     if bench.mode == "kernel":
-        return [{**own, "window": point["window"]} for point in grid(bench).values()]
+        return [{**own, "window": point["window"]} for point in grid(bench)]
     return [{**own, "dropout": model.dropout}]
 
 

@@ -50,27 +50,20 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
     """Tokens/s and MFU by backend."""
     rows = sorted(rows, key=lambda r: r["tokens_per_s"])
     names, at = [r["backend"] for r in rows], range(len(rows))
-    colours = [look[n][0] for n in names]
-    figure, axes = plt.subplots(
-        1, 2, figsize=(9, 1.3 + 0.42 * len(rows)), sharey=True, layout="constrained"
-    )
-    left, right = axes
-    rates = [r["tokens_per_s"] for r in rows]
+    size = (9, 1.3 + 0.42 * len(rows))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    rates, colours = [r["tokens_per_s"] for r in rows], [look[n][0] for n in names]
     low = [rate - rate * r["ms"] / r["q3_ms"] for rate, r in zip(rates, rows)]
     high = [rate * r["ms"] / r["q1_ms"] - rate for rate, r in zip(rates, rows)]
     whisker = {"elinewidth": 1, "capsize": 3}
-    left.barh(at, rates, color=colours, height=0.65, xerr=[low, high], error_kw=whisker)
-    for i, rate in enumerate(rates):
-        inside = {"va": "center", "color": "white", "fontweight": "bold", "fontsize": 9}
-        left.annotate(f"{rate:,.0f}", (rate * 0.02, i), **inside)
+    bars = left.barh(at, rates, color=colours, height=0.65, xerr=[low, high], error_kw=whisker)
+    inside = {"label_type": "center", "color": "white", "fontweight": "bold", "fontsize": 9}
+    left.bar_label(bars, [f"{rate:,.0f}" for rate in rates], **inside)
     left.set(yticks=list(at), yticklabels=names, title="tokens a second, quartiles", xlim=(0, None))
     for key, dy, alpha in (("mfu", 0.18, 1.0), ("mfu_causal", -0.18, 0.55)):
         shares = [100 * (r[key] or 0) for r in rows]  # None: no figure, no bar
-        right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
-        for i, share in enumerate(shares):
-            beside = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-            said = f"{share:.1f}" if share else "-"
-            right.annotate(said, (share, i + dy), xytext=(4, 0), **beside)
+        bars = right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
+        right.bar_label(bars, [f"{s:.1f}" if s else "-" for s in shares], padding=4, fontsize=8)
     of = "measured peak" if content["machine"]["peak_measured"] else "peak"
     right.set(title=f"% of {of}: mfu, mfu_causal")
     right.margins(x=0.12)

@@ -6,10 +6,9 @@ of the time is compiling, once for each backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import baselines
 from bench.fitting import SEARCH_S
 from bench.kernels import flops_of
 from bench.process import Key, Outcome
@@ -81,7 +80,7 @@ def too_long(
     return ""
 
 
-def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def seconds(bench: Bench, points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """An estimate for each backend and baseline of the mode that is not left out.
 
     Args:
@@ -93,7 +92,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     step = flops.flops_per_token(model, model.block_size) * batch * model.block_size / rate
     if config.fixed_batch is None:
         step = config.slowest_step
-    everyone = [*bench.backends, *baselines.parse(config.baseline)] if not config.paths else []
+    everyone = bench.everyone() if not config.paths else {}
     found, start = {}, START_S[bench.device.partition(":")[0]]
     for name in dict.fromkeys(everyone or ["plain", *config.paths]):
         if name in bench.refused:
@@ -109,7 +108,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             total += 10 * step * config.profile + start * bool(points)  # + the sweep's process
         elif mode == "converge":
             total = config.seeds * (total + config.steps * step)
-        for p in points.values():
+        for p in points:
             if too_long(bench, name, p):
                 continue
             if mode == "decode":
@@ -121,7 +120,7 @@ def seconds(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
-def told(bench: Bench, points: Mapping[str, Mapping[str, Any]]) -> str:
+def told(bench: Bench, points: Sequence[Mapping[str, Any]]) -> str:
     """The plan in a sentence."""
     each = seconds(bench, points)
     longest = max(each, key=lambda name: each[name], default="none")

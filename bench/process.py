@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,7 +209,6 @@ def measure(
     rounds: int,
     *,
     outcomes: dict[Key, Outcome] | None = None,
-    without: Container[Key] = (),
     ahead: bool = False,
     fresh: bool | None = None,
     budget: int = 0,
@@ -226,32 +225,27 @@ def measure(
     Args:
         jobs: name -> its worker's job; points: name -> what a round asks of a worker.
         outcomes: of earlier rounds, to be added to, as soon as something is known.
-        without: pairs of name and point to leave out.
         ahead: start all processes at the beginning, and let them import.
         fresh: new processes in every round; None: only where they do not all fit into `budget`.
         budget: bytes for all workers together; 0: not known, so they all stay.
-        stop: when to end before all is done.
         skip: why not to measure a pair, asked before it is warmed up; "": measure it.
-        watch: told what is about to be done.
         known: told of each pair whose last round is done, or that failed.
-        after_round: called after the warm-up, and after each round.
+        after_round: called after the warm-up, too.
 
     Returns:
         the outcome of each pair, and whether rounds had fresh processes.
     """
     stop, outcomes = stop or Stop(), {} if outcomes is None else outcomes
-    pairs = [(n, p) for n, p in itertools.product(jobs, points) if (n, p) not in without]
-    for pair in pairs:
+    for pair in itertools.product(jobs, points):
         outcomes.setdefault(pair, Outcome())
     workers: dict[str, Worker] = {}
     held: dict[str, int] = {}  # bytes of a sleeping worker
     peak = 0  # the most that any worker needed
-    begun, of = 0, (rounds + 1) * len(pairs)
+    begun, of = 0, (rounds + 1) * len(jobs) * len(points)
     warm_by = time.monotonic() + WARM_UP * ((stop.deadline or 0) - time.monotonic())
     # Importing takes seconds of one core, so all begin with it at once, where there is no memory
     # limit that it might come near.
-    names = dict.fromkeys(name for name, _ in pairs)
-    waiting = {name: Started(command) for name in names if ahead and not fresh}
+    waiting = {name: Started(command) for name in jobs if ahead and not fresh}
 
     def drop(*names: str) -> None:
         for name in names:
@@ -283,8 +277,7 @@ def measure(
     def failed(name: str, point: str, e: Failure) -> None:
         lives = name in workers or e.kind == "skipped"
         for p in [point] if lives else points:  # not begun: it never will
-            if (name, p) in outcomes:
-                outcomes[name, p].failure = e
+            outcomes[name, p].failure = e
         if e.kind == "died" and name in workers:
             drop(name)
 
@@ -292,8 +285,6 @@ def measure(
         for round_ in range(rounds + 1):
             doing = f"round {round_} of {rounds}" if round_ else "warming up"
             for point, name in itertools.product(points, jobs):
-                if (name, point) not in pairs:
-                    continue
                 begun += 1
                 if outcomes[name, point].failure:
                     continue

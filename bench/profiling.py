@@ -96,10 +96,6 @@ class Found:
         self.ms[part] = self.ms.get(part, 0.0) + ms
         self.names.setdefault(part, Counter())[name] += ms
 
-    def longest(self, n: int) -> dict[str, list[tuple[str, float]]]:
-        """The n names that took longest, of each part."""
-        return {part: names.most_common(n) for part, names in self.names.items()}
-
 
 # ----------------------------------------------------------------------------- ranges
 

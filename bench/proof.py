@@ -1,4 +1,4 @@
-"""The matrix and the canary on the machine at hand: the job "proof", one case a request.
+"""What `python -m attention check` asks, on this machine: the job "proof", one item a request.
 
 All backends share one process, so that the truth of a case is computed once. A backend that breaks
 it, by a bad address on CUDA say, is noted, and another process continues with the others.
@@ -11,55 +11,40 @@ from collections.abc import Callable
 from typing import Any
 
 import attention
-from attention import matrix
-from attention.spec import Machine
+from attention import check, matrix
+from attention.spec import DTYPES, Machine
 from bench.job import Job
 from bench.process import Failure, Stop, Worker
 
-Item = dict[str, str]  # of the job "proof": a case or a phase of the canary, and a dtype
-CASES = {case.name: case for case in matrix.CASES}
+Item = dict[str, str]  # of the job "proof": a case or a promise, its feature, and a dtype
 
 
 class Proof:
-    """Judges one backend at one case."""
+    """Judges one backend at one item."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self.job = Job(told)
-        self.device = self.job.device
-        self.here = Machine.here(str(self.device), attention.packages())
-        self.about = {"cases": len(CASES)}
+        self.device = Job(told).device
+        self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
+        self.about = {"cases": len(matrix.CASES)}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel itself raises is
         not caught, since it may have broken the process."""
-        backend, dtype = attention.get(request["backend"]), request["dtype"]
-        case, phase = CASES.get(request.get("case", "")), request.get("phase", "")
-        specs = [case.spec(dtype)] if case else list(matrix.canaries(dtype, phase))
-        may = [spec for spec in specs if not backend.why_not(spec, self.here)]
-        if not may:
-            why = "; ".join(backend.why_not(specs[0], self.here))
-            return {"verdict": "refused", "why": why}
-        try:
-            if case:
-                matrix.check(backend, case, dtype, str(self.device))
-            else:
-                for spec in may:
-                    matrix.canary(backend, spec, phase, str(self.device), few=True)
-        except AssertionError as e:
-            return {"verdict": "wrong", "why": str(e)}
-        return {"verdict": "right", "why": ""}
+        name, item = request["backend"], self.items[request["what"], request["dtype"]]
+        here = Machine.here(str(self.device), attention.packages(name))
+        answer = check.judge(attention.get(name), item, here, str(self.device))
+        return {"verdict": answer.verdict, "why": "; ".join(answer.why)}
 
 
 def items(dtypes: list[str]) -> list[Item]:
-    """What each backend is tested on, the most informative first: the canary in each phase, the
-    cases in the run's dtype, then both in the others."""
+    """What each backend is tested on, the most informative first: in each dtype, the run's before
+    the others, the canary, the cases, then the other promises but torch.compile, which is slow."""
+    order = {"canary": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     return [
-        item
+        {"what": item.name, "feature": item.features[0], "dtype": dtype}
         for dtype in dtypes
-        for item in (
-            *({"phase": phase, "dtype": dtype} for phase in matrix.PHASES),
-            *({"case": case.name, "dtype": dtype} for case in matrix.in_order()),
-        )
+        for item in sorted(check.items([dtype]), key=lambda i: order.get(i.features[0], 1))
+        if item.features[0] != "torch.compile"
     ]
 
 
@@ -90,8 +75,7 @@ def prove(
             stop.check()
             name = min(waiting, key=spent.__getitem__)
             item, began = asked[len(answers[name])], time.monotonic()
-            what = item.get("case") or f"canary, {item['phase']}"
-            watch(f"proof: {name}, {what}, {item['dtype']}")
+            watch(f"proof: {name}, {item['what']}, {item['dtype']}")
             try:
                 worker = worker or Worker(job, timeout, stop=stop)
                 answer = worker.ask({"backend": name, **item})
@@ -118,33 +102,15 @@ def prove(
 def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
     """A backend's answers in one row."""
     by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
-    heard = [a["verdict"] for a in answers if "phase" in a and a["verdict"] != "refused"]
+    heard = [
+        a["verdict"] for a in answers if a["feature"] == "canary" and a["verdict"] != "refused"
+    ]
     return {
         "backend": name,
         **{verdict: len(found) for verdict, found in by.items()},
         "not_reached": asked - len(answers),
         "canary": "wrong" not in heard if heard else None,
         "failures": by["wrong"],
-        "reached": [f"{a.get('case') or a['phase']} {a['dtype']}" for a in answers],
+        "reached": [f"{a['what']} {a['dtype']}" for a in answers],
         "seconds": seconds,
     }
-
-
-def told(row: dict[str, Any]) -> str:
-    """A backend's row in a line."""
-    said = f"{row['backend']}: {row['right']} right, {row['wrong']} wrong, {row['refused']} refused"
-    return said + f", {row['not_reached']} not reached" * bool(row["not_reached"])
-
-
-def cells(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The rows as a table."""
-    head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
-    lines = []
-    for r in found:
-        canary = {True: "ok", False: "LEAKS", None: "-"}[r["canary"]]
-        counts = [str(r[n]) for n in ("right", "wrong", "refused", "not_reached")]
-        first: dict[str, str] = next(iter(r["failures"]), {})
-        where = first.get("case") or first.get("phase", "")
-        why = f"{where} {first['dtype']}: {first['why']}" if first else "-"
-        lines.append([r["backend"], *counts, canary, why])
-    return head, lines

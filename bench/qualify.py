@@ -1,10 +1,5 @@
 """bench_mfu.py qualify: one command that takes a machine from bare to a checked record.
 
-    python bench_mfu.py qualify                     nine minutes
-    python bench_mfu.py qualify --minutes=25        all of it
-    python bench_mfu.py qualify --stages=4,5        some stages
-    python bench_mfu.py qualify --resume            what the last one did not get to
-
 Six stages, each in its own time box; what a stage leaves over goes to those after it. A stage plans
 what fits into its box, from the machine's speed and the time to compile, says what it left out, and
 is stopped at the end of the box. The record is rewritten after every stage.
@@ -23,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import data
-from bench import modes, plan, proof, records, rows, tables, verdict
+from bench import modes, plan, proof, records, rows, tables
 from bench.bench import Bench
 from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
-from bench.health import busy, watched
-from bench.process import Failure, Worker
+from bench.machine import busy, watched
+from bench.process import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
@@ -76,27 +71,19 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
     return made
 
 
-def where(point: Mapping[str, Any]) -> str:
-    """A point's name: "T4096 D128 Hkv4 W1024"."""
-    grouped = f" Hkv{point['Hkv']}" * (point["Hkv"] != point["H"])
-    window = f" W{point['window']}" if point["window"] else ""
-    return f"T{point['T']} D{point['D']}{grouped}{window}"
-
-
-def that_fit(bench: Bench, box: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The points of the grid that fit into the box, by name; and the names of the others.
+def that_fit(bench: Bench, box: float) -> tuple[list[Content], list[str]]:
+    """The points of the grid that fit into the box, and the names of the others.
 
     Raises:
         Failure: none fits.
     """
-    taken: dict[str, dict[str, Any]] = {}
+    taken: list[Content] = []
     dropped = []
     for point in grid(bench.device.startswith("cuda")):
-        more = {**taken, where(point): point}
-        if sum(plan.seconds(bench, more).values()) <= box:
-            taken = more
+        if sum(plan.seconds(bench, [*taken, point]).values()) <= box:
+            taken.append(point)
         else:
-            dropped.append(where(point))
+            dropped.append(rows.where(point))
     if not taken:
         raise Failure("skipped", [f"{box:.0f} s are too short for one point; --minutes gives more"])
     return taken, dropped
@@ -109,17 +96,10 @@ def contenders(bench: Bench, box: float) -> list[str]:
     able = [name for name in able if name not in plan.LONGEST] or able
     taken: list[str] = []
     for name in able:
-        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), {})
+        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), [])
         if not taken or sum(reckoned.values()) <= box:
             taken.append(name)
     return taken
-
-
-def batch_for(free: float) -> int | None:
-    """How many sequences of 1,024 tokens of GPT-2 124M in half precision surely fit into so many
-    bytes; None: not even one."""
-    fits = ((70, 64), (38, 32), (22, 16), (14, 8), (7, 4))
-    return next((batch for gb, batch in fits if free >= gb * 1e9), None)
 
 
 # --- the stages ---
@@ -138,7 +118,8 @@ def numbers(bench: Bench, box: float) -> Content:
     made = proof.prove(bench.job("proof", ""), bench.backends, dtypes, bench.stop,
                        bench.config.timeout, bench.watch)  # fmt: skip
     for row in made:
-        bench.tell(proof.told(row))
+        counts = (f"{row[n]} {n.replace('_', ' ')}" for n in tables.VERDICTS)
+        bench.tell(f"{row['backend']}: {', '.join(counts)}")
     return {"dtypes": dtypes, "rows": made}
 
 
@@ -147,13 +128,16 @@ def kernels(bench: Bench, box: float) -> Content:
     bench.backends = [name for name in bench.backends if name in wanted]
     bench.points, dropped = that_fit(bench, box)
     bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
-    return measured(bench, modes.kernel) | {"left_out": dropped}
+    made = bench.content(modes.kernel(bench)) | {"left_out": dropped}
+    # B and H are no matter to the answers: a call's tokens and width are the same at all lengths.
+    same = [{**r, "point": {**r["point"], "B": None, "H": None}} for r in made["rows"]]
+    return made | {"answers": tables.answers({**made, "rows": same})}
 
 
 def training(bench: Bench, box: float) -> Content:
     bench.backends = contenders(bench, box)
     bench.tell(f"training: {', '.join(bench.backends)}")
-    return measured(bench, modes.train)
+    return bench.content(modes.train(bench))
 
 
 def decoding(bench: Bench, box: float) -> Content:
@@ -161,7 +145,7 @@ def decoding(bench: Bench, box: float) -> Content:
     bench.backends = [*(able or contenders(bench, 0)), "paged"]
     if bench.device.startswith("cuda") and box >= GRAPHS:
         bench.config = replace(bench.config, train=replace(bench.config.train, compile=True))
-    return measured(bench, modes.decode)
+    return bench.content(modes.decode(bench))
 
 
 def convergence(bench: Bench, box: float) -> Content:
@@ -178,15 +162,7 @@ def convergence(bench: Bench, box: float) -> Content:
         train = replace(config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
         bench.config, bench.vocab_size = replace(config, train=train), V
         bench.backends = contenders(bench, 0)
-        return measured(bench, modes.converge)
-
-
-def measured(bench: Bench, mode: Callable[[Bench], list[rows.Row]]) -> Content:
-    """A mode's rows as a record has them."""
-    began = time.perf_counter()
-    table = mode(bench)
-    content = bench.content(table, time.perf_counter() - began, bench.stop.why)
-    return content | {"answers": tables.answers(content)}
+        return bench.content(modes.converge(bench))
 
 
 # A model that learns something in a minute, for converge.
@@ -209,7 +185,7 @@ STAGE = {
     "proof": Stage(numbers),
     "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
     "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
-    "decode": Stage(decoding, "decode", {"processors": (False,), "kv_caches": CACHES}),
+    "decode": Stage(decoding, "decode", {"kv_caches": CACHES}),
     "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100, "baseline": ()}),
 }
 
@@ -219,7 +195,9 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
     accumulation; else, on a CPU or a small GPU, that of bench/cpu.py."""
     if not cuda or "batch_size" in given:
         return config
-    if batch := batch_for(free):
+    # Bytes in which so many sequences of 1,024 tokens surely fit, in half precision.
+    fits = {70e9: 64, 38e9: 32, 22e9: 16, 14e9: 8, 7e9: 4}
+    if batch := next((batch for least, batch in fits.items() if free >= least), None):
         train = replace(config.train, gradient_accumulation_steps=1)
         return replace(config, train=train, batch_size=batch)
     small = load_config([CPU_CONFIG]).settings
@@ -229,27 +207,21 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
 
 
 def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Path]:
-    """Run the stages that were asked for.
+    """Run the stages that were asked for: the record, and its folder.
 
     Args:
-        bench: everything but the machine; its stop ends the run.
         told: the record's entries about the command.
         given: the names of the settings that the user gave.
 
     Raises:
         Failure: nothing can be measured here.
-        UserError: --resume, and there is nothing to resume.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [STAGES[n - 1] for n in sorted(set(config.stages))]
     others = busy(bench.device.partition(":")[0])
-    bench.watch("the machine")
     began = time.monotonic()
-    here = {**bench.job("machine", ""), "wants_bandwidth": True}
-    probe = Worker(here, config.timeout, stop=bench.stop)
-    bench.machine = probe.about
-    bench.machine["memory_limit"] = bench.memory_limit or bench.machine["free_memory"]
+    probe = bench.begin()
     first_look = time.monotonic() - began
     config = settled(config, given, cuda, bench.machine["free_memory"])
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
@@ -263,15 +235,21 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         done = {s["name"] for s in record["stages"] if s["status"] == "done"}
         wanted = [name for name in wanted if name not in done]
         record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
-    bench.tell(outline(boxes(end - time.monotonic(), wanted), config))
+    shares = boxes(end - time.monotonic(), wanted).items()
+    sizes = f"{config.train.n_layer} layers, {config.train.n_embd} wide, batch {config.batch_size}"
+    bench.tell(
+        f"plan: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in shares)}; what is left "
+        f"over goes to those after it. Training: {sizes}, {config.train.block_size} tokens"
+    )
     for i, name in enumerate(wanted):
         stage, left = STAGE[name], end - time.monotonic()
         box = boxes(left, wanted[i:])[name]
         bench.backends = ranked(record, bench.backends)
         own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
-                      deadline=time.monotonic() + box, earlier=[])  # fmt: skip
-        if name == "converge":
-            own.config = fast_path(own.config, cuda)
+                      stop=Stop(time.monotonic() + box, bench.stop.signals),
+                      began=time.perf_counter())  # fmt: skip
+        if name == "converge" and cuda:  # beside the plain path; on a CPU: the fused kernels
+            own.config = replace(own.config, paths=("bfloat16",), backends=("all",))
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
         entry = attempt(name, own, box, probe)
         if name == "machine":
@@ -280,10 +258,14 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         record["stages"].append(entry)
         record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
         bench.stop.why = bench.stop.why or (own.stop.why if own.stop.code else "")
-        finish(record)
+        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
+        missing = [name for name in STAGES if name not in done]
+        record |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
+        if not missing:
+            del record["incomplete"]
+        record["answers"] = conclusions(record)
         records.save(folder, records.seal(record))
     probe.close()
-    records.save(folder, records.seal(record), verdict.page(record))
     return record, folder
 
 
@@ -293,8 +275,7 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
     began = time.monotonic()
     try:
         bench.stop.check()
-        asked = {"names": bench.backends, "specs": modes.specs(bench)}
-        bench.refused = probe.ask(asked)["refused"]
+        bench.ask_refused(probe, modes.specs(bench))
         with watched() as entry["watched"]:
             entry["record"] = STAGE[name].run(bench, box)
         whole = entry["record"].get("complete", not bench.stop.why)
@@ -309,14 +290,9 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 
 def ranked(record: Content, names: list[str]) -> list[str]:
     """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
-    ms = {row["backend"]: row["ms"] for row in verdict.ok_rows(record, "kernels")
-          if where(row["point"]) == "T1024 D64"}  # fmt: skip
+    ms = {row["backend"]: row["ms"] for row in ok_rows(record, "kernels")
+          if (row["point"]["T"], row["point"]["D"]) == (1024, 64)}  # fmt: skip
     return sorted(names, key=lambda name: ms.get(name, math.inf))
-
-
-def fast_path(config: BenchConfig, cuda: bool) -> BenchConfig:
-    """What converge holds against the plain one: bfloat16 on a GPU, else the fused kernels."""
-    return replace(config, paths=("bfloat16",), backends=("all",)) if cuda else config
 
 
 def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Content]]:
@@ -336,20 +312,75 @@ def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Conten
     return found[-1].parent, old["stages"]
 
 
-def finish(record: Content) -> None:
-    """Add the conclusions of the stages so far, and what is missing."""
-    have = {s["name"]: s["status"] for s in record["stages"]}
-    missing = [n for n in STAGES if have.get(n) != "done"]
-    record["complete"] = not missing
-    record.pop("incomplete", None)
-    if missing:
-        record["incomplete"] = "not done: " + ", ".join(missing)
-    record["answers"] = verdict.of(record)
+# --- the conclusions ---
 
 
-def outline(box: Mapping[str, float], config: BenchConfig) -> str:
-    """The plan, before it starts."""
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in box.items())
-    t = config.train
-    model = f"{t.n_layer} layers, {t.n_embd} wide, {t.block_size} tokens, batch {config.batch_size}"
-    return f"plan: {times}; what is left over goes to those after it. Training: {model}"
+def stages_of(record: Content) -> dict[str, Content]:
+    """The stages with results, by name."""
+    return {s["name"]: s for s in record["stages"] if s["record"]}
+
+
+def rows_of(record: Content, stage: str) -> list[Content]:
+    """The rows of a stage; none where it has no results."""
+    return stages_of(record).get(stage, {}).get("record", {}).get("rows", [])
+
+
+def ok_rows(record: Content, stage: str) -> list[Content]:
+    return [row for row in rows_of(record, stage) if row.get("status") == "ok"]
+
+
+def conclusions(record: Content) -> list[str]:
+    """Who was right, what each stage says, what makes a figure doubtful, what is missing."""
+    said = [f"Proof: {text}." for text in of_proof(record)]
+    for stage in record["stages"]:
+        said += stage["record"].get("answers", [])
+    said += [f"Suspicious: {text}." for text in doubts(record)]
+    for stage in record["stages"]:
+        if stage["status"] != "done":
+            said.append(f"Missing: {stage['name']}: {stage['status']}: {stage['why']}.")
+    return said
+
+
+def of_proof(record: Content) -> list[str]:
+    """Who was right in all cases that were reached, and how many those were."""
+    if not (rows := rows_of(record, "proof")):
+        return []
+    ok = [r for r in rows if not r["wrong"] and r["right"]]
+    names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in ok) or "none"
+    left = [f"{r['backend']} {r['not_reached']}" for r in rows if r["not_reached"]]
+    said = [f"every number right and nothing leaked: {names}"]
+    if left:
+        said.append(f"cases not reached in the time: {', '.join(left)}")
+    return said
+
+
+def doubts(record: Content) -> list[str]:
+    """What is wrong, or makes a figure doubtful."""
+    said = []
+    for row in rows_of(record, "proof"):
+        said += [f"{row['backend']} is wrong in {tables.failure(f)}" for f in row["failures"][:3]]
+    m = record["machine"]
+    reached, peak = m.get("products_tflops"), m["peak_tflops"]
+    if reached and reached < 0.6 * peak:
+        said.append(
+            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of the datasheet's "
+            f"{peak:,.4g}: is the power limit lowered, or the name another's?"
+        )
+    said += stages_of(record).get("machine", {}).get("record", {}).get("busy", [])
+    for stage in record["stages"]:
+        if held := stage.get("watched", {}).get("held_down_by"):
+            said.append(
+                f"in the stage {stage['name']} the GPU's clock was held down by "
+                f"{' and '.join(held)}"
+            )
+        rows = ok_rows(record, stage["name"])
+        noisy = [row for row in rows if row.get("noisy")]
+        if len(noisy) > len(rows) / 2:
+            said.append(f"{len(noisy)} of {len(rows)} rows of {stage['name']} are noisy")
+    return said
+
+
+def failed(record: Content) -> bool:
+    """Whether a kernel was wrong, or nothing was done."""
+    wrong = any(row["wrong"] for row in rows_of(record, "proof"))
+    return wrong or not any(stage["status"] == "done" for stage in record["stages"])

@@ -119,7 +119,7 @@ def check_slug(slug: str) -> None:
 
 def write(folder: Path, content: dict[str, Any]) -> None:
     """Seal the content; write record.json, the pictures and README.md."""
-    drawn = pictures.draw(content)
+    drawn = pictures.draw(content) if "rows" in content else {}
     seal(content)
     save(folder, content, readme(content, list(drawn)), drawn)
 
@@ -163,7 +163,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def title(content: dict[str, Any]) -> str:
-    what = TITLES.get(content["mode"], "What this machine can do")
+    what = {**TITLES, "qualify": "What this machine can do"}[content["mode"]]
     title = f"{what}, {content['machine']['about']}"
     return title if content.get("complete", True) else f"INCOMPLETE: {title}"
 
@@ -173,7 +173,9 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
-    rounds = f"{s['rounds']} rounds" + ", each in new processes" * content["fresh_rounds"]
+    rounds = f"{s['rounds']} rounds" + ", each in new processes" * content.get(
+        "fresh_rounds", False
+    )
     if mode == "converge":  # it has no warm-up: there every step counts
         rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
     warm_up = {
@@ -188,7 +190,14 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         "device": m["about"],
         "software": f"{software}, python {m['python']}, {m['system']}",
     }
-    if mode != "kernel":
+    if "hf" in content:
+        h, counted = content["hf"], content["hf"]["counted"]
+        found["model"] = (
+            f"{h['name']} ({h['config']['model_type']}), random weights, {len(counted['layers'])} "
+            f"layers of attention, {counted['parameters']:,} parameters that a token multiplies, "
+            f"{s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
+        )
+    elif mode != "kernel":
         found["model"] = (
             f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
             f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
@@ -205,12 +214,20 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
         if "flops_per_token" in content["reference"]:
             by_torch = content["reference"]["flops_per_token"] / 1e6
             counted += f"; torch's counter: {by_torch:,.2f}"
+        if "hf" in content:
+            counted += "; both are the counter's, with attention's products by the formula"
         found["MFLOP a token"] = counted
     return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 
 
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
-    """The tables of a record, with their titles."""
+    """The tables of a record, or of all its stages, with their titles."""
+    if content["mode"] == "qualify":
+        proven = (
+            s["record"]["rows"] for s in content["stages"] if s["name"] == "proof" and s["record"]
+        )
+        found = [("Proof", tables.proof(rows)) for rows in proven]
+        return found + [table for part in parts(content) for table in sections(part)]
     found = []
     for mode, name in TITLES.items():
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])

@@ -23,15 +23,15 @@ QUICKER = {  # why a part can appear to beat its roofline
     "FLOPs": "it does more than the peak, which is too low",
     "bytes": "it reads from a cache, or the bandwidth is too low",
 }
-LEAST = 16e6  # bytes between two batch sizes: a smaller difference is lost in the allocator's noise
 
 
-def unavailable(mode: str, backend: str, why: str) -> Row:
-    """A row for what was never started."""
-    return {"mode": mode, "backend": backend, "point": {}, "status": "unavailable", "why": [why]}
+def where(point: dict[str, Any]) -> str:
+    """A point in words: "B=1 P=64 cache=static"; "" where there is only one."""
+    said = point.items()
+    return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
-def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, noise: float) -> Row:
+def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
     """The fields that every row has."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
@@ -52,22 +52,17 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome, nois
         if name in outcome.rounds[0]:
             row[name] = Summary.of([r[name] for r in outcome.rounds]).median
     ms = Summary.of([r["ms"] for r in outcome.rounds])
-    row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy(noise)}
+    row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy()}
     peaks = [r["peak_bytes"] for r in (outcome.warm, *outcome.rounds) if "peak_bytes" in r]
     if peaks:
         row["memory_bytes"] = max(peaks)
     return row
 
 
-def summary(row: Row) -> Summary:
-    """Milliseconds of a row that was measured."""
-    return Summary(row["ms"], row["q1_ms"], row["q3_ms"], len(row["rounds"]))
-
-
 def of_training(
     row: Row,
     outcome: Outcome,
-    config: GPTConfig,
+    config: Any,
     sequences: int,
     peak: flops.Peak,
     reference: dict[str, Any],
@@ -88,9 +83,6 @@ def of_training(
             row[name] = warm[name]
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
-    more = warm["peak_bytes"] - warm["half_bytes"] if "half_bytes" in warm else 0
-    if more > LEAST:
-        row["bytes_per_sequence"] = more / (sequences - warm["half"])
     if reference and "loss" in warm and not config.dropout:
         row["loss_difference"] = warm["loss"] - reference["loss"]
         norm = reference["gradient_norm"]
@@ -165,13 +157,23 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
     return row
 
 
+def final_loss(losses: list[float]) -> float:
+    """The mean over the last tenth of the steps: the same sequences for all."""
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def allowed(base: Row, tolerance: float) -> float:
+    """How far from the baseline's another final loss may be, as a fraction: with one seed
+    `tolerance`. With several the standard deviation of the baseline's final losses over the seeds,
+    the noise that the choice of a seed makes anyway."""
+    finals = base["final_losses"]
+    return statistics.stdev(finals) / base["final_loss"] if len(finals) > 1 else tolerance
+
+
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
     """Judge the final losses against the baseline's, in place; returns whether all passed.
 
-    The final loss is the mean over the last tenth of the steps: the same sequences for all. With
-    one seed it may differ by a fraction `tolerance`. With several the mean difference must be less
-    than the standard deviation of the baseline's final losses over the seeds, the noise that the
-    choice of a seed makes anyway. A loss that is too low is as suspicious as one too high.
+    A loss that is too low is as suspicious as one too high.
 
     Args:
         rows: their rounds are those of all seeds, one seed after the other.
@@ -182,7 +184,7 @@ def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int 
             row["rounds"] = [{k: v for k, v in r.items() if k != "losses"} for r in row["rounds"]]
             steps = len(losses) // seeds
             runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
-            row["final_losses"] = [statistics.fmean(run[-max(1, steps // 10) :]) for run in runs]
+            row["final_losses"] = [final_loss(run) for run in runs]
             row |= {"losses": runs[0], "final_loss": statistics.fmean(row["final_losses"])}
     base = next((r for r in rows if r["backend"] == baseline and r["status"] == "ok"), None)
     for row in rows:
@@ -190,10 +192,9 @@ def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int 
             row["verdict"] = "FAIL"
         elif row["status"] == "ok" and base is not None:
             row["difference"] = row["final_loss"] / base["final_loss"] - 1
-            good = abs(row["difference"]) <= tolerance
             if seeds > 1:
                 row["seed_noise"] = statistics.stdev(base["final_losses"])
-                good = abs(row["final_loss"] - base["final_loss"]) < row["seed_noise"]
+            good = abs(row["difference"]) <= allowed(base, tolerance)
             row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
             row["time_saved"] = 1 - row["ms"] / base["ms"]
             if "memory_bytes" in row and "memory_bytes" in base:

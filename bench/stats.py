@@ -17,6 +17,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NOISY = 0.05  # a spread that is wider says that the figure is doubtful
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -42,9 +44,8 @@ class Summary:
             return None
         return (self.q3 - self.q1) / self.median if self.median else math.inf
 
-    def noisy(self, threshold: float) -> bool:
-        """Is the spread wider than `threshold`?"""
-        return self.spread is not None and self.spread > threshold
+    def noisy(self) -> bool:
+        return self.spread is not None and self.spread > NOISY
 
 
 def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-import train
-from bench import baselines, machine
+from bench import candidates, hf, machine
 from bench.job import Job
 from bench.profiling import Scopes, kernels_of, profiler, read
-from core.optimizer import build_optimizer, learning_rate
+from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
 Mark = Callable[[str], None]
@@ -41,16 +41,18 @@ def gradient_norm(params: Iterable[Tensor]) -> float:
 
 
 class Reference:
-    """Loss and gradient norm, by manual in float32, of the batch that all begin with, and its FLOPs
-    as torch counts them. One sequence at a time, so that manual needs little memory."""
+    """Loss and gradient norm, by manual (--hf: eager) in float32, of the batch that all begin with,
+    and its FLOPs as torch counts them. One sequence at a time, so that it needs little memory."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
-        config, model = job.config, job.model()
-        params = list(model.parameters())
-        x, y = job.random_tokens(config.batch_size)
-        model(x[:1], y[:1])  # the probe of the backend is none of the model's work
+        what = hf.rows_of(["manual"])["manual"] if job.hf else ""  # which has all that it may ask
+        who: Any = candidates.build(what, job).for_training(job.setup.scaler())
+        params = list(who.model.parameters())
+        x, y = job.random_tokens(job.config.batch_size)
+        specs = hf.asked(who.model, x[:1]) if job.hf else []
+        who.loss(x[:1], y[:1])  # the probe of the backend is none of the model's work
 
         def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
             return 2 * a[0] * a[1] * b[1]  # they are shapes
@@ -60,38 +62,19 @@ class Reference:
         total = 0.0
         for i in range(len(x)):
             with counter if i == 0 else nullcontext():
-                loss = model(x[i : i + 1], y[i : i + 1])[1] / len(x)
+                loss = who.loss(x[i : i + 1], y[i : i + 1]) / len(x)
                 loss.backward()
             total += float(loss.detach())
+        counted = counter.get_total_flops() / job.config.block_size
         self.about = {
             "loss": total,
             "gradient_norm": gradient_norm(params),
-            "flops_per_token": counter.get_total_flops() / config.block_size,
+            "flops_per_token": counted,
             # the formula has six operations for them too, torch's counter has matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
-
-
-class Ours:
-    """This project's model and optimizer, with the attention backend that was named."""
-
-    def __init__(self, job: Job, scaler: torch.amp.GradScaler) -> None:
-        self.setup, self.config, self.scaler = job.setup, job.config, scaler
-        config = job.config
-        self.model = job.model()
-        self.optimizer = build_optimizer(self.model, config, job.device)
-        with self.setup.autocast:
-            self.chosen, _ = self.model.attention(shape=(config.batch_size, config.block_size))
-        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
-        self.found_inf = torch.zeros((), device=job.device)  # 1 at a gradient that is not finite
-        self.title = self.chosen.backend.title
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.run(x, y)[1]
-
-    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
-        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
+        if job.hf:
+            self.about["counted"] = asdict(hf.counted(job, who.model, specs, counted))
 
 
 class Training:
@@ -112,8 +95,7 @@ class Training:
 
             inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
         scaler = self.scaler = job.setup.scaler()
-        self.ours = None if baseline else Ours(job, scaler)
-        self.who: Any = self.ours or baselines.build(baseline, job).for_training(scaler)
+        self.who: Any = candidates.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
@@ -124,9 +106,7 @@ class Training:
         else:
             self.batch = job.random_tokens(n)
         self.about = {"title": self.who.title, "compiled": self.compiled,
-                      "dtype": job.dtype, "base_bytes": self.base,
-                      "proof": self.ours.chosen.proof if self.ours else None,
-                      }  # fmt: skip
+                      "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         """One step as its own loop does it, `mark` told what begins; the loss, float32 ()."""
@@ -148,7 +128,7 @@ class Training:
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
         answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
-        N, (B, T) = baselines.parameters(self.who), x.shape
+        N, (B, T) = candidates.parameters(self.who), x.shape
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
         if self.clock.apart:
             for name, places in (
@@ -178,29 +158,22 @@ class Training:
 
     def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
         """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
-        the first loss, the memory at half the batch, the kernels' names."""
+        the first loss, the kernels' names."""
         answer: dict[str, Any] = {}
         began = time.perf_counter()
         if not self.converge:  # there every step counts, and none comes before the first
             x, y = self.batch
-            b = self.config.batch_size
 
             def look(part: str) -> None:
-                if part == "update" and self.ours:  # the gradients are there
-                    norm = gradient_norm(self.ours.model.parameters())
+                if part == "update" and self.who.as_reference:  # the gradients are there
+                    norm = gradient_norm(self.who.model.parameters())
                     answer["gradient_norm"] = norm / self.scaler.get_scale()
 
             first = self.step(x, y, look)
             synchronize(self.device)
-            if self.ours:
+            if self.who.as_reference:
                 answer["loss"] = float(first)
             answer["first_step_s"] = time.perf_counter() - began
-            # Two sizes tell what a sequence costs. Not where compiled: another size compiles anew.
-            plain = b > 1 and self.micro == 1 and not self.compiled
-            if plain and machine.reset_peak(self.device):
-                self.step(x[: b // 2], y[: b // 2])
-                synchronize(self.device)
-                answer["half_bytes"], answer["half"] = machine.memory(self.device), b // 2
             machine.reset_peak(self.device)
             for _ in range(request.get("warm_up_steps", 1)):
                 self.step(x, y)
@@ -214,8 +187,7 @@ class Training:
             with self.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        if self.ours:
-            answer.setdefault("kernels", list(self.ours.chosen.kernels))
+        answer = {**candidates.evidence(self.who.chosen()), **answer}
         answer.setdefault("peak_bytes", machine.memory(self.device))
         return answer
 
@@ -269,8 +241,8 @@ class Training:
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
             "parts": {part: ms / steps for part, ms in parts.items()},
-            "names": {part: [[name, ms / steps] for name, ms in names]
-                      for part, names in found.longest(8).items()},
+            "names": {part: [[name, ms / steps] for name, ms in names.most_common(8)]
+                      for part, names in found.names.items()},
         }  # fmt: skip
 
     def kernels(self) -> dict[str, list[str]]:

@@ -22,16 +22,15 @@ from typing import Any
 
 import attention
 from attention.gpus import datasheet_tflops
-from bench import records, rows, tables
-from bench.baselines import HF
+from bench import hf, records, rows, tables
+from bench.candidates import HF
 from bench.compare import SAME
-from bench.decoding import weight_bytes
+from bench.decoding import token_numbers, weight_bytes
 from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
 from bench.process import Outcome
 from bench.rows import Row
 from core import flops
 from core.settings import UserError, from_dict
-from model import GPTConfig
 from train import TrainConfig
 
 TOLERANCE = 0.01  # of a final loss in converge: a larger one proves nothing
@@ -45,9 +44,7 @@ FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
 SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
 NOT_FUSED = ("", "")
-PACKAGE = (
-    r"^(?!.*pytorch_flash).*flash"  # PyTorch's own copy of FlashAttention-2 is not the package
-)
+PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package
 SHOWS: dict[str, tuple[str, str]] = {
     "manual": NOT_FUSED,
     "tiled": NOT_FUSED,
@@ -139,7 +136,7 @@ def _parts(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(row: Row) -> str:
-    return f"{row['mode']} {row['backend']} {tables.point(row)}".strip()
+    return f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
 
 
 def _peak(part: dict[str, Any]) -> Iterator[str]:
@@ -200,8 +197,10 @@ def rounds_asked(row: Row, part: dict[str, Any]) -> int:
     return min(SWEEP_ROUNDS, settings["rounds"]) if swept else settings["rounds"]
 
 
-def model_of(part: dict[str, Any]) -> GPTConfig:
-    """The model that the settings describe."""
+def model_of(part: dict[str, Any]) -> Any:
+    """The model that the settings describe, or the one that was counted."""
+    if "hf" in part:
+        return hf.Counted(**part["hf"]["counted"])
     mine = {f.name for f in fields(TrainConfig)} - {"batch_size"}  # which may be "auto"
     given = {k: v for k, v in part["settings"].items() if k in mine}
     return from_dict(TrainConfig, given).model(part["vocab_size"])
@@ -229,8 +228,8 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
                 yield f"it is filed under {name}={said[name]}, and a round ran {name}={ran[name]}"
         if (N := ran.get("parameters")) is not None:
             # transformers' GPT-2 always has biases: about one parameter more in n_embd
-            least = flops.n_params(model)
-            most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS))
+            least = model.parameters if "hf" in part else flops.n_params(model)
+            most = least * (1 + 2 / model.n_embd * (row["backend"] in OTHERS and "hf" not in part))
             if not least <= N <= most:
                 yield f"a round ran {N:,} parameters, and its settings describe {least:,}"
         ours = row["backend"] not in OTHERS and part["settings"].get("weights") == "int8"
@@ -238,7 +237,7 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
             yield f"a round ran {ran.get('int8_parameters', 0):,} weights in int8"
 
 
-def int8_parameters(model: GPTConfig) -> int:
+def int8_parameters(model: Any) -> int:
     """The weights of the linear layers and the head."""
     C, KV = model.n_embd, model.kv_heads * model.head_dim
     return model.n_layer * (2 * C * C + 2 * C * KV + 8 * C * C) + model.vocab_size * C
@@ -254,7 +253,7 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
         k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row
     }
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
-    again = rows.begin(mode, row["backend"], row["point"], outcome, part["settings"]["noise"])
+    again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
     if mode in ("train", "converge"):
         known = part["reference"] if mode == "train" and "loss" in part["reference"] else {}
@@ -263,10 +262,9 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
         again = rows.of_kernel(again, outcome, peak)
     elif mode == "decode":
         size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
-        keys = 2 * model.n_layer * model.kv_heads * model.head_dim
         shape = row["rounds"][0]["shape"]
         read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
-        outcome.about = {"weight_bytes": read, "token_bytes": keys * size}
+        outcome.about = {"weight_bytes": read, "token_bytes": token_numbers(model) * size}
         again = rows.of_decoding(again, outcome, m["bandwidth"])
     else:
         raise ValueError(f"there is no mode {mode!r}")
@@ -338,15 +336,11 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
         if row["status"] != "ok" or row["verdict"] not in ("ok", "baseline"):
             yield f"{_name(row)} did not converge as {base['backend']} did"
             continue
-        finals, last = row["final_losses"], max(1, len(row["losses"]) // 10)
-        found = [statistics.fmean(row["losses"][-last:]), statistics.fmean(finals)]
+        finals, most = row["final_losses"], rows.allowed(base, settings["tolerance"])
+        found = rows.final_loss(row["losses"]), statistics.fmean(finals)
         if not same(found[0], finals[0]) or not same(found[1], row["final_loss"]):
             yield f"{_name(row)}: its final loss does not follow from its losses"
         if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
             yield f"{_name(row)}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
-        if len(finals) > 1:
-            most = statistics.stdev(base["final_losses"]) / base["final_loss"]
-        else:
-            most = settings["tolerance"]
         if row is not base and not abs(off) <= most:
             yield f"{_name(row)} did not converge: {off:+.2%} off, {most:.2%} is allowed"

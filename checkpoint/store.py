@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention import Policy
+from attention import Policy, is_file
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
@@ -68,6 +68,9 @@ class Checkpoint:
     def config(self, **changes: Any) -> GPTConfig:
         """The model's config, with `changes`."""
         saved = todays_names(GPTConfig, self.settings["model"])
+        name = saved.get("attention_backend")
+        if isinstance(name, str) and "attention_backend" not in changes:
+            changes["attention_backend"] = backend_of(name, self.folder)
         return from_dict(GPTConfig, {**saved, **changes}, str(self.folder / "settings.json"))
 
     def train_settings(self, cls: type[T]) -> T:
@@ -87,6 +90,18 @@ class Checkpoint:
         model = GPT(self.config(**changes), policy)
         load_weights(model, self.weights(), str(self.folder))
         return model
+
+
+def backend_of(name: str, folder: Path) -> str:
+    """The attention backend that a checkpoint names, or "auto" and a warning where that is a file:
+    a checkpoint may be somebody else's, and only who types the name asks for the file to be run."""
+    if not is_file(name):
+        return name
+    log.warning(
+        "%s was trained with the kernel in %s, a file that is run only if you name it: "
+        "--attention_backend=%s. Without it 'auto' takes its place.", folder, name, name,
+    )  # fmt: skip
+    return "auto"
 
 
 def todays_names(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ nothing (biases, norm gains), is held against torch's FlopCounterMode in tests/t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, singledispatch
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,7 @@ def mean_keys(T: int, window: int | None = None) -> float:
     return float((i + 1).clamp(max=window or T).sum()) / T
 
 
+@singledispatch  # bench/hf.py adds models that were counted
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
     """Floating-point operations that one trained token needs, forward and backward.
 

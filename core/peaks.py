@@ -39,11 +39,7 @@ class Peak:
 
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet: ...", "measured 2026-11-22: ..." or "--peak_tflops"
-
-    @property
-    def measured(self) -> bool:
-        """Whether it was measured: a machine that was always busy may have given too little."""
-        return self.source.startswith("measured")
+    measured: bool = False  # a machine that was always busy may have given too little
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
@@ -81,7 +77,7 @@ def best_peak(device: str | torch.device, dtype: str) -> Peak:
     device = torch.device(device)
     tf32 = device.type == "cuda" and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32
     now, how = measured_tflops(device, getattr(torch, dtype))
-    return Peak(*better(now, "TFLOP/s", how, device, dtype=dtype, tf32=tf32))
+    return Peak(*better(now, "TFLOP/s", how, device, dtype=dtype, tf32=tf32), measured=True)
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-import bench_mfu
-from bench import bench, fitting, process, proof, qualify, training, worker
+from bench import bench, fitting, process, proof, training, worker
 
 
 class InProcess:
@@ -46,7 +45,7 @@ class NotStarted:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
-    for module in (bench_mfu, fitting, bench, process, proof, qualify):
+    for module in (fitting, bench, process, proof):
         patch.setattr(module, "Worker", kind)
     patch.setattr(process, "Started", NotStarted)
     patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

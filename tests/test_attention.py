@@ -1,4 +1,4 @@
-"""Every backend against the oracle: the whole matrix, the causality canary, dropout, refusals.
+"""Every backend against the oracle: all that `python -m attention check` asks, and refusals.
 
 Backends come from the registry, so a kernel that is added later is tested with no edit here. What a
 backend supports is checked number by number; what it does not support, it must refuse. CUDA cases
@@ -8,9 +8,7 @@ commas) says that this machine must run them.
 
 from __future__ import annotations
 
-import ast
 import itertools
-import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -21,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import (
@@ -38,7 +35,9 @@ from attention import (
     views,
     visible,
 )
-from attention.matrix import CASES, HUGE, PHASES, Case, call, canaries, canary, check, qkv
+from attention.check import FEATURES, Item, items, judge
+from attention.matrix import CASES, Case
+from attention.promises import HUGE, qkv
 from attention.spec import DTYPES, Caps
 
 STRICT = Policy(fallback=False)
@@ -47,31 +46,45 @@ HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-assert len({c.name for c in CASES}) == len(CASES)
-
-
-# Triton's interpreter takes up to seconds a case: these are always run, `slow` runs the others.
+# Triton's interpreter takes up to seconds an item: these are always run, `slow` runs the others.
 FAST = {
     "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
                 "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
                 "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split",
-                "BHTD-31x64-window-packed", "large", "scale-1x97", "sinks-gqa-window16-padded",
-                "softcap-large-window16-packed", "scale-softcap-sinks-packed-window20"),
-    "float16": ("64", "63x64", "packed", "D128", "large-gqa-window-packed", "softcap",
+                "BHTD-31x64-window-packed", "large", "dominant", "equal", "scale-1x97",
+                "sinks-gqa-window16-padded", "softcap-large-window16-packed",
+                "scale-softcap-sinks-packed-window20"),
+    "float16": ("64", "63x64", "packed", "D128", "large-gqa-window-packed", "overflow", "softcap",
                 "sinks-64x17"),
 }  # fmt: skip
+FLEX = ("97", "gqa", "113x203", "packed-window16-gqa")  # it compiles for each
+TAKES_SECONDS = ("share dropped, 0.125", "the same bits", "compiled")
+ITEMS = list(items(DTYPES))
+
+
+def _long(name: str, item: Item) -> bool:
+    """Whether it is left to the slow tests: in the interpreter, where flex compiles for each, and
+    torch.compile in other dtypes than float32."""
+    if item.case:
+        if name == "flex":
+            return (item.name, item.dtype) not in itertools.product(FLEX, ("float32",))
+        return name == "triton" and item.name not in FAST.get(item.dtype, (item.name,))
+    if "compiled" in item.name and item.dtype != "float32":
+        return True
+    if name == "triton":  # of the canary all heads without a window, grouped ones with it
+        half = "canary" in item.name and (item.spec.window is None) == (item.spec.n_kv_head == 2)
+        return item.dtype == "float16" or half or item.name.startswith(TAKES_SECONDS)
+    return name == "flex" and item.dtype in ("float16", "bfloat16")
 
 
 def _grid() -> Iterator[Any]:
-    """(backend, device, case, dtype); where there is no CUDA one case a backend says so."""
-    for name, case, dtype in itertools.product(BACKENDS, CASES, DTYPES):
-        long = name == "triton" and dtype in FAST and case.name not in FAST[dtype]
-        yield pytest.param(name, "cpu", case, dtype, id=f"{name}-cpu-{case.name}-{dtype}",
-                           marks=pytest.mark.slow if long else ())  # fmt: skip
-    cases = CASES if HAS_CUDA else CASES[:1]
-    for name, case, dtype in itertools.product(BACKENDS, cases, DTYPES if HAS_CUDA else DTYPES[:1]):
-        id_ = f"{name}-cuda-{case.name}-{dtype}"
-        yield pytest.param(name, "cuda", case, dtype, marks=pytest.mark.gpu, id=id_)
+    """(backend, device, item); where there is no CUDA one item a backend says so."""
+    for device, asked in (("cpu", ITEMS), ("cuda", ITEMS if HAS_CUDA else ITEMS[:1])):
+        for item, name in itertools.product(asked, BACKENDS):  # the oracle runs once for all
+            on_cuda, long = device == "cuda", device == "cpu" and _long(name, item)
+            marks = [pytest.mark.gpu] * on_cuda + [pytest.mark.slow] * long
+            id_ = f"{name}-{device}-{item.name}-{item.dtype}"
+            yield pytest.param(name, device, item, marks=marks, id=id_)
 
 
 @cache
@@ -98,49 +111,19 @@ def _assert_refused(name: str, spec: Spec, machine: Machine) -> None:
     assert chosen.backend.name != name and chosen.rejected[name] == tuple(why)
 
 
-def _dtypes(name: str, device: str) -> tuple[str, ...]:
-    """Those of a canary: flex compiles for each, and Triton's interpreter is slow."""
-    slow = device == "cpu" and name in ("flex", "triton")
-    return ("float32", "float64") if slow else DTYPES
-
-
-@pytest.mark.parametrize("name, device, case, dtype", sorted(
-    _grid(), key=lambda p: (p.values[1], p.values[2].name, p.values[3])))  # fmt: skip
-def test_numbers_or_a_refusal(name: str, device: str, case: Case, dtype: str) -> None:
-    """Sorted by case, so that the oracle runs once for all backends."""
+@pytest.mark.parametrize("name, device, item", _grid())
+def test_right_or_refused(name: str, device: str, item: Item) -> None:
+    """What python -m attention check asks, in any dtype; and a refusal is one by resolve() too."""
     machine = _need(device, name)
-    spec = case.spec(dtype)
-    if BACKENDS[name].why_not(spec, machine):
-        _assert_refused(name, spec, machine)
-        return
-    check(BACKENDS[name], case, dtype, device)
+    answer = judge(BACKENDS[name], item, machine, device)
+    if answer.verdict == "refused":
+        _assert_refused(name, item.spec, replace(machine, deterministic=item.deterministic))
+    assert answer.verdict != "wrong", answer.why
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_left_padded_rows_equal_the_same_rows_alone(name: str, device: str) -> None:
-    """Padding is a segment of its own: each row is held against the truth of its real part."""
-    machine = _need(device, name)
-    pads, T = (0, 5, 20), 24
-    lengths = (3,) if (name, device) == ("flex", "cpu") else (T, 3, 1)  # it compiles for each
-    for dtype, Tq, window in itertools.product(_dtypes(name, device), lengths, (None, 6)):
-        spec = Spec(4, 2, 32, dtype, window=window, segments=True, grad=False)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        draw = torch.Generator().manual_seed(11)
-        q, k, v = (torch.randn(len(pads), T, h, 32, generator=draw).to(getattr(torch, dtype))
-                   for h in (4, 2, 2))  # fmt: skip
-        seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads])
-        on = [q.to(device)[:, T - Tq :], *(t.to(device) for t in (k, v, seg))]
-        with torch.no_grad():
-            out = BACKENDS[name].attend(*on[:3], spec, segments=on[3]).cpu()
-        for b, pad in enumerate(pads):
-            row = q[b : b + 1, max(pad, T - Tq) :], k[b : b + 1, pad:], v[b : b + 1, pad:]
-            truth = oracle.attention(*row, row[0], window=window)
-            plain = oracle.plain(*(t.to(device) for t in row), row[0].to(device), window=window)
-            got = oracle.Result(out[b : b + 1, -row[0].shape[1] :])
-            oracle.check(got, plain, truth, getattr(torch, dtype))
+def test_every_item_has_a_name_of_its_own() -> None:
+    assert len({(item.name, item.dtype) for item in ITEMS}) == len(ITEMS)
+    assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
 
 def test_a_device_gets_the_strides_of_the_model() -> None:
@@ -218,144 +201,7 @@ def test_the_pin_holds_whatever_the_lengths(name, kernel, Tq, Tk) -> None:
     assert kernel in ran and len(ran - {"aten::_scaled_dot_product_attention"}) == 1, ran
 
 
-# --- deterministic by PyTorch's switch ---
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_flash", "sdpa_efficient"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_on_cuda_the_switch_gives_the_same_bits(name, dropout) -> None:
-    machine = replace(_need("cuda", name), deterministic=True)
-    spec = Spec(8, 4, 64, "float16", dropout=dropout)
-    if BACKENDS[name].why_not(spec, machine):
-        return _assert_refused(name, spec, machine)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(4, 1024, h, 64, generator=draw).to("cuda", torch.float16)
-                     for h in (8, 4, 4, 8))  # fmt: skip
-    results = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(5):
-            torch.manual_seed(0)
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            out = BACKENDS[name].attend(*leaves, spec)
-            results.append([out, *torch.autograd.grad(out, leaves, dout)])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-
-
-# --- the causality canary ---
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_canary_a_later_token_moves_nothing_earlier(name, phase, device) -> None:
-    _canary(name, phase, device, _dtypes(name, device))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_canary_of_triton_in_float16(phase) -> None:
-    _canary("triton", phase, "cpu", ("float16",))
-
-
-def _canary(name: str, phase: str, device: str, dtypes: tuple[str, ...]) -> None:
-    machine = _need(device, name)
-    # Grouped heads with the window, all heads without: in the interpreter that must do.
-    slow = name == "triton" and device == "cpu" and dtypes != ("float16",)
-    for dtype in dtypes:
-        for spec in canaries(dtype, phase):
-            if slow and (spec.window is None) == (spec.n_kv_head == 2):
-                continue
-            if BACKENDS[name].why_not(spec, machine):
-                _assert_refused(name, spec, machine)
-            else:
-                canary(BACKENDS[name], spec, phase, device, few=slow)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_canary_huge_negative_scores(name, device) -> None:
-    """All scores are -59,397: a mask of, say, -1e4 would be the largest of them, and leak."""
-    machine, Tk = _need(device, name), 20
-    lengths = (7,) if (name, device) == ("flex", "cpu") else (20, 7, 1)
-    for dtype, window, Tq in itertools.product(_dtypes(name, device), (None, 5), lengths):
-        spec = Spec(2, 1, 32, dtype, window=window, grad=Tq == Tk)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        q = torch.full((1, Tq, 2, 32), -10500.0, dtype=getattr(torch, dtype), device=device)
-        k = torch.ones(1, Tk, 1, 32, dtype=q.dtype, device=device)
-        v = torch.arange(Tk, dtype=q.dtype, device=device)[None, :, None, None].expand(k.shape)
-        out = call(BACKENDS[name], q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
-        last = torch.arange(Tk - Tq, Tk)  # the mean of the numbers of the keys that are seen
-        first = torch.zeros_like(last) if window is None else (last - window + 1).clamp(min=0)
-        torch.testing.assert_close(out, (first + last) / 2, rtol=0.02, atol=0.02, check_dtype=False)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_canary_decode_reads_nothing_behind_its_view(name, device) -> None:
-    """Keys in a longer buffer, as a cache holds them: NaN behind the last one must not be read."""
-    machine = _need(device, name)
-    for dtype in _dtypes(name, device):
-        spec = Spec(4, 2, 32, dtype, grad=False)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        q, k, v = qkv(4, 2, 40, dtype, device)
-        T = 33
-        clean = call(BACKENDS[name], q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
-        k[:, T:], v[:, T:] = float("nan"), float("nan")
-        got = call(BACKENDS[name], q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
-        assert got.isfinite().all()
-        torch.testing.assert_close(got, clean)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_canary_earlier_outputs_send_no_gradient_to_later_tokens(name, device) -> None:
-    machine = _need(device, name)
-    for dtype, window in itertools.product(_dtypes(name, device), (None, 9)):
-        spec = Spec(4, 2, 32, dtype, window=window)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        q, k, v = (t.requires_grad_() for t in qkv(4, 2, 33, dtype, device))
-        out = BACKENDS[name].attend(q, k, v, spec)
-        dout = torch.randn_like(out)
-        dout[:, 20:] = 0
-        for grad in torch.autograd.grad(out, (q, k, v), dout):
-            assert not grad[:, 20:].any() and grad[:, 19].any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("phase", ["training", "evaluation", "chunked prefill"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_canary_another_segment_moves_nothing(name, phase, device) -> None:
-    machine = _need(device, name)
-    Tq, Tk, grad = PHASES[phase]
-    for dtype, window in itertools.product(_dtypes(name, device), (None, 9)):
-        spec = Spec(4, 2, 32, dtype, window=window, segments=True, grad=grad)
-        if BACKENDS[name].why_not(spec, machine):
-            _assert_refused(name, spec, machine)
-            continue
-        q, k, v = qkv(4, 2, Tk, dtype, device)
-        seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
-        first = Tk - Tq
-        before = call(BACKENDS[name], q[:, first:], k, v, spec, segments=seg)
-        for changed in (0, 1, 2):
-            inside = seg[0] == changed
-            other = ~inside[first:]
-            louder = [t.clone() for t in (q, k, v)]
-            for t in louder:
-                t[:, inside] *= HUGE / 30  # q . k grows by the square
-            after = call(BACKENDS[name], louder[0][:, first:], *louder[1:], spec, segments=seg)
-            assert torch.equal(before[:, other], after[:, other])
-            assert other.all() or not torch.equal(before[:, ~other], after[:, ~other])
+# --- the harness itself ---
 
 
 def test_the_canary_would_catch_a_leak() -> None:
@@ -367,110 +213,6 @@ def test_the_canary_would_catch_a_leak() -> None:
     assert not torch.equal(sdpa(q, k, v)[:, :, 0], sdpa(q, k, louder)[:, :, 0])
     chunk = q[:, :, 13:]  # a top-left mask lets the last of these see 20 keys of 33
     assert torch.equal(sdpa(chunk, k, v, is_causal=True), sdpa(chunk, k, louder, is_causal=True))
-
-
-# --- dropout: not comparable number by number, but P can be read off ---
-
-
-def _dropping(name: str, device: str, p: float, **changes: Any) -> Spec | None:
-    machine = _need(device, name)
-    spec = Spec(2, 2, 16, "float32", dropout=p, **changes)
-    if BACKENDS[name].why_not(spec, machine):
-        spec = replace(spec, dtype="float16")
-    if BACKENDS[name].why_not(spec, machine):
-        _assert_refused(name, spec, machine)
-        return None
-    return spec
-
-
-def _revealing(spec: Spec, device: str, B: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k at random and v the identity: T = D, so that out[b, i, h] is row i of P."""
-    draw = torch.Generator().manual_seed(3)
-    D, dtype = spec.head_dim, getattr(torch, spec.dtype)
-    q, k = (torch.randn(1, D, 2, D, generator=draw).expand(B, D, 2, D) for _ in range(2))
-    v = torch.eye(D)[None, :, None, :].expand(B, D, 2, D)
-    q, k, v = (t.to(device, dtype).contiguous() for t in (q, k, v))
-    return q, k, v
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, p", [
-    pytest.param(name, p, marks=pytest.mark.slow if (name, p) == ("triton", 0.125) else ())
-    for name in BACKENDS for p in (0.125, 0.5)])  # fmt: skip
-def test_dropout_drops_a_share_p_and_scales_what_stays(name, device, p) -> None:
-    if not (spec := _dropping(name, device, p)):
-        return
-    B = 16
-    q, k, v = _revealing(spec, device, B)
-    probs = call(BACKENDS[name], q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
-    torch.manual_seed(0)
-    total, n, shares = torch.zeros_like(probs[:1]), 0, []
-    # An entry that is never dropped is p / (1 - p) too large: with so many draws that is 6 sigma.
-    for _ in range(math.ceil(40 * (1 - p) / p / B)):
-        got = call(BACKENDS[name], q, k, v, spec).cpu()
-        kept = got != 0
-        tolerance = 8 * torch.finfo(got.dtype).eps
-        torch.testing.assert_close(
-            got[kept], probs[kept] / (1 - p), rtol=tolerance, atol=tolerance / 100
-        )
-        total, n = total + got.sum(dim=0, keepdim=True), n + len(got)
-        shares.append(kept.sum() / (probs != 0).sum())
-    # The mean of n draws of P M / (1 - p), with M Bernoulli, has this standard deviation.
-    probs, mean = probs[:1].double(), total.double() / n
-    sigma = probs * (p / ((1 - p) * n)) ** 0.5
-    assert ((mean - probs).abs() <= 6 * sigma + 1e-3 * probs).all()
-    draws = n * int((probs != 0).sum())
-    assert abs(float(torch.stack(shares).mean()) - (1 - p)) < 6 * (p * (1 - p) / draws) ** 0.5
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_dropout_repeats_with_the_seed_and_backward_uses_the_same_mask(name, device) -> None:
-    """With v the identity the output is P M / (1 - p); M then gives out and gradients of any v."""
-    if not (spec := _dropping(name, device, 0.25)):
-        return
-    q, k, eye = _revealing(spec, device, B=4)
-    v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
-    torch.manual_seed(5)
-    mask = (call(BACKENDS[name], q, k, eye, spec) != 0).double()  # (B, T, H, T)
-    torch.manual_seed(5)
-    assert torch.equal(mask, (call(BACKENDS[name], q, k, eye, spec) != 0).double())
-    assert not torch.equal(
-        mask, (call(BACKENDS[name], q, k, eye, spec) != 0).double()
-    )  # the seed moved on
-
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    torch.manual_seed(5)
-    out = BACKENDS[name].attend(*leaves, spec)
-    got = [out, *torch.autograd.grad(out, leaves, dout)]
-
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    i = torch.arange(q.shape[1], device=q.device)
-    scores = torch.einsum("bihd,bjhd->bihj", *exact[:2]) / spec.head_dim**0.5
-    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], float("-inf"))
-    probs = torch.softmax(scores, dim=-1) * mask / (1 - spec.dropout)
-    want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
-    for g, w in zip(got, [want, *torch.autograd.grad(want, exact, dout.double())], strict=True):
-        tolerance = 20 * torch.finfo(g.dtype).eps
-        torch.testing.assert_close(g.double(), w, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_without_dropout_no_random_number_is_drawn(name, device) -> None:
-    machine = _need(device, name)
-    q = torch.randn(2, 33, 2, 32)
-    for dtype, window in itertools.product(_dtypes(name, device), (None, 9)):
-        spec = Spec(2, 2, 32, dtype, window=window)
-        if BACKENDS[name].why_not(spec, machine):
-            continue  # the matrix asserts the refusal
-        x = q.to(device, getattr(torch, dtype)).requires_grad_()
-        before = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
-        BACKENDS[name].attend(x, x, x, spec).sum().backward()
-        assert torch.equal(before[0], torch.get_rng_state())
-        if before[1] is not None:
-            assert torch.equal(before[1], torch.cuda.get_rng_state())
 
 
 # --- the oracle itself, and the definition of masking ---
@@ -595,32 +337,6 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
 
 
 # --- the layout ---
-
-ROOT = Path(__file__).parent.parent
-FILES = {"manual", "tiled", "sdpa", "flex", "triton_flash", "flash", "paged"}  # of the backends
-
-
-def _imports(path: Path) -> set[str]:
-    """The modules that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def test_attention_imports_nothing_of_the_project_but_itself() -> None:
-    """Only its command line reads core's settings; and no backend knows another."""
-    rooms = {p.name for p in ROOT.iterdir() if p.is_dir()} | {p.stem for p in ROOT.glob("*.py")}
-    for path in (ROOT / "attention").glob("*.py"):
-        above = {name.partition(".")[0] for name in _imports(path)} & rooms - {"attention"}
-        assert above <= ({"core"} if path.name == "__main__.py" else set()), (path.name, above)
-        others = FILES & {n.split(".")[1] for n in _imports(path) if n.startswith("attention.")}
-        if path.stem in FILES:
-            assert others <= {path.stem}, (path.name, others)
 
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "paged"])

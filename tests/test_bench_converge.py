@@ -10,7 +10,7 @@ import in_process
 import pytest
 from test_bench import SMALL, job, last_line, run, write_tokens
 
-from bench import baselines, rows, training
+from bench import candidates, rows
 from bench.job import Job
 
 
@@ -89,8 +89,8 @@ def test_what_a_backend_saves():
 def test_a_path_that_fails_the_verdict_is_exit_code_1(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
 
-    step = training.Ours.step
-    monkeypatch.setattr(training.Ours, "step", lambda self, *args: 1.5 * step(self, *args))
+    step = candidates.Ours.step
+    monkeypatch.setattr(candidates.Ours, "step", lambda self, *args: 1.5 * step(self, *args))
     code, out = run(argv(tmp_path, "--paths=float32", "--steps=10"))
     assert code == 1 and "FAIL: float32 ended further than 1.00% from plain." in out
 
@@ -99,8 +99,8 @@ def test_the_plain_step_is_the_seeds_and_unfused():
     losses = []
     for seed in (3, 3, 4):
         told = job("train", "plain", seed=seed, grad_clip=0.1, attention_backend="manual")
-        plain = baselines.build("plain", Job(told))
-        assert isinstance(plain, baselines.Plain)
+        plain = candidates.build("plain", Job(told))
+        assert isinstance(plain, candidates.Plain)
         plain.for_training(plain.setup.scaler())
         assert [g["fused"] for g in plain.optimizer.param_groups] == [False, False]
         assert [g["weight_decay"] for g in plain.optimizer.param_groups] == [0.1, 0.0]

@@ -30,7 +30,6 @@ from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
-from bench.stats import Summary
 from core.flops import Peak
 from model import GPTConfig
 from train import TrainConfig
@@ -74,18 +73,16 @@ def outcome(*ms: float, about: dict[str, Any] | None = None, **warm: Any) -> Out
 
 def test_what_every_row_has():
     found = outcome(8.0, 2.0, 4.0, 1.0, 2.0, peak_bytes=90)
-    row = rows.begin("train", "a", {}, found, 0.9)
+    row = rows.begin("train", "a", {}, found)
     assert (row["ms"], row["q1_ms"], row["q3_ms"]) == (2.0, 2.0, 4.0)
     assert row["spread"] == pytest.approx(1.0) and row["noisy"] is True
-    assert rows.begin("train", "a", {}, found, 1.1)["noisy"] is False
     parts = row["forward_ms"], row["backward_ms"], row["optimizer_ms"]
     assert parts == pytest.approx((1.0, 2 / 3, 0.2))
     assert row["memory_bytes"] == 108 and (row["setup_s"], row["warm_up_s"]) == (3.0, 2.0)
-    assert rows.begin("train", "a", {}, outcome(1.0, peak_bytes=500), 1)["memory_bytes"] == 500
-    assert rows.summary(row) == Summary(2.0, 2.0, 4.0, 5)
+    assert rows.begin("train", "a", {}, outcome(1.0, peak_bytes=500))["memory_bytes"] == 500
     # numpy's percentiles are another library's quartiles
     ms = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6, 5.0, 3.5]
-    row = rows.begin("train", "a", {}, outcome(*ms), 1)
+    row = rows.begin("train", "a", {}, outcome(*ms))
     assert [row["q1_ms"], row["ms"], row["q3_ms"]] == pytest.approx(np.percentile(ms, (25, 50, 75)))
 
 
@@ -97,7 +94,7 @@ def test_a_training_row_by_hand():
     reference = {"loss": 2.0, "gradient_norm": 2.0}
 
     def made(found: Outcome, sequences: int = 3) -> dict[str, Any]:
-        row = rows.begin("train", "a", {}, found, 0.1)
+        row = rows.begin("train", "a", {}, found)
         return rows.of_training(row, found, config, sequences, Peak(1e-3, ""), reference)
 
     row = made(found)
@@ -110,25 +107,10 @@ def test_a_training_row_by_hand():
     assert made(slow)["compile_s"] == pytest.approx(4.998)
 
 
-def test_the_bytes_of_a_sequence_are_the_slope_between_two_batch_sizes():
-    config = GPTConfig(block_size=4, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
-
-    def each(more: float, sequences: int, half: int) -> float | None:
-        found = outcome(1.0, peak_bytes=600e6 + more, half_bytes=600e6, half=half)
-        row = rows.begin("train", "a", {}, found, 0.1)
-        row = rows.of_training(row, found, config, sequences, Peak(1, ""), {})
-        return row.get("bytes_per_sequence")
-
-    assert each(300e6, 4, 1) == 100e6
-    assert each(300e6, 12, 6) == 50e6
-    assert each(15e6, 4, 2) is None  # drowns in what a heap keeps
-    assert each(17e6, 4, 2) == 8.5e6
-
-
 def test_a_kernel_row_by_hand():
     point = {"B": 2, "T": 3, "H": 2, "Hkv": 1, "D": 4, "window": None}
     found = outcome(0.001, error_out=1e-7, error_grad=2e-7, memory_bytes=7)
-    row = rows.of_kernel(rows.begin("kernel", "a", point, found, 0.1), found, Peak(0.01, ""))
+    row = rows.of_kernel(rows.begin("kernel", "a", point, found), found, Peak(0.01, ""))
     # 4 B H D = 64 FLOPs a pair forward, twice that backward; 6 visible pairs of 9; a microsecond
     assert row["tflops_causal"] == pytest.approx(3 * 64 * 6 / 1e-6 / 1e12)
     assert row["tflops_full"] == pytest.approx(3 * 64 * 9 / 1e-6 / 1e12)
@@ -137,11 +119,11 @@ def test_a_kernel_row_by_hand():
 
 
 def test_a_decoding_row_by_hand():
-    point = {"B": 2, "P": 10, "cache": "dynamic", "processor": False, "new_tokens": 4}
+    point = {"B": 2, "P": 10, "cache": "dynamic", "new_tokens": 4}
     found = outcome(5.0, 5.0, about={"weight_bytes": 1000, "token_bytes": 10})
     for n, r in enumerate(found.rounds):
         r |= {"first_ms": 7.0, "cache_bytes": 50 + n}
-    row = rows.of_decoding(rows.begin("decode", "a", point, found, 0.1), found, 1e6)
+    row = rows.of_decoding(rows.begin("decode", "a", point, found), found, 1e6)
     assert row["tokens_per_s"] == pytest.approx(400) and row["cache_bytes"] == 51
     assert row["mbu"] == pytest.approx((1000 + 2 * 12 * 10) / 0.005 / 1e6)
     assert row["first_ms"] == 7.0
@@ -150,10 +132,10 @@ def test_a_decoding_row_by_hand():
 def test_a_failure_is_no_figure():
     for kind, status in (("unavailable", "unavailable"), ("failed", "failed"), ("died", "failed")):
         found = Outcome(failure=Failure(kind, ["why"]))
-        row = rows.begin("train", "a", {}, found, 0.1)
+        row = rows.begin("train", "a", {}, found)
         assert row["status"] == status and row["why"] == ["why"] and "ms" not in row
         assert rows.of_training(row, found, GPTConfig(), 1, Peak(1, ""), {}) == row
-    row = rows.begin("train", "a", {}, Outcome(), 0.1)
+    row = rows.begin("train", "a", {}, Outcome())
     assert (row["status"], row["why"]) == ("stopped", ["no round was measured yet"])
 
 
@@ -161,13 +143,14 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
     config = BenchConfig(train=TrainConfig(batch_size=4, gradient_accumulation_steps=3,
                                            block_size=16, n_layer=1, n_head=2, n_embd=32),
                          batch_size=4, sweep=False)  # fmt: skip
-    here = {"peak_tflops": 1.0, "peak_source": "given"}
+    here = {"peak_tflops": 1.0, "peak_source": "given", "peak_measured": False}
     bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
     asked = []
 
-    def measure(self: Any, found: Any, jobs: Any, *how: Any) -> None:
+    def measure(self: Any, found: Any, jobs: Any, ask: Any, table: Any, **how: Any) -> Any:
         asked.append(jobs["sdpa"]["train"]["gradient_accumulation_steps"])
         found["sdpa", ""] = outcome(10.0)
+        return table()
 
     monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr(Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
@@ -181,13 +164,13 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
 def test_a_text_on_cuda_is_longer_than_it_takes_to_record_a_graph(
     device, given, tokens, monkeypatch
 ):
-    config = BenchConfig(new_tokens=given, kv_caches=("static",), processors=(False,))
+    config = BenchConfig(new_tokens=given, kv_caches=("static",))
     bench = Bench("decode", config, device, 64, ["sdpa"], None, print, {"bandwidth": 1.0})
     asked: list[Any] = []
 
-    def measure(self: Any, found: Any, jobs: Any, points: Any, *how: Any, **more: Any) -> None:
+    def measure(self: Any, found: Any, jobs: Any, points: Any, *how: Any, **more: Any) -> Any:
         asked.extend((p["P"], p["new_tokens"]) for p in points.values())
-        found.update({(name, where): Outcome() for name in jobs for where in points})
+        return []
 
     monkeypatch.setattr(Bench, "measure", measure)
     modes.decode(bench)
@@ -196,7 +179,7 @@ def test_a_text_on_cuda_is_longer_than_it_takes_to_record_a_graph(
 
 def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     def told(tflops: float, gbs: float | None, when: str) -> dict[str, Any]:
-        return {"peak_tflops": tflops, "peak_source": f"measured {when}",
+        return {"peak_tflops": tflops, "peak_source": f"measured {when}", "peak_measured": True,
                 "bandwidth": gbs, "bandwidth_source": f"measured {when}"}  # fmt: skip
 
     here, looks = told(0.1, 5.0, "before"), iter([told(0.3, 4.0, "after"), told(9.0, 9.0, "late")])
@@ -205,17 +188,18 @@ def test_the_better_of_two_looks_at_the_machine_counts_for_all_rows():
     bench.look_again()
     bench.look_again()
     assert (here["peak_tflops"], here["bandwidth"]) == (0.3, 5.0)
-    assert bench.peak == Peak(0.3, "measured after")
+    assert bench.peak == Peak(0.3, "measured after", True)
     assert here["bandwidth_source"] == "measured before"
-    given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops", "bandwidth": None}
+    given: dict[str, Any] = {"peak_tflops": 0.1, "peak_source": "--peak_tflops",
+                             "peak_measured": False, "bandwidth": None}  # fmt: skip
     Bench("train", BenchConfig(), "cpu", 64, [], None, print, given).look_again()
     assert given["peak_tflops"] == 0.1
 
 
 def test_decoding_is_held_against_the_better_of_two_bandwidths():
     """Also where the peak is a datasheet's."""
-    here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "bandwidth": 5.0,
-            "bandwidth_source": "measured before"}  # fmt: skip
+    here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "peak_measured": False,
+            "bandwidth": 5.0, "bandwidth_source": "measured before"}  # fmt: skip
     bench = modes.Bench("decode", BenchConfig(), "cpu", 64, [], None, print, here)
     again = {**here, "bandwidth": 6.0, "bandwidth_source": "measured after"}
     bench.ask_once = lambda kind, n=1: again  # type: ignore[method-assign]
@@ -228,16 +212,14 @@ def test_a_share_of_more_than_one_is_no_figure_of_a_row():
     peaks = Peak(1e-3, "--peak_tflops"), Peak(1e-6, "--peak_tflops")
     point = {"B": 1, "T": 64, "H": 2, "Hkv": 2, "D": 16, "window": None}
     found = outcome(10.0)
-    good, bad = (
-        rows.of_kernel(rows.begin("kernel", "a", point, found, 1), found, p) for p in peaks
-    )
+    good, bad = (rows.of_kernel(rows.begin("kernel", "a", point, found), found, p) for p in peaks)
     assert 0 < good["share"] < 1 and "share_why" not in good
     why = "it does more than the peak of 1e-06 TFLOP/s (--peak_tflops)"
     assert (bad["share"], bad["share_why"]) == (None, why)
-    point = {"B": 1, "P": 8, "new_tokens": 8, "cache": "none", "processor": False}
+    point = {"B": 1, "P": 8, "new_tokens": 8, "cache": "none"}
     found = outcome(10.0, about={"weight_bytes": 1e6, "token_bytes": 10})
     found.rounds[0]["cache_bytes"] = 1
-    row = rows.of_decoding(rows.begin("decode", "a", point, found, 1), found, 1e7)
+    row = rows.of_decoding(rows.begin("decode", "a", point, found), found, 1e7)
     assert row["mbu"] is None and "more than the 0.01 GB/s of the memory" in row["mbu_why"]
     assert rows.of_decoding(row, found, 1e12)["mbu"] < 1
     said = tables.answers({"mode": "kernel", "rows": [bad, {**bad, "backend": "b"}]})
@@ -289,7 +271,7 @@ def test_the_times_of_a_text(monkeypatch):
     worker = decoding.Decoding(job("decode", "sdpa"))
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: 100.0)
     monkeypatch.setattr(worker.who, "write", lambda *asked: (100.010, 100.070, 55))
-    ask = {"B": 3, "P": 5, "cache": "dynamic", "processor": False, "new_tokens": 4}
+    ask = {"B": 3, "P": 5, "cache": "dynamic", "new_tokens": 4}
     found = worker.round(ask)
     assert found["first_ms"] == pytest.approx(10) and found["ms"] == pytest.approx(20)
     assert found["cache_bytes"] == 55
@@ -406,7 +388,8 @@ def test_a_pipe_in_a_cell_begins_no_column():
 def test_sizes_and_rates_as_people_read_them():
     assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
         "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
-    assert [tables.rate(x) for x in (4.51, 99.94, 1234.4)] == ["4.5", "99.9", "1,234"]
+    assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 1234.4)] == [
+        "-", "0.691", "4.51", "99.9", "1,234"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,11 @@ def test_where_the_peak_comes_from(monkeypatch, small) -> None:
     names = iter(["NVIDIA H100 PCIe", "NVIDIA A10G"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     asked = []
-    monkeypatch.setattr(peaks, "best_peak", lambda *a: asked.append(a) or Peak(1.0, "measured"))
+    monkeypatch.setattr(
+        peaks, "best_peak", lambda *a: asked.append(a) or Peak(1.0, "measured", True)
+    )
     assert flops.peak("cuda", "bfloat16") == Peak(756, "datasheet: NVIDIA H100 datasheet")
-    assert flops.peak("cuda:1", "bfloat16") == Peak(1.0, "measured")
+    assert flops.peak("cuda:1", "bfloat16") == Peak(1.0, "measured", True)
     assert asked == [(torch.device("cuda:1"), "bfloat16")]
 
 
@@ -289,7 +291,7 @@ def test_a_share_of_more_than_one_is_not_a_figure() -> None:
     unknown = {"mfu": None, "mfu_causal": None, "mfu_why": why}
     assert too_low.row() == {"tokens_per_s": 150_000, **unknown}
     # Here the peak need not be wrong: a kernel that leaves out masked pairs does fewer operations.
-    between = flops.Speed(GPT2, 1024, 150_000, Peak(125, "measured: x"))
+    between = flops.Speed(GPT2, 1024, 150_000, Peak(125, "measured: x", True))
     row = between.row()
     assert row["mfu"] is None and row["mfu_causal"] == pytest.approx(0.958, abs=1e-3)
     assert str(between) == (

@@ -50,7 +50,7 @@ def test_the_better_of_now_and_remembered_counts_and_stays(folder, monkeypatch) 
     (path,) = folder.iterdir()
     edited(path, date="2026-01-02T03:04:05+00:00", load=1.5)
     before = f"measured 2026-01-02 at load 1.5: {HOW}"
-    assert look(monkeypatch, 0.4) == Peak(0.5, f"{before}; now 0.4 TFLOP/s")
+    assert look(monkeypatch, 0.4) == Peak(0.5, f"{before}; now 0.4 TFLOP/s", True)
     better = look(monkeypatch, 0.6)
     assert better.tflops == 0.6 and re.fullmatch(today + HOW, better.source)
     assert look(monkeypatch, 0.5).tflops == 0.6
@@ -198,7 +198,7 @@ def speed(share: float, peak: Peak) -> Speed:
 
 def test_when_a_peak_is_measured_again(monkeypatch) -> None:
     looks: list[str] = []
-    low = Peak(1.0, "measured: x")
+    low = Peak(1.0, "measured: x", True)
     monkeypatch.setattr(peaks, "best_peak", lambda device, dtype: looks.append(dtype) or low)
 
     def looked(share: float, run: Any, peak: Peak = low) -> bool:
@@ -218,7 +218,7 @@ def test_when_a_peak_is_measured_again(monkeypatch) -> None:
 
 def test_the_processes_of_a_run_go_on_with_the_same_peak(monkeypatch) -> None:
     """The first one decides and measures; the others only take what it found."""
-    low, high = Peak(1.0, "measured: x"), Peak(3.0, "measured: y")
+    low, high = Peak(1.0, "measured: x", True), Peak(3.0, "measured: y", True)
     looks: list[str] = []
     monkeypatch.setattr(peaks, "best_peak", lambda device, dtype: looks.append(dtype) or high)
     second = a_run(Everyone(1, 1.0, high), low)
@@ -231,7 +231,9 @@ def test_the_processes_of_a_run_go_on_with_the_same_peak(monkeypatch) -> None:
     assert len(looks) == 1 and first.peak_from == 40
 
 
-@pytest.mark.parametrize("found", [Peak(0.5, "measured: lower"), RuntimeError("out of memory\nx")])
+@pytest.mark.parametrize(
+    "found", [Peak(0.5, "measured: lower", True), RuntimeError("out of memory\nx")]
+)
 def test_a_look_that_finds_no_better_peak_changes_nothing(found, monkeypatch, caplog) -> None:
     def best_peak(device: torch.device, dtype: str) -> Peak:
         if isinstance(found, Peak):
@@ -239,7 +241,7 @@ def test_a_look_that_finds_no_better_peak_changes_nothing(found, monkeypatch, ca
         raise found
 
     monkeypatch.setattr(peaks, "best_peak", best_peak)
-    low = Peak(1.0, "measured: x")
+    low = Peak(1.0, "measured: x", True)
     run = a_run(Everyone(0, 0.0), low)
     assert metrics.believable(run, speed(1.2, low)) == speed(1.2, low) and run.peak == low
     assert run.distributed.said[0].endswith("1 TFLOP/s (measured: x), as before")
@@ -249,7 +251,7 @@ def test_a_look_that_finds_no_better_peak_changes_nothing(found, monkeypatch, ca
 
 def test_the_rows_of_this_run_are_reckoned_anew(tmp_path, monkeypatch) -> None:
     """Those of the run that it resumes were against a peak that is not known here."""
-    low, high = Peak(1.0, "measured: x"), Peak(3.0, "measured: y")
+    low, high = Peak(1.0, "measured: x", True), Peak(3.0, "measured: y", True)
     monkeypatch.setattr(peaks, "best_peak", lambda device, dtype: high)
     earlier = {"iter": 5, "loss": 3.0, **speed(0.6, low).row()}
     m = Metrics(tmp_path, 0, Settings())
@@ -276,14 +278,14 @@ def test_the_rows_of_this_run_are_reckoned_anew(tmp_path, monkeypatch) -> None:
 def test_rows_that_cannot_be_written_anew_do_not_end_a_run(tmp_path, monkeypatch, caplog) -> None:
     caplog.set_level(logging.WARNING, "nanoattn")
     m = Metrics(tmp_path, 0, Settings())
-    m.log(iter=1, **speed(0.5, Peak(1.0, "measured: x")).row())
+    m.log(iter=1, **speed(0.5, Peak(1.0, "measured: x", True)).row())
 
     def full(self: Path, *args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        m.reckon_anew(speed(0.5, Peak(2.0, "measured: y")))
+        m.reckon_anew(speed(0.5, Peak(2.0, "measured: y", True)))
     assert "keeps the mfu of earlier steps" in caplog.text
     m.log(iter=2, loss=1.0)
     m.close()

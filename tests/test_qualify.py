@@ -28,7 +28,7 @@ from attention import matrix
 from attention.machines import describe
 from attention.spec import Backend, Caps
 from bench import config as config_
-from bench import health, plan, proof, qualify, records, verdict
+from bench import machine, plan, proof, qualify, records, rows
 from bench import process as process_
 from bench.bench import Bench
 from bench.config import BenchConfig
@@ -80,11 +80,11 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     (folder,) = tmp_path.iterdir()
     assert verify(made, folder) == []
     assert {p["mode"] for p in records.parts(made)} == {"kernel", "train", "decode", "converge"}
-    for word in ("every number right and nothing leaked: sdpa", "Fastest kernel D=64", "MFU",
-                 "Largest gap", "Decode, batch 1", "Agreement"):  # fmt: skip
+    for word in ("every number right and nothing leaked: sdpa", "Fastest: kernel D=64", "MFU: the",
+                 "the largest gap", "Fastest: decode B=1", "Agreement"):  # fmt: skip
         assert word in out, out
     page = (folder / "README.md").read_text(encoding="utf-8")
-    for title in ("## Proof", "## Training steps", "## Generation", "| sdpa | ", "## Final losses"):
+    for title in ("## Proof", "## Training steps", "## Generation", "\n| sdpa ", "## Final losses"):
         assert title in page
     assert "plan: machine" in told and "stage 6, converge" in told
 
@@ -200,7 +200,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     for module in (bench_mfu, config_):
         monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
     looks = itertools.repeat([["0x0000000000000004", "71", "690.5"]])
-    monkeypatch.setattr(qualify, "watched", lambda: health.watched(lambda query: next(looks)))
+    monkeypatch.setattr(qualify, "watched", lambda: machine.watched(lambda query: next(looks)))
     monkeypatch.setattr(qualify, "busy", lambda device: ["GPU 0 was in use before we began"])
 
 
@@ -217,12 +217,12 @@ def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
     statuses = {s["name"]: (s["status"], s["why"]) for s in made["stages"]}
     assert statuses == {name: ("done", "") for name in qualify.STAGES}, told
     assert code == 0 and verify(made, folder) == []
-    trained = {r["backend"] for r in verdict.ok_rows(made, "training")}
+    trained = {r["backend"] for r in qualify.ok_rows(made, "training")}
     assert {"sdpa", "sdpa_flash", "sdpa_cudnn", "triton"} <= trained
     assert not trained & {"manual", "tiled", "sdpa_math"}  # no minutes of compiling for these
-    paths = {r["backend"] for r in verdict.ok_rows(made, "converge")}
+    paths = {r["backend"] for r in qualify.ok_rows(made, "converge")}
     assert paths == {"plain", "bfloat16"}
-    assert {r["point"]["new_tokens"] for r in verdict.ok_rows(made, "decode")} == {4}
+    assert {r["point"]["new_tokens"] for r in qualify.ok_rows(made, "decode")} == {4}
     assert "Suspicious: GPU 0 was in use before we began." in out
     assert "Suspicious: in the stage training the GPU's clock was held down by its power cap" in out
 
@@ -232,7 +232,7 @@ def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
 
 def bench_of(minutes: float = 9, device: str = "cuda", backends: str = "sdpa triton") -> Bench:
     here = {"peak_tflops": 989.4, "peak_source": "datasheet: x", "memory_limit": 10**11,
-            "bandwidth": 4e12}  # fmt: skip
+            "peak_measured": False, "bandwidth": 4e12}  # fmt: skip
     return Bench("kernel", BenchConfig(minutes=minutes), device, 50304, backends.split(), None,
                  print, here)  # fmt: skip
 
@@ -249,9 +249,10 @@ def test_the_grid_is_the_papers_and_its_best_comes_first() -> None:
     assert {p["D"] for p in points} == {64, 128}
     assert all(p["B"] * p["T"] == 16384 and p["H"] * p["D"] == 2048 for p in points)
     assert any(p["window"] for p in points) and any(p["Hkv"] < p["H"] for p in points)
-    names = [qualify.where(p) for p in points]
-    assert names[:2] == ["T1024 D64", "T1024 D128"] and len(set(names)) == len(names)
-    assert "T4096 D128 Hkv4" in names and "T4096 D64 W1024" in names
+    names = [rows.where(p) for p in points]
+    assert [(p["T"], p["D"]) for p in points[:2]] == [(1024, 64), (1024, 128)]
+    assert len(set(names)) == len(names)
+    assert {"B=4 T=4096 H=16 Hkv=4 D=128", "B=4 T=4096 H=32 Hkv=32 D=64 window=1024"} < set(names)
 
 
 def test_more_time_takes_more_points_and_none_is_said_so() -> None:
@@ -301,9 +302,9 @@ class Judge:
     def ask(self, request: dict[str, str]) -> dict[str, Any]:
         name = request["backend"]
         Judge.clock += 100 if name == "slow" else 1
-        if name == "breaks" and "case" in request:
+        if name == "breaks" and request["feature"] != "canary":
             raise Failure("died", ["an illegal memory access"])
-        wrong = name == "leaks" and "phase" in request
+        wrong = name == "leaks" and request["feature"] == "canary"
         return {"verdict": "wrong" if wrong else "right", "why": "it leaks" if wrong else ""}
 
     def close(self) -> None:
@@ -322,7 +323,8 @@ def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
     rows = {r["backend"]: r for r in proof.prove({}, names, ["float32"], stop, 9)}
     assert rows["good"]["right"] == asked and rows["good"]["canary"] is True
     assert 0 < rows["slow"]["right"] < 4 and rows["slow"]["not_reached"] > asked - 4
-    assert rows["leaks"]["wrong"] == len(matrix.PHASES) and rows["leaks"]["canary"] is False
+    canaries = sum(item["feature"] == "canary" for item in proof.items(["float32"]))
+    assert rows["leaks"]["wrong"] == canaries and rows["leaks"]["canary"] is False
     broken = rows["breaks"]
     assert broken["wrong"] and "illegal memory access" in broken["failures"][0]["why"]
     assert len(Judge.made) == broken["wrong"] + 1 and all(w.closed for w in Judge.made)
@@ -340,12 +342,12 @@ def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
     job = replace(bench_of(device="cpu")).job("proof", "")
     judge = proof.Proof(job)
 
-    def ask(name: str, **item: str) -> str:
-        return judge.round({"backend": name, "dtype": "float32", **item})["verdict"]
+    def ask(name: str, what: str) -> str:
+        return judge.round({"backend": name, "dtype": "float32", "what": what})["verdict"]
 
-    assert ask("manual", case="gqa") == ask("manual", phase="decode") == "right"
-    assert ask("bad", case="gqa") == ask("bad", phase="training") == "wrong"
-    assert ask("bad", case="packed") == "refused"
+    assert ask("manual", "gqa") == ask("manual", "canary, decode") == "right"
+    assert ask("bad", "gqa") == ask("bad", "canary, training") == "wrong"
+    assert ask("bad", "packed") == "refused"
 
 
 # --- the page, the machine ---
@@ -359,11 +361,11 @@ def test_the_page_says_what_is_wrong_here() -> None:
     stages: list[dict[str, Any]] = [
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
         {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
-        {"name": "training", "status": "done", "record": {"rows": [row]},
+        {"name": "training", "status": "done", "record": {"rows": [row], "answers": ["MFU: x."]},
          "watched": {"held_down_by": ["heat (hardware)"]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
-    said = "\n".join(verdict.of({"machine": here, "stages": stages}))
+    said = "\n".join(qualify.conclusions({"machine": here, "stages": stages}))
     for words in (
         "flash_attn_4 is wrong in large, bfloat16: dq is off",
         "cases not reached in the time: flash_attn_4 7",
@@ -373,35 +375,35 @@ def test_the_page_says_what_is_wrong_here() -> None:
         "1 of 1 rows of training are noisy",
         "GPU 0 was in use",
         "Missing: proof: cut: its time was over.",
-        "sdpa reaches 50.0% MFU (causal 45.0%)",
+        "MFU: x.",
     ):
         assert words in said, said
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    answers = {"--query-gpu=memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
-    found = health.busy("cuda", lambda query: answers[query])
+    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
+    found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
     assert not any("GPU 1" in text for text in found)
-    with health.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
+    with machine.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
         time.sleep(0.05)
     assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
                     "watts": 700.1}  # fmt: skip
-    with health.watched(lambda query: []) as seen:
+    with machine.watched(lambda query: []) as seen:
         pass
     assert seen == {}
 
 
 def test_a_better_peak_that_a_later_stage_finds_leaves_earlier_rows_as_they_were_reckoned() -> None:
     bench = bench_of()
-    made = bench.content([], 1.0, "")
+    made = bench.content([])
     bench.machine["peak_tflops"] = 2000.0
     assert made["machine"]["peak_tflops"] == 989.4
 
 
 def test_a_later_look_need_not_measure_the_bandwidth() -> None:
     bench = bench_of()
-    bench.machine |= {"peak_source": "measured now", "bandwidth_source": "measured now"}
+    bench.machine |= {"peak_source": "measured now", "peak_measured": True}
     again = {"peak_tflops": 1e4, "peak_source": "measured then", "bandwidth": None}
     bench.ask_once = lambda kind, n=1: again  # type: ignore[method-assign]
     bench.look_again()

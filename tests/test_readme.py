@@ -1,27 +1,29 @@
 """What README, docs and config headers say is true: commands parse, tables are generated, and the
-kernel that the README adds runs as it is written."""
+kernel of docs/KERNEL.md runs as it is written."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import in_process
 import pytest
+import test_bench
+import test_train
 
 import bench_mfu
-from attention import support
+import checkpoint
+import sample
+from attention import check, support
 from attention.__main__ import ALIASES as CLI_ALIASES
 from attention.__main__ import Options
+from attention.__main__ import main as explained
 from bench.config import load_config
-from core.settings import read
+from core.settings import UserError, read
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
@@ -56,7 +58,7 @@ SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="ut
 @pytest.mark.parametrize("line", dict.fromkeys(SHOWN + in_headers()))
 def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(line.replace("=chunked", "=tiled"))  # the README's own is not in this repo
+    words = shlex.split(line)
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert words[1] in targets
@@ -74,6 +76,8 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     elif rest[:2] == ["-m", "data"]:
         assert rest[2] in DATASETS
         read(PrepareConfig, rest[3:])
+    elif rest[:3] == ["-m", "attention", "check"]:
+        check.read(rest[3:])
     elif rest[:2] == ["-m", "attention"]:
         read(Options, rest[2:], aliases=CLI_ALIASES, positional="backend")
     elif rest[0] == "bench_mfu.py":
@@ -172,58 +176,60 @@ def test_the_table_of_mfu_is_the_record() -> None:
         ]  # fmt: skip
 
 
+# --- the kernel of docs/KERNEL.md ---
+
+
 @pytest.fixture
-def own_kernel(tmp_path: Path) -> tuple[Path, str]:
-    """A copy of the project with the README's kernel in it, as a reader would add it; its name."""
-    for name in ("attention", "core", "inference", "checkpoint", "config", "data", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(
-            "__pycache__", "*.bin", "*.npy"))  # fmt: skip
-    for name in ("model.py", "train.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    text = section("Add your own kernel in 30 lines")
-    (file,) = re.findall(r"here `(attention/\w+\.py)`", text)
+def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file as the page has it, in a folder that is now the current one."""
+    text = (ROOT / "docs" / "KERNEL.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    (registry,) = re.findall(r"two lines in `(attention/\w+\.py)`", text)
     assert code.count("\n") <= 30
-    (tmp_path / file).write_text(code, encoding="utf-8")
-    name, chosen = Path(file).stem, tmp_path / registry
-    lines = chosen.read_text(encoding="utf-8")
-    for old, new in (
-        ("from . import ", f"from . import {name}, "),
-        ("manual.BACKEND,", f"{name}.BACKEND, manual.BACKEND,"),
-    ):
-        assert lines.count(old) == 1, f"{registry} has no one place for it"
-        lines = lines.replace(old, new)
-    chosen.write_text(lines, encoding="utf-8")
-    return tmp_path, name
+    (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "chunked.py"
 
 
-def in_copy(folder: Path, *words: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    run = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True,
-                         text=True)  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout + run.stderr
-
-
-TWICE = """import contextlib, runpy, sys
-for words in ([], ["--dropout=0.1"]):
-    sys.argv[1:] = [{name!r}, "--dtype=float32", *words]
-    with contextlib.suppress(SystemExit):
-        runpy.run_module("attention", run_name="__main__", alter_sys=True)
-"""  # python -m attention, twice in one process
-
-
-def test_the_kernel_of_the_readme_runs_as_it_is_written(own_kernel: tuple[Path, str]) -> None:
-    folder, name = own_kernel
-    said = in_copy(folder, "-c", TWICE.format(name=name))
-    assert f"Attention backend: {name} (the formula, 256 queries at a time" in said
-    assert f"{name} requested but it has no dropout" in said and "Falling back to 'sdpa'" in said
+def test_the_kernel_of_the_page_passes_the_check(chunked: str, capsys: Any) -> None:
+    assert check.main([chunked, "--quick", "--dtype=float32,float16", "--device=cpu"]) == 0
+    assert "All that it declares is right." in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_kernel_of_the_readme_passes_the_whole_matrix(own_kernel: tuple[Path, str]) -> None:
-    folder, name = own_kernel
-    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_attention.py")
-    said = in_copy(folder, *words, "-k", f"{name} and cpu", "-m", "slow or not slow")
-    assert re.search(r"[1-9]\d\d passed", said), said
+def test_the_table_of_the_readme_is_what_the_whole_check_prints(chunked: str, capsys: Any) -> None:
+    assert check.main([chunked, "--device=cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (table,) = re.findall(
+        r"```\n( +passed.*?)\.\.\.\n```", section("Add your own kernel in 30 lines"), re.S
+    )
+    assert set(table.splitlines()) <= set(said)
+
+
+def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
+    explained([chunked, "--dtype=float32"])
+    said = capsys.readouterr().out
+    assert "Attention backend: chunked (the formula, 256 queries at a time" in said
+    explained([chunked, "--dtype=float32", "--dropout=0.1"])
+    said = capsys.readouterr().out
+    assert "chunked requested but it has no dropout" in said and "Falling back to 'sdpa'" in said
+    with pytest.raises(UserError, match="there is no such file"):
+        explained(["no.py"])
+
+
+def test_the_kernel_of_the_page_trains_and_is_measured(
+    chunked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, line = tmp_path / "out", test_train.argv
+    run = test_train.run_line(
+        line(test_train.make_data(tmp_path), out, attention_backend=chunked), out
+    )
+    state = checkpoint.load(checkpoint.latest(out)).state
+    assert run.code == 0 and state["attention_backend"] == "chunked"
+    code, said, _ = test_train.enter(sample.main, [f"--out_dir={out}", "--max_new_tokens=4",
+        "--device=cpu", f"--attention_backend={chunked}"])  # fmt: skip
+    assert code == 0 and said
+    in_process.use(monkeypatch)
+    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--sweep=False", "--json"]
+    code, said, _ = test_train.enter(bench_mfu.main, config)
+    rows = {row["backend"]: row["status"] for row in json.loads(said.splitlines()[-1])["rows"]}
+    assert code == 0 and rows == {"sdpa": "ok", chunked: "ok"}

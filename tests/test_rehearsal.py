@@ -137,7 +137,7 @@ def test_generation_with_every_cache(there):
     content = bench(there, "decode", *TINY, "--backends=sdpa,paged", "--compile=True",
                     "--prompts=8", "--new_tokens=6", "--batch_sizes=2")  # fmt: skip
     for cache in ("none", "dynamic", "static"):
-        assert row(content, "sdpa", cache=cache, processor=True)["cache_bytes"] is not None
+        assert row(content, "sdpa", cache=cache)["cache_bytes"] is not None
     assert row(content, "paged", cache="paged")["kernels"] == ["paged decode (Triton)"]
     assert "measured" in content["machine"]["bandwidth_source"]
 

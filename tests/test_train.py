@@ -418,7 +418,7 @@ def test_the_line_of_the_documentation_fits_the_pattern():
 @pytest.mark.parametrize("measured", [False, True])
 def test_lines_rows_and_the_picture(measured, data_dir, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    peak = flops.Peak(0.05, "measured: by a test")
+    peak = flops.Peak(0.05, "measured: by a test", True)
     monkeypatch.setattr(peaks, "best_peak", lambda *a: peak)
     r = run(data_dir, out, max_iters=9, log_interval=3, eval_interval=6,
             peak_tflops="none" if measured else 2.0)  # fmt: skip
@@ -519,7 +519,7 @@ def test_a_run_that_comes_near_its_peak_measures_it_again(truth, shares, data_di
     def best_peak(*args: Any) -> flops.Peak:
         now[0] += 1000.0  # a measurement takes its time, and it is nobody's
         share = truth if found else 0.67
-        found.append(flops.Peak(share * work / 1e12, f"measured: look {len(found)}"))
+        found.append(flops.Peak(share * work / 1e12, f"measured: look {len(found)}", True))
         return found[-1]
 
     monkeypatch.setattr(GPT, "forward", moves)

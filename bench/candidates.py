@@ -1,5 +1,5 @@
-"""Baselines: other people's GPT-2 at the same sizes, in the same rounds, so that a ratio can be
-claimed; and the training step as everybody would write it.
+"""Who is measured: this project's model with one of its backends, and baselines at the same sizes
+in the same rounds, so that a ratio can be claimed.
 
     --rival nanogpt=PATH    karpathy/nanoGPT: the model.py of the checkout in PATH is imported from
                             there, and stepped as its train.py does
@@ -7,9 +7,9 @@ claimed; and the training step as everybody would write it.
                             hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
                             stepped as its Trainer does (fused AdamW, gradients clipped)
 
-In the mode decode each writes with its own generate(). nanoGPT has no cache and no logits
-processors, and samples; transformers takes the likeliest token, with sdpa, its default, and has a
-row for each of its caches that is also one of ours. Its static cache is compiled where ours is.
+In the mode decode each writes with its own generate(). nanoGPT has no cache, and samples;
+transformers takes the likeliest token, with sdpa, its default, and has a row for each of its caches
+that is also one of ours. Its static cache is compiled where ours is.
 
 Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
 window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
@@ -29,15 +29,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attention
+import train
+from attention import Resolution
+from bench import hf
 from bench.job import Job
+from core import int8
 from core.optimizer import build_optimizer
 from core.runtime import synchronize
 from core.settings import UserError
+from inference import engine
+from inference.sampling import Stats
 
 HF = ("eager", "sdpa", "flash_attention_2")
-CACHES = {"nanogpt": ("none",), "hf": ("dynamic", "static")}  # with which generate() is measured
 Mark = Callable[[str], None]
-Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
@@ -58,17 +63,11 @@ def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict
     return found
 
 
-def can_write(baseline: str, cache: str, processor: bool) -> bool:
-    """Whether its generate() knows such a cache, and logits processors."""
-    name = baseline.partition("=")[0]
-    return cache in CACHES[name] and not (processor and name == "nanogpt")
-
-
-def build(baseline: str, job: Job) -> Baseline:
-    """The baseline, its new model on the device; UserError where it cannot do what is asked."""
+def build(baseline: str, job: Job) -> Candidate:
+    """Our model, or a baseline, new; UserError where it cannot do what is asked."""
     name, _, what = baseline.partition("=")
-    if name == "plain":
-        return Plain(job)
+    if name in ("", "plain"):
+        return Plain(job) if name else Ours(job)
     config = job.config
     wanted = {
         "attention_window": config.attention_window,
@@ -76,21 +75,37 @@ def build(baseline: str, job: Job) -> Baseline:
         "gradient_checkpointing": config.gradient_checkpointing,
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
     }
+    if job.hf:
+        wanted = {name: wanted[name] for name in ("gradient_checkpointing",)}
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it has no {' and no '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
+def evidence(chosen: list[Resolution]) -> dict[str, Any]:
+    """Of what was chosen for a model's layers: the kernels, and the proof that came out worst."""
+
+    def share(proof: dict[str, Any]) -> float:
+        return proof["error"] / proof["allowed"]
+
+    proofs = [c.proof for c in chosen if c.proof]
+    kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
+    return {"kernels": kernels, "proof": max(proofs, key=share, default=None)}
+
+
 def parameters(who: Any) -> int:
     """The parameters of its model but for the position embeddings: N of core/flops.py."""
+    if who.job.hf:
+        return hf.parameters(who.model)
     return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
-class Baseline:
+class Candidate:
     """A model, its optimizer, and how its own loops step and write."""
 
     title: str
     model: Any
+    as_reference = False  # whether its weights are the reference's, so that losses compare
     optimizer: Any
     run: Any  # the model, compiled or not
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -99,17 +114,22 @@ class Baseline:
     def __init__(self, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
 
-    def for_training(self, scaler: torch.amp.GradScaler) -> Baseline:
+    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
         self.scaler = scaler
         self.model.train()
         self.optimizer = self.make_optimizer()
         self.run = torch.compile(self.model) if self.setup.compile else self.model
         return self
 
-    def for_decoding(self, compile: bool) -> Baseline:
+    def for_decoding(self, compile: bool, weights: str) -> Candidate:
+        """Args: compile: the decode steps of a static cache; weights: our model's may be "int8"."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
         return self
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        """What was chosen for its layers, with a cache or to train; [] where nobody here knows."""
+        return []
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """One step as its own loop does it, with the marks of train.train_step."""
@@ -133,7 +153,63 @@ class Baseline:
         return loss
 
 
-class Plain(Baseline):
+class Ours(Candidate):
+    """This project's model with the attention backend that was named."""
+
+    as_reference = True
+
+    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
+        config, device = self.config, self.job.device
+        self.scaler, self.model = scaler, self.job.model()
+        self.optimizer = build_optimizer(self.model, config, device)
+        with self.setup.autocast:
+            shape = (config.batch_size, config.block_size)
+            self.to_train, _ = self.model.attention(shape=shape)
+        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
+        self.found_inf = torch.zeros((), device=device)  # 1 at a gradient that is not finite
+        self.title = self.to_train.backend.title
+        return self
+
+    def for_decoding(self, compile: bool, weights: str) -> Candidate:
+        self.title, self.compile = attention.get(self.config.attention_backend).title, compile
+        self.model = self.job.model(cast=True).eval()
+        if weights == "int8":
+            embedding = self.model.transformer.wte.weight
+            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
+                raise UserError(why)
+            int8.convert(self.model, embedding)
+        return self
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        if cache is None:
+            return [self.to_train]
+        with torch.no_grad():
+            page = 16 if cache == "paged" else None
+            return [self.model.attention(cache=cache, page_size=page)[0]]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.run(x, y)[1]
+
+    def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
+        how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
+        return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
+
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+        """Continue `prompt`, (B, T) int64, by `new` tokens.
+
+        Returns:
+            when the first and the last token were there, in seconds of time.perf_counter(), and
+            the bytes of the cache.
+        """
+        stats, compile = Stats(), self.compile and cache == "static"
+        how: dict[str, Any] = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
+        texts = engine.stream(self.model, prompt, new, stats=stats, **how)
+        times = [time.perf_counter() for _ in texts]
+        assert len(times) == new, (len(times), new)
+        return times[0], times[-1], stats.cache_bytes
+
+
+class Plain(Candidate):
     """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
     logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
 
@@ -156,7 +232,7 @@ class Plain(Baseline):
         return F.cross_entropy(self.run(x)[0].flatten(0, 1), y.flatten())
 
 
-class NanoGPT(Baseline):
+class NanoGPT(Candidate):
     """The model of a nanoGPT checkout, with the optimizer that it configures."""
 
     title = "nanoGPT"
@@ -181,11 +257,10 @@ class NanoGPT(Baseline):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
-        """Its generate(), which reads the whole text anew for every token; see decoding.Ours."""
-        assert cache == "none" and processor is None
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+        """Its generate(), which reads the whole text anew for every token; see Ours."""
+        if cache != "none":
+            raise UserError("its generate() has no cache")
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
@@ -205,8 +280,8 @@ class NanoGPT(Baseline):
         return began[1], end, 0
 
 
-class HuggingFace(Baseline):
-    """transformers' GPT-2."""
+class HuggingFace(Candidate):
+    """transformers' GPT-2, or the model of --hf, there with our backends too."""
 
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(job)
@@ -214,6 +289,10 @@ class HuggingFace(Baseline):
             raise UserError("package 'transformers' is not installed (pip install transformers)")
         import transformers
 
+        self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
+        if job.hf:
+            self.model = hf.build(job, implementation)
+            return
         config, device = self.config, job.device
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
@@ -228,7 +307,9 @@ class HuggingFace(Baseline):
             self.model = make(sizes, attn_implementation=implementation).to(device)
         except ImportError as e:
             raise UserError(" ".join(str(e).split())) from e
-        self.title = f"transformers {transformers.__version__}"
+
+    def chosen(self, cache: str | None = None) -> list[Resolution]:
+        return hf.ran(self.model)
 
     def make_optimizer(self) -> Any:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
@@ -239,12 +320,10 @@ class HuggingFace(Baseline):
         # It shifts the labels by itself; the last position then counts for nothing.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
-    def write(
-        self, prompt: Tensor, new: int, cache: str, processor: Processor | None
-    ) -> tuple[float, float, int]:
-        """Its generate(), greedy; its streamer is told of every token. See decoding.Ours."""
-        from transformers import LogitsProcessorList
-
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+        """Its generate(), greedy; its streamer is told of every token. See Ours."""
+        if cache not in ("dynamic", "static"):
+            raise UserError(f"it is measured with its caches dynamic and static, not with {cache}")
         reader = Reader()
         found = self.model.generate(
             prompt,
@@ -255,7 +334,6 @@ class HuggingFace(Baseline):
             cache_implementation=cache,
             disable_compile=not self.compile,
             streamer=reader,
-            logits_processor=LogitsProcessorList([processor] if processor else []),
             return_dict_in_generate=True,
         )
         times = reader.times[1:]  # it is told of the prompt first

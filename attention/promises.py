@@ -1,0 +1,391 @@
+"""What every backend must hold beside right numbers, as promises that are asked one by one.
+
+Causality and segments: nothing that a query does not see changes its output by a bit. Dropout: the
+share p, the same mask with the same seed and in the backward pass. The same bits twice where that
+is declared. torch.compile as declared. Caches read as their views say. promises() lists them all;
+the tests, `python -m attention check` and `bench_mfu.py qualify` ask them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import matrix, oracle
+from .oracle import require
+from .select import leakage, run_cached
+from .spec import Backend, Spec, visible
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question to a backend that supports `spec`; what is wrong is an AssertionError."""
+
+    name: str
+    features: tuple[str, ...]  # rows of the table that check.py prints
+    spec: Spec
+    ask: Callable[[Backend, Spec, str], None]  # the backend, spec, the device
+    deterministic: bool = False  # asked under torch.use_deterministic_algorithms(True)
+    case: matrix.Case | None = None  # of the matrix; None: a promise
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+
+def promises(dtype: str) -> Iterator[Item]:
+    """All of them, in one dtype."""
+
+    def item(name: str, feature: str, spec: Spec, ask: Callable[..., None], **more: Any) -> Item:
+        heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
+        window = f", window {spec.window}" if spec.window else ""
+        return Item(name + heads + window, (feature,), spec, ask, **more)
+
+    heads = partial(Spec, 4, 2, 32, dtype)
+    windows = (None, 9)
+    for phase, (_, _, grad) in PHASES.items():
+        for spec in canaries(dtype, phase):
+            yield item(f"canary, {phase}", "canary", spec, partial(_canary, phase))
+        if phase != "decode":  # one query has no other segment before it and behind it
+            for w in windows:
+                spec = heads(window=w, segments=True, grad=grad)
+                yield item(f"segments, {phase}", "canary", spec, partial(segments, phase))
+    for w, Tq in itertools.product((None, 5), (20, 7, 1)):
+        spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
+        yield item(f"huge negative scores, {Tq} of 20", "canary", spec, partial(negative, Tq))
+    yield item("behind the view", "canary", heads(grad=False), behind)
+    for w in windows:
+        yield item("no gradient to later tokens", "canary", heads(window=w), later_gradient)
+    for p in (0.125, 0.5):
+        yield item(f"share dropped, {p}", "dropout", _dropping(dtype, p), share)
+    yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
+    for w in windows:
+        yield item("no random number without", "dropout", heads(window=w), no_random)
+    for p in (0.0, 0.25):
+        name = "the same bits" + ", with dropout" * bool(p)
+        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
+    for grad in (True, False):
+        name = "compiled" + ", no gradients" * (not grad)
+        yield item(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
+    for w, Tq in itertools.product((None, 6), (24, 3, 1)):
+        spec = heads(window=w, segments=True, grad=False, cache="dynamic")
+        yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
+    for w, size in itertools.product(windows, (None, 16, 256)):
+        kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
+        spec = heads(window=w, grad=False, cache=kind, page_size=size)
+        yield item(name, "caches", spec, cached)
+        if w is None:
+            more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
+            yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
+
+
+# --- nothing unseen changes an output ---
+
+PHASES = {  # Tq, Tk, whether autograd records
+    "training": (33, 33, True),
+    "evaluation": (33, 33, False),
+    "chunked prefill": (20, 33, False),
+    "decode": (1, 33, False),
+}
+HUGE = 3000.0  # finite in float16, as are its products with values of size 1
+
+
+def canaries(dtype: str, phase: str) -> Iterator[Spec]:
+    """Multi-head and grouped-query attention, with and without a window."""
+    for window, Hkv in itertools.product((None, 9), (4, 2)):
+        yield Spec(4, Hkv, 32, dtype, window=window, grad=PHASES[phase][2])
+
+
+def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+    """The output, computed with or without autograd as the phase does."""
+    with torch.set_grad_enabled(spec.grad):
+        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
+        return backend.attend(q, k, v, spec, **more).detach()
+
+
+def qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
+    """Random q, k and v, (2, T, H or Hkv, 32)."""
+    chance = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(2, T, h, 32, generator=chance).to(device, getattr(torch, dtype))
+        for h in (H, Hkv, Hkv)
+    ]
+
+
+def canary(backend: Backend, spec: Spec, phase: str, device: str = "cpu") -> None:
+    """Make one position of q, k or v huge: no output before it may change by a bit, and some
+    output must, or the test tested nothing. Nor may keys before the window change anything.
+
+    Raises:
+        AssertionError: something leaked; the text says from where to where.
+    """
+    Tq, Tk, _ = PHASES[phase]
+    q, k, v = qkv(spec.n_head, spec.n_kv_head, Tk, spec.dtype, device)
+    first = Tk - Tq  # the position of the first query
+
+    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(backend, q[:, first:], k, v, spec)
+
+    before = output(q, k, v)
+
+    def moved(*louder: Tensor, since: int) -> list[int]:
+        """The positions whose outputs move. Where one before `since` does, both are computed anew,
+        twice at most: a library may round otherwise once, as where the load changes."""
+        nonlocal before
+        for _ in range(3):
+            different = (before != output(*louder)).any(dim=(0, 2, 3))
+            found: list[int] = (different.nonzero().flatten() + first).tolist()
+            if not found or found[0] >= since:
+                break
+            before = output(q, k, v)
+        return found
+
+    places = {first + 1, (first + Tk) // 2, Tk - 1}
+    for changed in sorted(places & set(range(first + 1, Tk))):
+        for which, name in enumerate("qkv"):
+            Q, K, V = (t.clone() for t in (q, k, v))
+            (Q, K, V)[which][:, changed] *= HUGE
+            found = moved(Q, K, V, since=changed)
+            text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
+            oracle.require(bool(found) and found[0] >= changed, text)
+    if spec.window is not None:
+        K, V = k.clone(), v.clone()
+        for t in (K, V):
+            t[:, : max(first - spec.window + 1, 0)] *= HUGE
+        none = not moved(q, K, V, since=Tk)
+        oracle.require(none, f"keys before the window of every query moved an output ({spec})")
+
+
+def _canary(phase: str, backend: Backend, spec: Spec, device: str) -> None:
+    canary(backend, spec, phase, device)
+
+
+def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
+    """One of three segments gets huge: no output of the others may change by a bit."""
+    Tq, Tk, _ = PHASES[phase]
+    q, k, v = qkv(spec.n_head, spec.n_kv_head, Tk, spec.dtype, device)
+    seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
+    first = Tk - Tq
+    before = call(backend, q[:, first:], k, v, spec, segments=seg)
+    for changed in (0, 1, 2):
+        inside = seg[0] == changed
+        other = ~inside[first:]
+        louder = [t.clone() for t in (q, k, v)]
+        for t in louder:
+            t[:, inside] *= HUGE / 30  # q . k grows by the square
+        after = call(backend, louder[0][:, first:], louder[1], louder[2], spec, segments=seg)
+        same = torch.equal(before[:, other], after[:, other])
+        require(same, f"segment {changed} changed, and an output of another one moved")
+        moved = not torch.equal(before[:, ~other], after[:, ~other])
+        require(bool(other.all()) or moved, f"segment {changed} changed, and nothing moved")
+
+
+def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+    """All scores are -59,397: a mask of, say, -1e4 would be the largest of them, and leak."""
+    Tk, dtype = 20, getattr(torch, spec.dtype)
+    q = torch.full((1, Tq, 2, 32), -10500.0, dtype=dtype, device=device)
+    k = torch.ones(1, Tk, 1, 32, dtype=dtype, device=device)
+    v = torch.arange(Tk, dtype=dtype, device=device)[None, :, None, None].expand(k.shape)
+    out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
+    last = torch.arange(Tk - Tq, Tk)  # the mean of the numbers of the keys that are seen
+    first = (last - (spec.window or Tk) + 1).clamp(min=0)
+    _close(out, (first + last) / 2, 0.02, "the mean of the values that are seen")
+
+
+def behind(backend: Backend, spec: Spec, device: str) -> None:
+    """Keys in a longer buffer, as a cache holds them: NaN behind the last one must not be read."""
+    q, k, v = qkv(spec.n_head, spec.n_kv_head, 40, spec.dtype, device)
+    T = 33
+    clean = call(backend, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
+    k[:, T:], v[:, T:] = float("nan"), float("nan")
+    got = call(backend, q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
+    require(got.isfinite().all(), "NaN behind the last key was read")
+    _close(got, clean, 16 * torch.finfo(got.dtype).eps, "the output of the same keys, copied")
+
+
+def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
+    """Earlier outputs send no gradient to later tokens."""
+    q, k, v = (t.requires_grad_() for t in qkv(spec.n_head, spec.n_kv_head, 33, spec.dtype, device))
+    out = backend.attend(q, k, v, spec)
+    dout = torch.randn_like(out)
+    dout[:, 20:] = 0
+    for name, grad in zip("qkv", torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        require(not grad[:, 20:].any(), f"the first 20 outputs gave d{name} of later tokens")
+        require(grad[:, 19].any(), f"d{name} of token 19 is zero")
+
+
+def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+    """Relative to each number, and absolute."""
+    got, want = got.detach().double(), want.detach().double()
+    off = (got - want).abs() - tolerance * want.abs()
+    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")
+
+
+# --- dropout: not comparable number by number, but P can be read off ---
+
+
+def _dropping(dtype: str, p: float) -> Spec:
+    return Spec(2, 2, 16, dtype, dropout=p)
+
+
+def _revealing(spec: Spec, device: str, B: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k at random and v the identity: T = D, so that out[b, i, h] is row i of P."""
+    draw = torch.Generator().manual_seed(3)
+    D, dtype = spec.head_dim, getattr(torch, spec.dtype)
+    q, k = (torch.randn(1, D, 2, D, generator=draw).expand(B, D, 2, D) for _ in range(2))
+    v = torch.eye(D)[None, :, None, :].expand(B, D, 2, D)
+    q, k, v = (t.to(device, dtype).contiguous() for t in (q, k, v))
+    return q, k, v
+
+
+def share(backend: Backend, spec: Spec, device: str) -> None:
+    """A share p of the probabilities is dropped, the others are divided by 1 - p."""
+    B, p = 16, spec.dropout
+    q, k, v = _revealing(spec, device, B)
+    probs = call(backend, q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
+    torch.manual_seed(0)
+    total, n, shares = torch.zeros_like(probs[:1]).double(), 0, []
+    # An entry that is never dropped is p / (1 - p) too large: with so many draws that is 6 sigma.
+    for _ in range(math.ceil(40 * (1 - p) / p / B)):
+        got = call(backend, q, k, v, spec).cpu()
+        kept = got != 0
+        tolerance = 8 * torch.finfo(got.dtype).eps
+        _close(got[kept], probs[kept] / (1 - p), tolerance, "what was not dropped")
+        total, n = total + got.double().sum(dim=0, keepdim=True), n + len(got)
+        shares.append(kept.sum() / (probs != 0).sum())
+    # The mean of n draws of P M / (1 - p), with M Bernoulli, has this standard deviation.
+    probs, mean = probs[:1].double(), total / n
+    sigma = probs * (p / ((1 - p) * n)) ** 0.5
+    rounding = 1e-3 + torch.finfo(got.dtype).eps
+    even = ((mean - probs).abs() <= 6 * sigma + rounding * probs).all()
+    require(even, "some probabilities are dropped more often than others")
+    draws = n * int((probs != 0).sum())
+    off = float(torch.stack(shares).double().mean()) - (1 - p)
+    require(abs(off) < 6 * (p * (1 - p) / draws) ** 0.5, f"{p - off:.4f} are dropped, not {p}")
+
+
+def replay(backend: Backend, spec: Spec, device: str) -> None:
+    """With v the identity the output is P M / (1 - p). The same seed gives the same M, the next
+    call another one, and M gives the output and the gradients of any v."""
+    q, k, eye = _revealing(spec, device, B=4)
+    v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
+    torch.manual_seed(5)
+    masks = [(call(backend, q, k, eye, spec) != 0).double()]  # (B, T, H, T)
+    torch.manual_seed(5)
+    masks += [(call(backend, q, k, eye, spec) != 0).double() for _ in range(2)]
+    require(torch.equal(masks[0], masks[1]), "the same seed gives another dropout mask")
+    require(not torch.equal(masks[0], masks[2]), "the next call has the same dropout mask")
+
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    torch.manual_seed(5)
+    out = backend.attend(*leaves, spec)
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    i = torch.arange(q.shape[1], device=q.device)
+    scores = torch.einsum("bihd,bjhd->bihj", *exact[:2]) / spec.head_dim**0.5
+    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], float("-inf"))
+    probs = torch.softmax(scores, dim=-1) * masks[0] / (1 - spec.dropout)
+    want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
+    truth = [want, *torch.autograd.grad(want, exact, dout.double())]
+    for name, g, w in zip(("out", "dq", "dk", "dv"), got, truth, strict=True):
+        _close(g, w, 20 * torch.finfo(g.dtype).eps, f"{name} by the mask of the forward pass")
+
+
+def no_random(backend: Backend, spec: Spec, device: str) -> None:
+    """Without dropout no random number is drawn: training repeats whatever the kernel."""
+    cuda = torch.device(device).type == "cuda"
+    q, k, v = (t.requires_grad_() for t in qkv(spec.n_head, spec.n_kv_head, 33, spec.dtype, device))
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    backend.attend(q, k, v, spec).sum().backward()
+    require(torch.equal(before[0], torch.get_rng_state()), "a random number was drawn")
+    if before[1] is not None:
+        require(torch.equal(before[1], torch.cuda.get_rng_state(device)), "one was drawn on CUDA")
+
+
+# --- the same bits, compiled, and through caches ---
+
+
+def same_bits(backend: Backend, spec: Spec, device: str) -> None:
+    """Five times the same, by PyTorch's switch; on CUDA large enough for many blocks."""
+    T = 1024 if torch.device(device).type == "cuda" else 97
+    case = matrix.Case("deterministic", T, T, spec.n_head, spec.n_kv_head, spec.head_dim)
+    q, k, v, dout = matrix.draw(case, spec.dtype, device)
+    results = []
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            torch.manual_seed(0)
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = backend.attend(*leaves, spec)
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    finally:
+        torch.use_deterministic_algorithms(was)
+    for result in results[1:]:
+        for name, a, b in zip(("out", "dq", "dk", "dv"), result, results[0], strict=True):
+            require(torch.equal(a, b), f"{name} is not the same each time")
+
+
+def compiled(backend: Backend, spec: Spec, device: str) -> None:
+    """Right inside torch.compile, forward and backward; in one graph if fullgraph is declared. On
+    the CPU by aot_eager, which traces all and generates no code."""
+    torch.compiler.reset()
+    compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
+
+    run = backend.attend
+
+    def attend(*args: Any, **more: Any) -> Any:
+        return run(*args, **more)
+
+    traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
+    backend = replace(backend, attend=traced)
+    case = matrix.Case("compiled", 65, 65, spec.n_head, spec.n_kv_head, spec.head_dim)
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
+    torch.compiler.reset()
+
+
+def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+    """Padding on the left is a segment of its own: each row is as its real part alone."""
+    pads, T, dtype = (0, 5, 20), 24, getattr(torch, spec.dtype)
+    draw = torch.Generator().manual_seed(11)
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    q, k, v = (torch.randn(len(pads), T, h, D, generator=draw).to(device, dtype)
+               for h in (H, Hkv, Hkv))  # fmt: skip
+    seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads]).to(device)
+    with torch.no_grad():
+        out = backend.attend(q[:, T - Tq :], k, v, spec, segments=seg)
+    for b, pad in enumerate(pads):
+        row = q[b : b + 1, max(pad, T - Tq) :], k[b : b + 1, pad:], v[b : b + 1, pad:]
+        truth = oracle.attention(*row, row[0], window=spec.window)
+        plain = oracle.plain(*row, row[0], window=spec.window)
+        got = oracle.Result(out[b : b + 1, -row[0].shape[1] :])
+        oracle.check(got, plain, truth, dtype)
+
+
+def cached(backend: Backend, spec: Spec, device: str) -> None:
+    """Through a cache, in two chunks and then single tokens, with rows of two lengths, the output
+    is that of the whole sequence; and a later token moves no earlier output."""
+    T = 64 if (spec.page_size or 0) < 64 else 300
+    case = matrix.Case("cached", T, T, spec.n_head, spec.n_kv_head, spec.head_dim,
+                       window=spec.window, scale=spec.scale, softcap=spec.softcap,
+                       sinks=spec.sinks)  # fmt: skip
+    inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
+    if (sinks := matrix.sinks(case, spec.dtype, device)) is not None:
+        inputs.append(sinks)
+    (out,) = run_cached(backend.attend, inputs, None, spec)
+    rough, exact = matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype)
+    oracle.check(oracle.Result(out), rough, exact, getattr(torch, spec.dtype))
+    for _ in range(3):  # a library may round otherwise once, as where the load changes
+        moved = leakage(partial(run_cached, backend.attend), inputs, None, spec)
+        if moved == 0:
+            return
+    require(False, f"a later token moves earlier outputs, by up to {moved:.2g}")

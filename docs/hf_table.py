@@ -1,0 +1,256 @@
+"""Tiny models of `transformers` with each kernel here, against its own eager attention in float64.
+
+    python -m docs.hf_table      runs them all and writes the table of docs/HF.md
+
+For each model, backend and case :func:`cell` either runs the model and checks every number, and
+that each layer's attention was computed by that kernel, or says why it was refused. The models have
+random weights, made large enough that windows, caps and sinks matter (tests/test_hf.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: these are many tiny tensors
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
+
+import torch
+from torch import Tensor
+
+from attention import BackendUnavailable, Machine, Policy, hf, packages
+from attention import get as get_backend
+from attention.select import allowed_error
+from docs.source import ROOT
+
+PAGE = ROOT / "docs" / "HF.md"
+BACKENDS = ("manual", "tiled", "sdpa", "triton")
+CASES = ("full", "left-padded", "right-padded", "packed", "dynamic cache", "static cache",
+         "training")  # fmt: skip
+T, NEW, PADDED, SPLIT = 20, 4, 5, 8  # tokens; generated ones; of padding; of the first of two texts
+
+_TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_PLAIN = _TOKENS | {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+_GROUPED = _PLAIN | {"num_key_value_heads": 2}
+_WINDOW = _GROUPED | {"sliding_window": 7}
+_SECOND = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}  # in the second layer only
+_MIXED = _WINDOW | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {  # transformers' model_type, and its config
+    "llama": _GROUPED,
+    "mistral": _WINDOW,
+    "qwen2": _SECOND,
+    "qwen3": _SECOND | {"head_dim": 16},
+    "phi3": _WINDOW,
+    "gemma2": _MIXED | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
+    "gemma3_text": _MIXED | {"query_pre_attn_scalar": 4},
+    "granite": _GROUPED | {"attention_multiplier": 0.9},
+    "olmo2": _GROUPED,
+    "gpt2": _TOKENS | {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    },
+    "gpt_neox": _PLAIN,
+    "gpt_oss": _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 2,
+                        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "starcoder2": _WINDOW | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "bloom": _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+
+
+def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
+    """A model with the weights that its name always has, whatever else is asked of its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **MODELS.get(name, {}) | other)
+    config._experts_implementation = "eager"  # the other takes no float64
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        for key, weight in model.named_parameters():
+            if "sinks" in key:
+                torch.nn.init.normal_(weight, mean=1.0)
+    return model.to(dtype).eval()
+
+
+def batch(case: str) -> tuple[Tensor, Tensor]:
+    """Tokens and where they are tokens, 1, or padding, 0: (2, T) int64 both."""
+    ids = torch.randint(3, 61, (2, T), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    if case == "right-padded":
+        seen[1, -PADDED:] = 0
+    elif case not in ("full", "packed"):
+        seen[1, :PADDED] = 0
+    return ids, seen
+
+
+def run(model: Any, case: str, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """The logits of all tokens, not of padding, or the gradients of all weights.
+
+    Args:
+        mask: in place of the case's own attention_mask.
+    """
+    ids, seen = batch(case)
+    if "cache" in case:
+        with torch.no_grad():
+            made = model.generate(
+                ids, attention_mask=seen, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+                cache_implementation=case.partition(" ")[0], output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
+    asked: dict[str, Any] = {"attention_mask": seen if mask is None else mask, "use_cache": False}
+    if case == "full":
+        del asked["attention_mask"]
+    elif case == "packed":
+        at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
+        asked |= {"attention_mask": mask, "position_ids": at.expand(2, T)}
+    if case != "training":
+        with torch.no_grad():
+            return {"logits": model(ids, **asked).logits[seen.bool()]}
+    model.train()
+    logits = model(ids, **asked).logits
+    loss = torch.nn.functional.cross_entropy(logits[seen.bool()], ids[seen.bool()])
+    names, weights = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, weights, allow_unused=True)
+    model.eval()
+    return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+
+@cache
+def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What transformers' own eager attention gives.
+
+    Its softmax is in float32, where its mask's float64 minimum is -inf, and the NaN of padding that
+    sees nothing reaches tokens in the next layer: here the mask has float32's minimum.
+    """
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    def finite(**asked: Any) -> Tensor:
+        return eager_mask(**asked).clamp(min=torch.finfo(torch.float32).min)
+
+    masks: Any = AttentionMaskInterface._global_mapping
+    with mock.patch.dict(masks, eager=finite):
+        return run(build(name, "eager", dtype), case)
+
+
+def check(name: str, case: str, got: dict[str, Tensor]) -> float:
+    """Hold results against eager attention: the tolerance of attention.select.allowed_error.
+
+    Returns:
+        The largest error, of what is allowed.
+
+    Raises:
+        AssertionError: what is off, by how much, and what is allowed.
+    """
+    plain, truth = eager(name, case, torch.float32), eager(name, case, torch.float64)
+    assert got.keys() == truth.keys(), got.keys() ^ truth.keys()
+    largest, most = max(float(t.abs().max()) for n, t in truth.items() if n != "tokens"), 0.0
+    for key, t in truth.items():
+        if key == "tokens":
+            assert torch.equal(got[key], t), f"{name}, {case}: other tokens were generated"
+            continue
+        off, usual = (float((x[key].double() - t).abs().max()) for x in (got, plain))
+        m = 2 if key == "logits" else 3
+        allowed = allowed_error(usual, float(t.abs().max()), largest, torch.float32, m)
+        assert off <= allowed, f"{name}, {case}: {key} is off by {off:.3g}, allowed {allowed:.3g}"
+        most = max(most, off / allowed)
+    return most
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the backends whose attend() a model called, in order. Probes do not count."""
+    calls: list[str] = []
+    select = hf.select
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        chosen = select(*args, **kwargs)
+        backend = chosen.backend
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            calls.append(backend.name)
+            return backend.attend(*args, **kwargs)
+
+        return replace(chosen, backend=replace(backend, attend=attend))
+
+    with mock.patch.object(hf, "select", choose), mock.patch.object(hf, "_kernels", {}):
+        yield calls
+
+
+def cell(name: str, backend: str, case: str) -> str:
+    """ "" if this kernel computed this model's attention, and right; else why it was refused.
+
+    Raises:
+        AssertionError: wrong numbers, or a layer that another kernel computed, or a refusal of what
+            the backend declares that it can do.
+    """
+    hf.register(policy=Policy(fallback=False))
+    with counted() as calls:
+        try:
+            model = build(name, hf.implementation(backend))
+            got = run(model, case)
+        except BackendUnavailable as e:
+            assert set(calls) <= {backend}
+            if by_bridge := re.fullmatch(
+                r"\S+ (?:refuses|cannot run) (?:the mask|\S+): (.*)", str(e)
+            ):
+                return by_bridge[1]
+            assert declared_refusal(name, backend, case), e
+            return str(e).partition(f" {backend}: ")[2]
+    check(name, case, got)
+    expected = 2 * (NEW if "cache" in case else 1)  # layers; passes
+    assert calls == [backend] * expected, f"{name}, {case}: {backend} ran {len(calls)} times"
+    assert all(layer.ran for layer in hf.report(model))
+    return ""
+
+
+def declared_refusal(name: str, backend: str, case: str) -> bool:
+    """Does the backend declare that it cannot do what this model asks? Manual is asked for it."""
+    hf.register()
+    model = build(name, hf.implementation("manual"))
+    run(model, case)
+    specs = [spec for layer in hf.report(model) for spec, *_ in layer.ran]
+    here = Machine.here("cpu", packages())
+    return any(get_backend(backend).why_not(spec, here) for spec in specs)
+
+
+def table() -> str:
+    """A row for each model, a column for each case: which backends ran, and why others did not."""
+    lines = ["| model | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
+    notes: dict[str, int] = {}
+    for name in MODELS:
+        cells = []
+        for case in CASES:
+            refused = {b: why for b in BACKENDS if (why := cell(name, b, case))}
+            marks = {b: notes.setdefault(why, len(notes) + 1) for b, why in refused.items()}
+            if len(marks) == len(BACKENDS) and len(set(marks.values())) == 1:
+                cells.append(f"none [{min(marks.values())}]")
+            else:
+                but = ", ".join(f"{b} [{n}]" for b, n in marks.items())
+                cells.append(f"all but {but}" if but else "all")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"[{n}] refused: {why}" for why, n in notes.items())]
+    return "\n".join(lines) + "\n"
+
+
+MARKS = ("<!-- table: python -m docs.hf_table -->\n", "<!-- end -->\n")
+
+
+def main() -> None:
+    """Write the table into its page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""bench_mfu.py --hf: tiny models of transformers from their configs, offline."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import in_process
+import pytest
+from test_bench import SMALL, last_line, run
+
+from bench import hf
+from bench.verify import verify
+from core.flops import flops_per_token
+from core.settings import UserError
+
+transformers: Any = pytest.importorskip("transformers", reason="package 'transformers' is missing")
+
+# 2 layers of 4 query heads and 2 key heads of 8, 32 wide; an MLP of 3 x 64; a head of its own
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 64}  # fmt: skip
+WEIGHTS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 64 * 32  # that a token multiplies
+
+
+def folder(path: Path, kind: str = "llama", **more: Any) -> str:
+    config = transformers.CONFIG_MAPPING[kind](**{**TINY, **more})
+    config.save_pretrained(path / kind)
+    return f"--hf={path / kind}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    path = tmp_path_factory.mktemp("hf")
+    argv = [*SMALL, folder(path), "--backends=manual,sdpa,tiled,flash_attn_2", "--lengths=16",
+            "--batch_sizes=1", "--record=x", f"--records_dir={path / 'r'}", "--json"]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        in_process.use(patch)
+        code, out = run(argv)
+    assert code == 0
+    return last_line(out), next((path / "r").iterdir())
+
+
+def test_a_row_for_every_backend_and_for_transformers_own(trained):
+    content, record = trained
+    rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
+    ours = {"manual": [], "tiled": [], "sdpa": ["flash (CPU)"]}
+    assert {n: r["kernels"] for n, r in rows.items() if r.get("proof")} == ours
+    assert rows["hf_sdpa"]["kernels"] == ["flash (CPU)"] and rows["hf_eager"]["kernels"] == []
+    assert rows["flash_attn_2"]["status"] == "unavailable"
+    for name in (*ours, "hf_eager", "hf_sdpa"):  # the same weights and tokens, so the same loss
+        assert abs(rows[name]["loss_difference"]) < 1e-5
+        assert abs(rows[name]["gradient_norm_difference"]) < 1e-4
+        assert rows[name]["proof"] is None or rows[name]["proof"]["canary"]
+    alone = [r["point"] for r in content["rows"] if r["mode"] == "kernel" and r["status"] == "ok"]
+    assert {(p["H"], p["Hkv"], p["D"]) for p in alone} == {(4, 2, 8)} and len(alone) == 3
+    assert verify(content, record) == []
+    page = (record / "README.md").read_text(encoding="utf-8")
+    assert "(llama), random weights, 2 layers" in page and "products by the formula" in page
+    assert "all agree with eager" in page
+
+
+def test_the_flops_are_counted_and_attentions_reckoned(trained):
+    content, _ = trained
+    full, causal = 2 * 12 * 4 * 8 * 32, 2 * 12 * 4 * 8 * 16.5
+    assert content["flops_per_token"] == {
+        "mfu": 6 * WEIGHTS + full,
+        "mfu_causal": 6 * WEIGHTS + causal,
+    }
+    assert content["hf"]["counted"]["parameters"] == WEIGHTS + 5 * 32  # and gains
+    for r in content["rows"]:
+        if r["mode"] == "train" and r["status"] == "ok":
+            rate = 4 * 32 / (r["ms"] / 1e3)
+            assert r["mfu"] == pytest.approx((6 * WEIGHTS + full) * rate / 0.5e12)
+    layers = [{"n_head": 4, "head_dim": 8, "window": w} for w in (None, 2)]
+    model = hf.Counted(layers, 1, 1000.0, 32, 64, 4)
+    assert flops_per_token(model, 4) == 1000 + 2 * 12 * 32 * 4
+    assert flops_per_token(model, 4, causal=True) == 1000 + 12 * 32 * (2.5 + 1.75)
+
+
+def test_a_lie_about_the_model_is_refused(trained):
+    content, record = trained
+    for edit, says in (({"parameters": 7}, "parameters, and its settings describe 7"),
+                       ({"other_flops": 1.0}, "mfu is "), ({"block_size": 64}, "filed under T=64"),
+                       ({"layers": 7}, "it is malformed")):  # fmt: skip
+        lie = copy.deepcopy(content)
+        lie["hf"]["counted"] |= edit
+        assert any(says in why for why in verify(lie, record)), edit
+
+
+def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
+    """Gemma 2 caps its scores, has a scale of its own, and a window in every second layer."""
+    in_process.use(monkeypatch)
+    argv = [*SMALL, folder(tmp_path, "gemma2", sliding_window=8), "--backends=manual,sdpa"]
+    code, out = run([*argv, "--sweep=False", "--json"])
+    content = last_line(out)
+    rows = {r["backend"]: r for r in content["rows"]}
+    assert code == 0 and rows["manual"]["status"] == rows["hf_eager"]["status"] == "ok"
+    assert abs(rows["manual"]["loss_difference"]) < 1e-5
+    assert rows["sdpa"]["status"] == "unavailable" and "rounds" not in rows["sdpa"]
+    assert any(word in rows["sdpa"]["why"][0] for word in ("scale", "cap"))
+    assert {x["window"] for x in content["hf"]["counted"]["layers"]} == {8, None}
+    assert {x["softcap"] for x in content["hf"]["counted"]["layers"]} == {50.0}
+
+
+def test_generation_with_its_caches(tmp_path, monkeypatch):
+    in_process.use(monkeypatch)
+    argv = ["decode", *SMALL, folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",
+            "--prompts=5", "--new_tokens=4", "--json", "--record=d",
+            f"--records_dir={tmp_path / 'r'}"]  # fmt: skip
+    code, out = run(argv)
+    content = last_line(out)
+    at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
+    who = ("sdpa", "hf_eager", "hf_sdpa")
+    assert code == 0 and set(at) == {(name, cache) for name in who for cache in hf.CACHES}
+    numbers = 2 * 2 * 2 * 8  # keys and values of a token
+    for row in at.values():
+        assert row["status"] == "ok" and row["cache_bytes"] == 4 * 2 * (5 + 4 - 1) * numbers
+        size = 4 * (WEIGHTS + 5 * 32) + 2 * (5 + 4 / 2) * numbers * 4
+        assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / 8e9)
+        assert row["baseline"] == row["backend"].startswith("hf_")
+    assert at["sdpa", "dynamic"]["proof"]["canary"] and at["sdpa", "static"]["proof"]["canary"]
+    assert verify(content, next((tmp_path / "r").iterdir())) == []
+
+
+@pytest.mark.parametrize(
+    "kind, more, says",
+    [
+        ("bloom", {"n_head": 4}, "BloomAttention computes its attention itself"),
+        ("bert", {}, "causal"),
+        ("t5", {}, "Unrecognized configuration class"),
+        ("llama", {"max_position_embeddings": 16}, "--block_size=32: it has 16 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_told_in_a_sentence(
+    kind, more, says, tmp_path, monkeypatch
+):
+    in_process.use(monkeypatch)
+    with pytest.raises(UserError) as told:
+        run([*SMALL, folder(tmp_path, kind, **more), "--backends=sdpa"])
+    assert says in str(told.value) and "\n" not in str(told.value)
+    assert str(told.value).startswith(f"--hf={tmp_path / kind}: ")
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["train", "--hf=EMPTY"], "no model's config can be read there"),
+    (["train", "--hf=BROKEN"], "no model's config can be read there"),
+    (["kernel", "--hf=EMPTY"], "--hf is for the modes train, decode, not for kernel"),
+    (["train", "--hf=EMPTY", "--rival=hf"], "are for our own model, not for --hf"),
+    (["train", "--hf=EMPTY", "--profile"], "are for our own model, not for --hf"),
+])  # fmt: skip
+def test_a_mistake_is_told_before_anything_starts(argv, says, tmp_path):
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
+    argv = [word.replace("--hf=", f"--hf={tmp_path}/") for word in argv]
+    with pytest.raises(UserError, match=says) as told:
+        run([argv[0], *SMALL, *argv[1:]])
+    assert "\n" not in str(told.value)
+
+
+def test_a_record_of_it_is_json_that_any_model_reads_back(tmp_path):
+    name = folder(tmp_path).removeprefix("--hf=")
+    told = json.loads(json.dumps(hf.read(name)))
+    assert told["model_type"] == "llama" and told["num_key_value_heads"] == 2

@@ -1,0 +1,310 @@
+"""A person's own kernel: the file is a backend, and `python -m attention check` finds its bugs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import attention
+import checkpoint
+import train
+from attention import check, own
+from bench.config import load_config, names
+from core.settings import UserError
+from model import GPT, GPTConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+HONEST = ROOT / "tests" / "planted" / "honest.py"
+
+FIRST = "grouped heads"  # of the first case
+
+# What is changed in tests/planted/honest.py, and a feature that fails then.
+BUGS = {
+    "causal, but top-left": (
+        "visible(i, seen_at, Tk - Tq,", "visible(i, seen_at, 0,", "lengths"),
+    "window off by one": (
+        "Tk - Tq, spec.window,", "Tk - Tq, spec.window and spec.window + 1,", "window"),
+    "segments ignored": (
+        "spec.window, seg_i, seg_j)", "spec.window)", "segments"),
+    "softcap ignored, by a wrong name": (
+        "if spec.softcap is not None:", 'if getattr(spec, "soft_cap", None):', "softcap"),
+    "sinks in the numerator": (
+        "out = torch.zeros_like(Q)\n",
+        "out = torch.zeros_like(Q) if sinks is None else V[:, :1] + 0 * Q\n", "sinks"),
+    "wrong group of grouped heads": (
+        "t.repeat_interleave(H // t.shape[2], dim=2)",
+        "t.repeat(1, 1, H // t.shape[2], 1)", "grouped heads"),
+    "dQ of rows that see nothing": (
+        "p = torch.exp(s - L)",
+        "p = torch.exp(s.clamp(min=torch.finfo(s.dtype).min) - L)", "blind rows"),
+    "not rescaled to the new maximum": (
+        "            out = out * rescale.transpose(1, 2)\n", "", FIRST),
+    "another dropout mask in the backward pass": (
+        "spec, H, dtype = ctx.spec,", "keep = kept(q, k, ctx.spec.dropout)\n"
+        "        spec, H, dtype = ctx.spec,", "dropout"),
+    "scores overflow in float16": (
+        '"bihd,bjhd->bhij", q, k[:, at]) *',
+        '"bihd,bjhd->bhij", *(t.to(getattr(torch, spec.dtype)) for t in (q, k[:, at]))) *',
+        "large scores"),
+    "the padding of a tile leaks": (
+        "yield j, j.clamp(max=Tk - 1)",
+        "yield j.clamp(max=Tk - 1), j.clamp(max=Tk - 1)", FIRST),
+    "another order of the tiles each time": (
+        "for first in range(0, Tk, TILE):",
+        "for first in __import__('random').sample(range(0, Tk, TILE), -(-Tk // TILE)):",
+        "determinism"),
+}  # fmt: skip
+
+
+def planted(bug: str, folder: Path) -> tuple[Path, str]:
+    """The kernel with that bug, and the feature that shows it."""
+    old, new, feature = BUGS[bug]
+    text = HONEST.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+    path = folder / "kernel.py"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path, feature
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """The exit code of python -m attention check, and what it prints."""
+    code = check.main([str(word) for word in words])
+    return code, capsys.readouterr().out
+
+
+# --- the proof ---
+
+
+def test_a_kernel_without_a_bug_passes_all(capsys) -> None:
+    code, said = ask(capsys, HONEST, "--quick", "--dtype=float32", "--device=cpu")
+    assert code == 0 and "All that it declares is right." in said, said
+    reasons = said.partition("Refused, as its Caps declare:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^ +\d+  (.*)", reasons, re.M) == [
+        "it has no 'static' cache", "it has no 'paged' cache"]  # fmt: skip
+    rows = dict(re.findall(r"^([^\d\n]+?)  +([\d-]+) +- +[\d-]+$", said, re.M))
+    assert {*check.FEATURES, "in all"} <= set(rows) and all(n != "-" for n in rows.values())
+
+
+@pytest.mark.slow
+def test_a_kernel_without_a_bug_passes_every_case_in_every_dtype(capsys) -> None:
+    code, said = ask(capsys, HONEST)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path, capsys) -> None:
+    path, feature = planted(bug, tmp_path)
+    dtype = "float16" if "float16" in bug else "float32"
+    words = [path, "--quick", f"--dtype={dtype}", "--device=cpu", "--json"]
+    code, said = ask(capsys, *words, "--first")
+    report = json.loads(said)
+    assert code == 1 and report["features"][feature]["failed"] == 1, report["failures"]
+    assert len(report["failures"]) == 1 and report["script"]
+
+
+@pytest.mark.parametrize("bug", ["window off by one", "another order of the tiles each time"])
+def test_the_script_of_the_first_failure_runs_and_fails_so(bug, tmp_path: Path, capsys) -> None:
+    """One of a case and one of a promise."""
+    path, feature = planted(bug, tmp_path)
+    code, said = ask(capsys, path, "--dtype=float32", "--device=cpu", "--quick", "--first")
+    script = said.partition("The first as a script:\n\n")[2]
+    assert code == 1 and script.count("\n") < 14
+    run = subprocess.run([sys.executable, "-"], input=script, cwd=ROOT, capture_output=True,
+                         text=True)  # fmt: skip
+    (why,) = [line for line in said.splitlines() if line.startswith("  ") and ", cpu: " in line]
+    raised = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1 and raised.startswith("AssertionError: "), run.stderr
+    if feature == "window":
+        assert why.endswith(raised.partition(": ")[2]) and "error of each query" in run.stdout
+
+
+def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> None:
+    """It declares softcap and raises, has no backward pass, and one dtype."""
+    (tmp_path / "raises.py").write_text(
+        "from nanoattn import Backend, Caps, get\n"
+        "def attend(q, k, v, spec, **more):\n"
+        "    if spec.softcap:\n"
+        "        raise NotImplementedError('one day')\n"
+        "    return get('manual').attend(q, k, v, spec, **more)\n"
+        "BACKEND = Backend('raises', 'a draft', attend, fallback=None, caps=(\n"
+        "    Caps(devices=('cpu',), dtypes=('float32',), softcap=True, grad=False),))\n",
+        encoding="utf-8",
+    )
+    words = (tmp_path / "raises.py", "--dtype=float32,float16", "--quick", "--json", "--device=cpu")
+    code, said = ask(capsys, *words)
+    report = json.loads(said)
+    assert code == 1
+    assert {f["why"] for f in report["failures"]} == {"NotImplementedError: one day"}
+    assert report["features"]["softcap"] == {"passed": 0, "failed": 2, "refused": 1}
+    assert report["features"]["causal"]["passed"] and "gradients" not in report["features"]
+    assert report["refusals"]["it has no backward pass"]
+    assert report["features"]["float16, cpu"]["passed"] == 0
+    assert (
+        report["refusals"]["it takes float32, not float16 (--dtype=float32)"]
+        == (report["features"]["float16, cpu"]["refused"])
+    )
+
+
+def test_who_refuses_all_has_shown_nothing(capsys) -> None:
+    code, said = ask(capsys, "flash_attn_3", "--dtype=float16", "--device=cpu", "--quick")
+    assert code == 1 and "It refuses all: nothing ran." in said
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """With -m, as it is typed."""
+    words = [sys.executable, "-m", "attention", "check", str(tmp_path / "none.py")]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("error: attention kernel ")
+    assert run.stderr.endswith("none.py' cannot be used: there is no such file\n")
+    for words, why in ((["manual", "--dtype=int8"], "must be some of"),
+                       (["manual", "--device=cuda:9" if torch.cuda.is_available() else
+                         "--device=cuda"], "there is no such device here")):  # fmt: skip
+        with pytest.raises(SystemExit) as e:
+            check.main(words)
+        assert e.value.code == 2, why
+
+
+# --- the file is a backend ---
+
+OWN = """import sys
+from nanoattn import Backend, Caps, get
+
+print("it ran")
+BACKEND = Backend("mine", "my own", get("manual").attend, (Caps({caps}),), {fallback!r})
+{more}
+"""
+
+
+def kernel(folder: Path, caps: str = "", fallback: str = "sdpa", more: str = "") -> str:
+    path = folder / "mine.py"
+    path.write_text(OWN.format(caps=caps, fallback=fallback, more=more), encoding="utf-8")
+    return str(path)
+
+
+def test_it_is_run_once_a_process_by_any_path(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = kernel(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    backend = attention.get(path)
+    assert attention.get("mine.py") is attention.get("./mine.py") is backend
+    assert backend.name == "mine" and capsys.readouterr().out == "it ran\n"
+
+
+def test_it_goes_through_caps_probe_and_fallback(tmp_path: Path) -> None:
+    path = kernel(tmp_path, caps="dropout=False, packages=('no_such_package',)")
+    assert "no_such_package" in attention.packages(path)
+    chosen = attention.select(path, attention.Spec(2, 2, 16, "float32", dropout=0.1), "cpu")
+    assert chosen.backend.name == "sdpa" and chosen.requested == path
+    packages, dropout = chosen.rejected["mine"]
+    assert "'no_such_package' is not installed" in packages and "no dropout" in dropout
+    with pytest.raises(attention.BackendUnavailable, match="cannot run here"):
+        attention.select(path, attention.Spec(2, 2, 16, "float32"), "cpu",
+                         attention.Policy(fallback=False))  # fmt: skip
+
+
+def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
+    path, _ = planted("not rescaled to the new maximum", tmp_path)
+    backend = attention.get(str(path))
+    why = attention.probe(backend, attention.Spec(2, 2, 16, "float32"), "cpu").why
+    assert why and "its numbers are wrong" in why[0]
+
+
+@pytest.mark.parametrize("text, why", [
+    (None, "there is no such file"),
+    ("x = 1", "it defines no BACKEND"),
+    ("BACKEND = {}", "its BACKEND is a dict, not a Backend"),
+    (OWN.replace('"mine"', '"sdpa"'), "its name 'sdpa' is taken"),
+    (OWN.replace('"mine"', '"auto"'), "its name 'auto' is taken"),
+    (OWN.replace("{fallback!r}", "'auto'"), "it would fall back to 'auto'"),
+    ("a = 1\nb = a / 0", "line 2: ZeroDivisionError: division by zero"),
+    ("def f():\n  return [\n", "line 2: SyntaxError:"),
+    ("import sys\nsys.exit('bye')", "line 2: SystemExit: bye"),
+    ("import no_such_thing", "line 1: ModuleNotFoundError: No module named 'no_such_thing'"),
+])  # fmt: skip
+def test_a_file_that_is_no_backend_is_told_in_a_sentence(text, why, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        text = text.format(caps="", fallback="sdpa", more="") if "from" in text else text
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(attention.BackendUnavailable) as e:
+        attention.get(str(path))
+    assert str(e.value).startswith(f"attention kernel '{path}' cannot be used: {why}")
+    assert "\n" not in str(e.value)
+
+
+def test_what_is_a_file() -> None:
+    assert own.is_file("mine.py") and own.is_file("kernels/mine") and own.is_file("./a/b.py")
+    assert not any(own.is_file(name) for name in (*attention.BACKENDS, *attention.RULES, "sdpa2"))
+
+
+# --- only who names it runs it ---
+
+
+def test_a_config_is_made_without_running_it(tmp_path: Path, capsys) -> None:
+    path = kernel(tmp_path)
+    config = GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=32,
+                       attention_backend=path)  # fmt: skip
+    train.TrainConfig(attention_backend=path)
+    GPTConfig(attention_backend=str(tmp_path / "of_another_machine.py"))
+    model = GPT(config)
+    assert capsys.readouterr().out == ""
+    chosen, _ = model.attention()  # here its kernel is chosen
+    assert chosen.backend.name == "mine" and capsys.readouterr().out == "it ran\n"
+
+
+def saved(folder: Path, path: str) -> GPTConfig:
+    """A checkpoint of a model that was trained with the kernel in that file."""
+    config = GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=32,
+                       attention_backend=path)  # fmt: skip
+    settings = train.TrainConfig(
+        out_dir=str(folder), block_size=8, n_layer=1, n_head=2, n_embd=32, attention_backend=path
+    )
+    checkpoint.save(
+        folder, weights=GPT(config).state_dict(), optimizer={}, keep=1, state={"step": 1},
+        settings={"model": asdict(config), "train": asdict(settings), "tokenizer": {}},
+    )  # fmt: skip
+    return config
+
+
+def test_a_checkpoint_runs_no_file(tmp_path: Path, caplog, capsys) -> None:
+    path = kernel(tmp_path)
+    config = saved(tmp_path / "out", path)
+    there = checkpoint.load(checkpoint.latest(tmp_path / "out"))
+    assert there.config() == replace(config, attention_backend="auto")
+    assert f"--attention_backend={path}. Without it 'auto' takes its place." in caplog.text
+    with torch.no_grad():
+        there.model().attention()
+    assert capsys.readouterr().out == ""
+    assert there.config(attention_backend=path) == config  # who names it again, gets it
+
+
+def test_a_resumed_run_runs_the_file_only_if_it_is_named_again(tmp_path, caplog, capsys) -> None:
+    path, out = kernel(tmp_path), f"--out_dir={tmp_path / 'out'}"
+    saved(tmp_path / "out", path)
+    words = ["--init_from=resume", out]
+    again = checkpoint.resumed(train.read(train.TrainConfig, words)).settings
+    assert again.attention_backend == "auto" and "is run only if you name it" in caplog.text
+    words.append(f"--attention_backend={path}")
+    assert (
+        checkpoint.resumed(train.read(train.TrainConfig, words)).settings.attention_backend == path
+    )
+    assert capsys.readouterr().out == ""
+
+
+# --- in the commands ---
+
+
+def test_the_bench_measures_it_by_its_path(tmp_path: Path) -> None:
+    """A worker is told the path, as every process has to load it."""
+    path = kernel(tmp_path)
+    for word in (f"--backends=manual,{path}", f"--backends={path}", f"--attention_backend={path}"):
+        found, _ = names(load_config(["bench/cpu.py", word]).settings, "cpu")
+        assert found == ["manual", path][-1 - ("manual" in word) :]
+    with pytest.raises(UserError, match="there is no such file"):
+        names(load_config(["bench/cpu.py", "--backends=none.py"]).settings, "cpu")

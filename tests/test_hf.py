@@ -1,0 +1,487 @@
+"""hf.py and hf_mask.py: models of transformers with our kernels against their own eager attention.
+
+The harness is docs/hf_table.py, which also writes the table of docs/HF.md. With NANOATTN_OLD_
+TRANSFORMERS=FOLDER (pip install --target FOLDER) all but the slow tests run again with that one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import BackendUnavailable, Policy, Spec, hf, visible
+from attention.hf_mask import Mask, Proof, prove
+from docs import hf_table
+from docs.hf_table import BACKENDS, CASES, MODELS, build, cell, run
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("triton", reason="package 'triton' is not installed")
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+OWN_MASK = (4, 56)  # GPT-2 made its mask itself before
+# gpt_oss came with 4.55; bloom has its tests below.
+HERE = [m for m in MODELS if m in transformers.CONFIG_MAPPING and m != "bloom"]
+WINDOWED = [m for m, c in MODELS.items() if "sliding_window" in c and m in HERE]
+IDS, LEFT = hf_table.batch("left-padded")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    hf.register()
+
+
+def is_lost(name: str, case: str) -> bool:
+    """What no kernel can have: GPT-2's mask before it used masking_utils does not tell padding, and
+    GPT-OSS's does not tell texts apart, nor did GPT-2's."""
+    old = VERSION < OWN_MASK
+    return (name, case) == ("gpt_oss", "packed") or (
+        old and name == "gpt2" and case in ("right-padded", "packed")
+    )
+
+
+# --- every model, kernel and case ---
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa"])
+@pytest.mark.parametrize("name", HERE)
+def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
+    for case in CASES:
+        why = cell(name, backend, case)
+        assert not why or backend != "manual" or is_lost(name, case), f"{case}: {why}"
+
+
+@pytest.mark.parametrize("case", ["left-padded", "static cache", "training"])
+def test_our_triton_kernels_run_in_a_model(case: str) -> None:
+    assert cell("mistral", "triton", case) == ""
+
+
+@pytest.mark.slow
+def test_the_table_in_the_docs_is_what_runs() -> None:
+    text = hf_table.PAGE.read_text(encoding="utf-8")
+    written = text.partition(hf_table.MARKS[0])[2].partition(hf_table.MARKS[1])[0]
+    assert written == hf_table.table(), "python -m docs.hf_table writes it anew"
+
+
+@pytest.mark.slow
+def test_the_oldest_transformers() -> None:
+    folder = os.environ.get("NANOATTN_OLD_TRANSFORMERS")
+    if not folder:
+        pytest.skip("NANOATTN_OLD_TRANSFORMERS names no folder with an older transformers")
+    code = "import transformers as t; print(t.__version__, t.__file__)"
+    env = os.environ | {"PYTHONPATH": folder}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert folder in found.stdout and found.stdout[0] == "4", found.stdout
+    asked = [sys.executable, "-m", "pytest", __file__, "-m", "not slow", "-p", "no:xdist"]
+    ran = subprocess.run(asked, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-3000:]
+
+
+LOST = [
+    *((m, "window", "full") for m in WINDOWED),
+    *((m, "window", "dynamic cache") for m in ("mistral", "gemma2")),
+    *((m, "scale", "full") for m in ("granite", "gemma2", "gemma3_text")),
+    ("gemma2", "softcap", "full"),
+    *(("gpt_oss", "sinks", case) for case in ("full", "training")),
+    *((m, "segments", "left-padded") for m in HERE),
+    *((m, "segments", "packed") for m in HERE if not is_lost(m, "packed")),
+    ("llama", "segments", "static cache"),
+]
+
+
+@pytest.mark.parametrize(("name", "what", "case"), [x for x in LOST if x[0] in HERE])
+def test_whatever_is_lost_is_noticed(
+    name: str, what: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request matters in these models: a kernel that drops it does not pass."""
+    select = hf.select
+
+    def losing(*args: Any, **kwargs: Any) -> Any:
+        chosen = select(*args, **kwargs)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+            lost = {"segments": False, "sinks": False}.get(what)
+            more = {n: x for n, x in more.items() if n != what}
+            return chosen.backend.attend(q, k, v, replace(spec, **{what: lost}), **more)
+
+        return replace(chosen, backend=replace(chosen.backend, attend=attend))
+
+    monkeypatch.setattr(hf, "select", losing)
+    with pytest.raises(AssertionError, match=r"is off by|other tokens|sinks"):
+        cell(name, "manual", case)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_later_token_moves_no_earlier_output(name: str) -> None:
+    model, other = build(name, "nanoattn:SDPA"), IDS.clone()
+    other[:, -1] = (other[:, -1] + 1) % 61
+    with torch.no_grad():
+        before, after = (model(i, attention_mask=LEFT).logits for i in (IDS, other))
+    assert torch.equal(before[:, :-1][LEFT[:, :-1].bool()], after[:, :-1][LEFT[:, :-1].bool()])
+    assert not torch.equal(before[:, -1], after[:, -1])
+
+
+# --- masks ---
+
+
+def made(seen: Tensor, kind: str) -> Tensor:
+    """A mask of this kind from bool (B, Tq, Tk)."""
+    least = {"bool": 0.0, "least": torch.finfo(torch.bfloat16).min, "-inf": -torch.inf}[kind]
+    mask = seen[:, None]
+    return mask if kind == "bool" else torch.where(mask, 0.0, least).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["bool", "least", "-inf"])
+@pytest.mark.parametrize("free", [0, 4])  # places of a static cache yet to be filled
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("Tq", [1, 5, 12])
+@pytest.mark.parametrize("segments", [[0] * 12, [0] * 3 + [1] * 5 + [2] * 4, [*range(12)]])
+def test_a_mask_is_proved_and_rebuilt(
+    segments: list[int], Tq: int, window: int | None, free: int, kind: str
+) -> None:
+    seg = torch.tensor([segments, [0] * 12])
+    i, j = torch.arange(Tq)[:, None], torch.arange(12)
+    at = seg[:, 12 - Tq :]
+    seen = visible(i, j, 12 - Tq, window, at[:, :, None], seg[:, None, :])
+    padded = torch.cat([seen, torch.zeros(2, Tq, free, dtype=torch.bool)], dim=2)
+    for said in {None, window}:
+        proof = prove(made(padded, kind), said)
+        ids = proof.segments
+        seg_i = None if ids is None else ids[:, 12 - Tq :, None]
+        seg_j = None if ids is None else ids[:, None, :]
+        again = visible(i, j, 12 - Tq, proof.window, seg_i, seg_j).expand(2, -1, -1)
+        assert proof.end == 12 and torch.equal(again, seen)
+    # One entry that is not as it should be, wherever it is, is seen.
+    for b, i_, j_ in torch.randint(0, 10**6, (20, 3)).tolist():
+        other = padded.clone()
+        at_ = b % 2, i_ % Tq, j_ % (12 + free)
+        other[at_] = ~other[at_]
+        if Tq > 1 and other.any(-1).all():  # a single row may well be something else
+            try:
+                proof = prove(made(other, kind), window)
+            except ValueError:
+                continue
+            end, ids = proof.end, proof.segments
+            i2, j2, off = torch.arange(Tq)[:, None], torch.arange(end), end - Tq
+            again = visible(i2, j2, off, proof.window) if ids is None else visible(
+                i2, j2, off, proof.window, ids[:, off:, None], ids[:, None, :])  # fmt: skip
+            assert torch.equal(again.expand(2, -1, -1), other[:, :, :end])
+
+
+def causal(T: int = 6) -> Tensor:
+    return torch.ones(1, T, T, dtype=torch.bool).tril()
+
+
+PREFIX = causal()
+PREFIX[:, :3, :3] = True
+HOLE = causal()
+HOLE[:, 3:, 2] = False
+REFUSED: dict[str, tuple[Tensor, str]] = {
+    "bidirectional": (torch.ones(1, 1, 6, 6, dtype=torch.bool), "not causal"),
+    "prefix": (PREFIX[:, None], "not causal"),
+    "strictly causal": (causal().tril(-1)[:, None], "more than causal"),
+    "a key is hidden": (HOLE[:, None], "more than causal"),
+    "a mask for each head": (causal()[:, None].expand(1, 2, 6, 6), "shape"),
+    "2-D": (torch.ones(1, 6), "shape"),
+    "a bias": (torch.where(causal(), -0.5, -torch.inf)[:, None], "a bias"),
+    "integers": (causal()[:, None].long(), "neither bool nor"),
+    "anticausal": (causal().mT[:, None], "not causal"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_any_other_mask_is_refused(case: str) -> None:
+    mask, why = REFUSED[case]
+    with pytest.raises(ValueError, match=why):
+        prove(mask)
+
+
+def test_padding_between_tokens_is_refused() -> None:
+    model, holes = build("llama", "nanoattn:manual"), torch.ones_like(IDS)
+    holes[:, 7] = 0
+    with pytest.raises(BackendUnavailable, match="refuses the mask"), torch.no_grad():
+        model(IDS, attention_mask=holes)
+    with pytest.raises(ValueError, match="one run"):
+        prove(torch.tensor([[[[True, True, False, True]]]]), real=torch.ones(1, 1).bool())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_4_d_mask_of_the_caller_is_the_layers_or_is_refused(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proofs: list[Proof] = []
+
+    def proving(*args: Any) -> Proof:
+        proofs.append(prove(*args))
+        return proofs[-1]
+
+    monkeypatch.setattr(hf, "prove", proving)
+    i, j = torch.arange(20)[:, None], torch.arange(20)
+    mask = visible(i, j, 0, window)[None, None].expand(2, 1, -1, -1)
+    own, model = build(name, "eager"), build(name, "nanoattn:manual")
+    with torch.no_grad():
+        if name == "mistral" and window is None:
+            with pytest.raises(BackendUnavailable, match="window 7"):
+                model(IDS, attention_mask=mask)
+            return
+        for kind in ("bool", "least"):
+            proofs.clear()
+            given = mask if kind == "bool" else torch.where(mask, 0.0, torch.finfo().min)
+            given = given.clone()
+            got = model(IDS, attention_mask=given).logits
+            # Eager adds its mask: it takes none of bool.
+            least = torch.where(mask, 0.0, torch.finfo().min)
+            torch.testing.assert_close(got, own(IDS, attention_mask=least).logits)
+            assert len(proofs) == 1  # for both layers
+            given[:, :, 9:, :4] = False if kind == "bool" else torch.finfo().min
+            with pytest.raises(BackendUnavailable, match="query"):  # it was written to: a new one
+                model(IDS, attention_mask=given)
+
+
+def test_a_mask_is_proved_once_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(hf, "prove", lambda *args: calls.append(args) or prove(*args))
+    model = build("gemma2", "nanoattn:manual", num_hidden_layers=6,
+                  layer_types=["sliding_attention", "full_attention"] * 3)  # fmt: skip
+    with torch.no_grad():
+        model(IDS, attention_mask=LEFT)
+        assert len(calls) == 2  # one a kind of layer
+        calls.clear()
+        build("llama", "nanoattn:manual")(IDS)
+        assert calls == []  # plain causal, as transformers knows itself
+
+
+def test_only_our_attention_can_read_a_mask() -> None:
+    proof = Proof(4, 4, segments=torch.ones(2, 4, dtype=torch.int32))
+    mask, scores = Mask.of(proof, "nanoattn:manual", (2, 1, 4, 4)), torch.randn(2, 3, 4, 4)
+    uses: list[Callable[[], Any]] = [
+        lambda: scores + mask,
+        lambda: scores.masked_fill(mask, 0.0),
+        lambda: torch.where(mask, scores, 0.0),
+        lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
+        lambda: scores.masked_fill(~mask[:, :, :, :4], 0.0),
+    ]
+    for use in uses:
+        with pytest.raises(BackendUnavailable, match="computes with the mask"):
+            use()
+    for copy in (mask.clone(), mask.to("cpu"), mask.contiguous(), mask.detach()):
+        assert copy.proof == replace(proof, segments=copy.proof.segments)
+    with pytest.raises(ValueError, match="changed the mask"):
+        hf._proof(mask[:, :, 1:], None, None, 3, 4)
+
+
+# --- refusals, and models that never call ---
+
+CROSS = torch.nn.Linear(1, 1)
+CROSS.is_causal = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"head_mask": torch.ones(4)}, "head_mask"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"module": CROSS}, "not causal"),
+        ({"scaling": torch.tensor(0.5)}, "scaling"),
+        ({"s_aux": torch.zeros(3)}, "s_aux"),
+        ({"value": torch.zeros(1, 2, 4, 16)}, "head_dim"),
+        ({"key": torch.zeros(1, 2, 4, 8).double()}, "float64"),
+        ({"sliding_window": 2}, "window of 2"),
+        ({"attention_mask": None}, "no mask"),
+        ({"attention_mask": Mask.of(Proof(4, 9), "nanoattn:manual", (1, 1, 4, 9))}, "other than 4"),
+        ({"softcap": -1.0}, "softcap"),
+    ],
+)
+def test_what_is_not_known_is_refused(asked: dict[str, Any], why: str) -> None:
+    q, kv = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
+    mask = Mask.of(Proof(4, 4), "nanoattn:manual", (1, 1, 4, 4))
+    call = {"module": torch.nn.Linear(1, 1), "query": q, "key": kv, "value": kv,
+            "attention_mask": mask, "position_ids": torch.arange(4), "new": None}  # fmt: skip
+    assert hf._attend("manual", Policy(), **call)[0].shape == (1, 4, 4, 8)
+    with pytest.raises(BackendUnavailable, match=why):
+        hf._attend("manual", Policy(), **call | asked)
+
+
+def test_a_model_that_never_calls_is_refused_when_it_is_built() -> None:
+    with pytest.raises(BackendUnavailable, match="BloomAttention computes its attention itself"):
+        build("bloom", "nanoattn:manual")
+    build("bloom", "eager")  # nobody else is asked anything
+    assert "computes its attention itself" in cell("bloom", "triton", "full")
+
+
+def test_a_model_that_never_calls_is_found_out_later_too() -> None:
+    model = build("bloom", "eager")
+    model.config._attn_implementation = "nanoattn:manual"
+    with pytest.raises((BackendUnavailable, RuntimeError), match=r"computes with|never calls"):
+        model(IDS)  # transformers 5: it adds the mask; before, it made its own
+        hf.report(model)
+
+
+def test_a_bidirectional_model_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=61, num_hidden_layers=2, **sizes)
+    # In older releases BERT computed its attention itself.
+    with pytest.raises(BackendUnavailable, match=r"not causal|computes its attention itself"):
+        transformers.AutoModel.from_config(config, attn_implementation="nanoattn:manual")(IDS)
+
+
+def test_names() -> None:
+    names = hf.names()
+    assert {names[n] for n in ("manual", "tiled", "triton", "auto", "fastest")} == {
+        "nanoattn:manual", "nanoattn:tiled", "nanoattn:triton", "nanoattn:auto", "nanoattn:fastest"
+    }  # fmt: skip
+    assert names["sdpa"] == "nanoattn:SDPA" and names["flash_attn_2"] == "nanoattn:FLASH_ATTN_2"
+    assert hf.implementation("flash_attention_2") == names["flash_attn_2"]
+    with pytest.raises(ValueError, match="did you mean"):
+        hf.implementation("tritn")
+    with pytest.raises(ValueError, match=r"nanoattn:SDPA|not supported"):
+        build("llama", "nanoattn:sdpa")
+
+
+@pytest.mark.parametrize("name", [n for n in hf.names() if n != "fastest"])
+def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
+    """Also by models that have no SDPA of transformers, and with names that hold "flash"."""
+    model = build("gemma2", hf.implementation(name))
+    got = run(model, "left-padded")
+    hf_table.check("gemma2", "left-padded", got)
+    (_, chosen, calls), *_ = hf.report(model)[0].ran
+    assert calls == 1
+    assert chosen.backend.name == name or chosen.rejected or name == "auto"
+
+
+def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
+    asked = {"scale_attn_by_inverse_layer_idx": True}
+    with torch.no_grad():
+        want = build("gpt2", "eager", **asked)(IDS).logits
+        model = build("gpt2", "nanoattn:manual", **asked)
+        try:
+            torch.testing.assert_close(model(IDS).logits, want)
+        except BackendUnavailable as e:
+            assert VERSION < (5, 0) and "does not pass its scale" in str(e)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
+    """Several queries after a cache, neither prefill nor decoding: the same as all at once."""
+    ids, tokens = hf_table.batch("left-padded")
+    for implementation in ("nanoattn:tiled", "nanoattn:manual"):
+        model = build(name, implementation)
+        old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
+        sizes = {"config": model.config, "max_cache_len": 32} | old
+        dynamic = cache == "dynamic"
+        kept = transformers.DynamicCache() if dynamic else transformers.StaticCache(**sizes)
+        seen, logits = 0, []
+        for part in ids.split([9, 7, 4], dim=1):
+            at = torch.arange(seen, seen + part.shape[1])
+            seen += part.shape[1]
+            more: dict[str, Any] = {"cache_position": at} if old else {}
+            with torch.no_grad():
+                out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
+                            position_ids=at.expand(2, -1), **more)  # fmt: skip
+            logits.append(out.logits)
+        joined = torch.cat(logits, dim=1)[tokens.bool()]
+        hf_table.check(name, "left-padded", {"logits": joined})
+
+
+# --- choosing, reports, and how models are used ---
+
+
+def test_falling_back_is_loud_and_may_be_forbidden(caplog: pytest.LogCaptureFixture) -> None:
+    from attention.select import _once
+
+    _once.cache_clear()
+    hf._kernels.clear()
+    with caplog.at_level("INFO", logger="nanoattn"):
+        model = build("llama", "nanoattn:FLASH_ATTN_2")
+        run(model, "full")
+    text = caplog.text
+    assert "flash_attn_2 requested but" in text and "Falling back to 'sdpa'" in text
+    assert "Attention backend: sdpa" in text
+    assert "flash_attn_2 refused" in str(hf.report(model))
+    hf.register(policy=Policy(fallback=False))
+    with pytest.raises(BackendUnavailable, match="flash_attn_2"):
+        run(build("llama", "nanoattn:FLASH_ATTN_2"), "full")
+
+
+def test_report_says_for_each_layer_what_ran() -> None:
+    model = build("mistral", "nanoattn:SDPA")
+    with pytest.raises(RuntimeError, match="call the model first"):
+        hf.report(model)
+    run(model, "dynamic cache")
+    layers = hf.report(model)
+    assert [layer.name for layer in layers] == [f"model.layers.{n}.self_attn" for n in (0, 1)]
+    (first, chosen, calls), *more = layers[0].ran
+    assert (first.window, first.segments, first.cache, calls) == (7, True, "none", 1)
+    assert chosen.backend.name == "sdpa" and chosen.kernels == ("flash (CPU)",)
+    assert sum(n for *_, n in more) == hf_table.NEW - 1
+    assert "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), 1 calls" in str(layers)
+
+
+def test_fastest_measures_and_runs() -> None:
+    model = build("llama", "nanoattn:fastest")
+    hf_table.check("llama", "full", run(model, "full"))
+    assert hf.report(model)[0].ran[0][1].requested == "fastest"
+
+
+def test_dropout_is_of_the_probabilities_and_in_training_only() -> None:
+    model = build("llama", "nanoattn:manual", attention_dropout=0.5)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, model(IDS).logits)
+        model.train()
+        torch.manual_seed(0)
+        first = model(IDS).logits
+        assert not torch.equal(first, model(IDS).logits)
+        torch.manual_seed(0)
+        assert torch.equal(first, model(IDS).logits)
+    assert {spec.dropout for spec, *_ in hf.report(model)[0].ran} == {0.0, 0.5}
+
+
+def test_under_autocast_the_kernel_gets_its_dtype() -> None:
+    own, model = build("gemma2", "eager"), build("gemma2", "nanoattn:manual")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, usual = model(IDS).logits.float(), own(IDS).logits.float()
+    assert [spec.dtype for spec, *_ in hf.report(model)[0].ran] == ["bfloat16"]
+    with torch.no_grad():
+        truth = own(IDS).logits
+    assert (got - truth).abs().max() <= 2 * (usual - truth).abs().max()
+
+
+def test_a_compiled_model() -> None:
+    model = build("mistral", "nanoattn:manual")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for asked in ({}, {"attention_mask": LEFT}):
+            torch.testing.assert_close(compiled(IDS, **asked).logits, model(IDS, **asked).logits)
+
+
+def test_activation_checkpointing() -> None:
+    model = build("mistral", "nanoattn:tiled")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    hf_table.check("mistral", "training", run(model, "training"))
+    assert hf.report(model)[0].ran[0][2] == 2  # forward, and again in the backward
+
+
+def test_importing_attention_does_not_import_transformers() -> None:
+    code = "import sys, attention; assert 'transformers' not in sys.modules; attention.hf.names()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=4.53'"):
+        hf.register()
+
+
+def test_the_backends_of_the_table_are_backends() -> None:
+    assert {hf.implementation(b) for b in BACKENDS} <= set(hf.names().values())
