@@ -477,6 +477,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
     {"enum": ["one", 2, None, [3, {"four": True}], 'fi"ve é']},
     {"type": "string", "enum": ["one", 2, "two"]},
+    {"type": "integer", "enum": [1, True, 2]},
     {"const": {"a": [1, 2.5]}},
     {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "number"}}]},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
@@ -501,9 +502,9 @@ def test_json_is_valid_whatever_is_drawn(schema):
 def test_references_and_every_combination_of_properties():
     schema = {
         "type": "object",
-        "properties": {k: {"$ref": "#/$defs/a~1b"} for k in "abcd"},
+        "properties": {k: {"$ref": "#/$defs/a~1b~01"} for k in "abcd"},
         "required": ["c"],
-        "$defs": {"a/b": {"type": "null"}},
+        "$defs": {"a/b~1": {"type": "null"}},
     }
     pattern = json_schema.to_regex(schema)
     automaton = constrain.compiled(pattern)

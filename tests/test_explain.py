@@ -198,8 +198,11 @@ def test_maps_are_the_softmax_of_the_models_own_q_and_k(shape):
 
 
 def test_many_weights_take_8_bits_each(monkeypatch):
-    monkeypatch.setattr("viewer.maps.FINE", 100)
     call = calls_of("plain")[0]
+    n = unpack(maps([call])["weights"]).size
+    monkeypatch.setattr("viewer.maps.FINE", n)
+    assert maps([call])["levels"] == 65535
+    monkeypatch.setattr("viewer.maps.FINE", n - 1)
     m = maps([call])
     packed = unpack(m["weights"])
     assert packed.dtype == np.uint8 and m["levels"] == 255 and m["rounding"] == 0.5 / 255

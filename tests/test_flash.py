@@ -576,6 +576,11 @@ def test_caches_are_read(name, asked, window, paged, installed) -> None:
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
+def test_a_window_that_is_wider_than_a_page_is_one(name, installed) -> None:
+    check_cache(name, [400], [1], 1, 512, 256, 300)
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("page_size", [None, 256])
 def test_scale_softcap_and_sinks_with_a_cache(name, page_size, installed) -> None:
     scores: dict[str, Any] = {"scale": 0.4, "softcap": 3.0}

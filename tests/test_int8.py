@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_sample import refused
 
 import bench_mfu
@@ -153,6 +155,12 @@ def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> No
     assert quality.to_int8(model(), tmp_path) == first
 
 
+def test_the_own_text_has_no_more_tokens_than_positions() -> None:
+    short = model(config=replace(CONFIG, block_size=16))
+    assert quality.own_texts(short).shape == (quality.TEXTS, 16)
+    assert quality.to_int8(short) < quality.MOST
+
+
 def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
     def coarse(weight):
         q, scale = quantize(weight)
@@ -160,7 +168,14 @@ def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
 
     quantize = int8.quantize
     monkeypatch.setattr(int8, "quantize", coarse)
-    assert quality.to_int8(model()) > quality.MOST
+    made = model()
+    texts = quality.own_texts(made)
+    before = quality.log_probs(made, texts)
+    ratio = quality.to_int8(made)
+    after = quality.log_probs(made, texts)
+    off = F.kl_div(after, before, reduction="none", log_target=True).sum(-1).mean()
+    assert ratio == pytest.approx(math.exp(off.item()), rel=1e-4)
+    assert ratio > quality.MOST
     assert [r.levelname for r in caplog.records if "more than 1 %" in r.message] == ["WARNING"]
 
 

@@ -191,8 +191,12 @@ def test_a_model_that_gpt2_cannot_be_is_not_exported(tmp_path) -> None:
 
 
 def test_a_file_as_the_hub_has_it(transformers, tmp_path) -> None:
-    """Names without "transformer.", and the masks that an old version kept beside the weights."""
+    """Names without "transformer.", the masks that an old version kept beside the weights, and no
+    activation_function, which there was only one of."""
     them = theirs(transformers, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["activation_function"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "model.safetensors"
     weights = {k.removeprefix("transformer."): v.clone() for k, v in load_file(path).items()}
     weights.pop("lm_head.weight", None)
@@ -204,11 +208,27 @@ def test_a_file_as_the_hub_has_it(transformers, tmp_path) -> None:
     torch.testing.assert_close(us(tokens())[0], them(tokens()).logits, rtol=0, atol=1e-4)
 
 
+def test_the_fastest_kernel_is_sought_for_what_is_trained_or_for_a_full_cache(monkeypatch) -> None:
+    asked = []
+
+    def noted(spec: Any, device: Any, shape: tuple[int, int, int], policy: Policy) -> Any:
+        asked.append(shape)
+        return attention.select("manual", spec, device, policy)
+
+    monkeypatch.setattr(attention, "fastest", noted)
+    model = build(attention_backend="fastest")
+    model.attention(shape=(3, 8))
+    with torch.no_grad():
+        model.attention(shape=(2, 5), cache="dynamic")
+    assert asked == [(3, 8, 8), (2, 1, model.config.block_size)]
+
+
 def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> None:
     them = theirs(transformers, tmp_path)
     us = GPT.from_pretrained(str(tmp_path), block_size=5, dropout=0.1)
     assert (us.config.block_size, us.config.dropout) == (5, 0.1)
     assert us.transformer.wpe.weight.shape == (5, 32)
+    assert us.transformer.wpe.weight.requires_grad
     got, want = us.eval()(tokens(T=5))[0], them(tokens(T=5)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="6 tokens do not fit into block_size 5"):
@@ -305,6 +325,16 @@ def test_linear_cross_entropy(rows, factor, ignored, dtype, monkeypatch) -> None
     for name, m, g, p, t in zip(("loss", "dx", "dw"), (2, 3, 3), got, plain, truth, strict=True):
         assert g.dtype == p.dtype or name == "loss" or plain is truth
         assert_within(g, p, t, low, m)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_losses_of_half_precision_logits_add_up_in_float32(dtype) -> None:
+    """Their sum has more digits than bfloat16 or float16 hold."""
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 24, generator=draw).to(dtype) for n in (1000, 91))
+    targets = torch.randint(91, (1000,), generator=draw)
+    want = F.cross_entropy((x @ w.t()).float(), targets)
+    torch.testing.assert_close(linear_cross_entropy(x, w, targets), want, rtol=1e-5, atol=0)
 
 
 def test_linear_cross_entropy_in_float64_to_the_last_digits(monkeypatch) -> None:

@@ -20,7 +20,7 @@ import torch
 from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
-from core import metrics
+from core import flops, metrics
 from model import GPT
 from train import TrainConfig
 
@@ -244,6 +244,15 @@ def test_a_run_whose_steps_are_done_says_so(out):
     assert (out / "metrics.jsonl").read_bytes() == before
     more = resume(out, "--max_iters=12")
     assert more.code == 0 and list(more.losses()) == list(range(1, 13))
+
+
+def test_the_time_that_is_foretold_is_that_of_the_steps_that_are_left(out):
+    saved = checkpoint.load(checkpoint.latest(out))
+    how = saved.train_settings(TrainConfig)
+    tokens = how.batch_size * how.gradient_accumulation_steps * how.block_size
+    work = flops.flops_per_token(saved.config(), how.block_size) * tokens
+    r = resume(out, "--max_iters=13", f"--peak_tflops={work / 20e12}", "--eval_only")
+    assert "13 steps: at the peak rate 60 s" in r.out  # three, of 20 seconds each
 
 
 def test_with_nothing_to_resume(tmp_path):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from core import runtime
-from inference.sampling import SamplingParams, Uniform, _likeliest, sample_token
+from inference.sampling import Options, SamplingParams, Uniform, _likeliest, sample_token
 
 
 def pick(logits: Tensor, u: Tensor | None, **params: Any) -> Tensor:
-    return sample_token(logits, u, SamplingParams(**params))
+    return sample_token(logits, u, SamplingParams.on(logits.device, Options(**params)))
 
 
 def draw(logits: Tensor, generator: Any, **params: Any) -> Tensor:

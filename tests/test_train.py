@@ -733,7 +733,7 @@ def test_a_large_vocabulary_is_rounded_up_and_a_small_one_is_not():
         return build_model(loaded, {"vocab_size": V}).config.vocab_size
 
     assert size(65) == 65
-    assert size(1025) == 1088
+    assert size(1025) == size(1088) == 1088
     assert size(65, vocab_size=70) == 70
 
 
@@ -1093,6 +1093,17 @@ def test_only_float16_scales_its_loss(dtype, scaled, autocast) -> None:
     assert setup.scaler().is_enabled() == scaled
     with setup.autocast:
         assert torch.is_autocast_enabled("cpu") == autocast
+
+
+def test_a_loss_of_float16_that_was_not_finite_is_noted_for_good() -> None:
+    """On a GPU the loop looks only where a line is due, steps later."""
+    weight, found_inf = torch.nn.Parameter(torch.ones(2, 2)), torch.zeros(())
+    optimizer, scaler = torch.optim.AdamW([weight], fused=True), torch.amp.GradScaler("cpu")
+    for value in (math.inf, 1.0):
+        scaler.scale(weight.sum()).backward()
+        update(optimizer, scaler, torch.tensor(value), 1.0, found_inf)
+        optimizer.zero_grad()
+        assert found_inf == 1
 
 
 def test_the_switches_of_the_process() -> None:
