@@ -144,6 +144,20 @@ def test_the_other_commands_say_where_they_are(python: str, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.slow
+def test_a_kernel_of_ones_own_is_checked(python: str, tmp_path: Path) -> None:
+    """The file of docs/KERNEL.md, where nothing of the checkout is at hand."""
+    page = (ROOT / "docs" / "KERNEL.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
+    check = [python, "-m", "nanoattn", "check", "chunked.py", "--quick", "--dtype=float32"]
+    run = done(check, tmp_path)
+    assert run.returncode == 0 and "All that it declares is right." in run.stdout, run.stderr
+    (tmp_path / "chunked.py").write_text(code.replace("* spec.softmax_scale", "* 0.2"))
+    run = done([*check, "--first"], tmp_path)
+    assert run.returncode == 1 and "from nanoattn import get, matrix" in run.stdout, run.stderr
+
+
 # --- one package under two names ---
 
 TWICE = """
