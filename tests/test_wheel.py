@@ -158,6 +158,20 @@ def test_a_kernel_of_ones_own_is_checked(python: str, tmp_path: Path) -> None:
     assert run.returncode == 1 and "from nanoattn import get, matrix" in run.stdout, run.stderr
 
 
+@pytest.mark.slow
+def test_the_lines_of_the_readme_for_transformers_run(tmp_path: Path) -> None:
+    """On a small model of random weights; here, or where FRESH_PYTHON's pip installed it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import nanoattn, transformers\n.*?)```", text, re.S)
+    made = os.environ.get("FRESH_PYTHON_HF")
+    run = done([str(ROOT / made) if made else sys.executable, "-c", code], tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall(r"^transformer\.h\.[01]\.attn: sdpa ", run.stdout, re.M)) >= 4
+
+
 # --- one package under two names ---
 
 TWICE = """
