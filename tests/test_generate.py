@@ -265,7 +265,7 @@ def test_attention_is_resolved_once_a_phase(monkeypatch) -> None:
 
 
 def test_a_backend_that_cannot_read_the_cache_is_replaced_aloud_or_refused(caplog) -> None:
-    attention.probe.__globals__["_once"].cache_clear()
+    attention.select.__globals__["_once"].cache_clear()
     caplog.set_level("WARNING", logger="nanoattn")
     model = build(attention_backend="tiled").eval()
     want = greedy(model, tokens(T=5), 6)
