@@ -183,7 +183,8 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     if not case.sinks:
         return None
     draws = torch.randn(case.H, generator=torch.Generator().manual_seed(case.H))
-    return ((3 + 2 * draws) * case.size**2).to(device, getattr(torch, dtype))
+    found = ((3 + 2 * draws) * case.size**2).to(device, getattr(torch, dtype))
+    return torch.stack((found, -found), dim=1)[:, 0] if case.layout == "split" else found
 
 
 def options(case: Case, dtype: str, device: str = "cpu") -> dict[str, Any]:
