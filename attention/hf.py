@@ -62,7 +62,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     It may be called again, with another policy.
 
     Args:
-        extra: further names that attention.get() knows.
+        extra: further names that attention.get() knows: a kernel file is run here.
         policy: Policy(fallback=False) makes a refusal an error instead of a warning.
 
     Raises:
@@ -236,7 +236,8 @@ def _attend(
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
         if autocast := torch.is_autocast_enabled(device.type):  # as for SDPA
             half = torch.get_autocast_dtype(device.type)
-            query, key, value = (t.to(half) for t in (query, key, value))
+            low = [t if t.dtype == torch.float64 else t.to(half) for t in (query, key, value)]
+            query, key, value = low
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal

@@ -483,6 +483,8 @@ def test_under_autocast_the_kernel_gets_its_dtype() -> None:
     own, model = build("gemma2", "eager"), build("gemma2", "nanoattn:manual")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         got, usual = model(IDS).logits.float(), own(IDS).logits.float()
+        double = torch.zeros(1, 4, 4, 8).double()  # which autocast leaves alone, as in SDPA
+        assert hf._attend("manual", Policy(), CAUSAL, *[double] * 3, None)[0].dtype == double.dtype
     assert [spec.dtype for spec, *_ in hf.report(model)[0].ran] == ["bfloat16"]
     with torch.no_grad():
         truth = own(IDS).logits
