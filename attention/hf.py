@@ -32,7 +32,7 @@ from torch import Tensor
 from .autotune import fastest
 from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
-from .spec import BackendUnavailable, Policy, Resolution, Spec
+from .spec import Backend, BackendUnavailable, Policy, Resolution, Spec
 
 PREFIX = "nanoattn:"
 # transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
@@ -67,6 +67,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
 
     Raises:
         ImportError: no transformers, or one without masking_utils (before 4.53).
+        ValueError: two of the names would be one attn_implementation.
     """
     try:
         from transformers import AttentionInterface
@@ -78,8 +79,11 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
 
     # Both read tensors on the host: in a compiled model each call is a graph break.
     untraced = torch.compiler.disable
+    made: dict[str, Backend] = {}
     for name in (*RULES, *BACKENDS, *extra):
         key = implementation(name)
+        if name not in RULES and made.setdefault(key.lower(), get(name)) is not get(name):
+            raise ValueError(f"{name!r} would be {key!r}, which is another backend's")
         AttentionInterface.register(key, untraced(partial(_attend, name, policy)))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
     if not hasattr(PreTrainedModel.__init__, "asks_nanoattn"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -365,6 +366,16 @@ def test_a_bidirectional_model_is_refused() -> None:
     # In older releases BERT computed its attention itself.
     with pytest.raises(BackendUnavailable, match=r"not causal|computes its attention itself"):
         transformers.AutoModel.from_config(config, attn_implementation="nanoattn:manual")(IDS)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    text = "from attention import Backend, get\nBACKEND = Backend('two', '', get('manual').attend,"
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text(text + " get('manual').caps, None)", encoding="utf-8")
+    hf.register(extra=[str(files[0]), str(files[0]), "eager"])
+    with pytest.raises(ValueError, match="another backend's"):
+        hf.register(extra=map(str, files))
 
 
 def test_names() -> None:
