@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .own import is_file
 from .probing import probe
 from .select import BACKENDS, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
@@ -85,11 +86,13 @@ def fastest(
         answer = answer_file(spec, device, shape, machine, policy)
         if answer.is_file():
             try:
-                chosen = take(answer.read_text(encoding="utf-8"))
+                name = answer.read_text(encoding="utf-8")
+                if is_file(name):  # which nobody typed: it would be run
+                    raise ValueError(f"it names the file {name!r}")
+                chosen = take(name)
             except (OSError, ValueError) as e:  # unreadable, refused now, or no longer there
                 log.warning(f"fastest: {answer} is of no use now ({e}); measuring anew")
             else:
-                name = chosen.backend.name
                 log.info(f"fastest: {name}, remembered; delete {answer} to measure again")
                 return chosen
         rule = take("auto").backend.name

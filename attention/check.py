@@ -253,9 +253,9 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     options.devices = ["cpu", *["cuda"] * cuda, *["mps"] * mps]
     if options.device:
-        number = int(options.device.partition(":")[2] or 0)
-        kind = options.device.partition(":")[0]
-        if kind not in options.devices or number >= (torch.cuda.device_count() if cuda else 1):
+        kind, _, number = options.device.partition(":")
+        most = torch.cuda.device_count() if kind == "cuda" else 1
+        if kind not in options.devices or (number or "0") not in map(str, range(most)):
             parser.error(f"--device={options.device}: there is no such device here")
         options.devices = [options.device]
     return options

@@ -94,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     if spec.softcap is not None:
         asked["softcap"] = spec.softcap
     if sinks is not None:  # only 4 has them; it takes no float64
-        asked["learnable_sink"] = sinks.float()
+        asked["learnable_sink"] = sinks.float().contiguous()
     if cache is not None:
         assert segments is None, "these caches have no segments"
         return _from_cache(flash, q, k, v, cache, package, asked)

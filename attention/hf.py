@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from torch import Tensor
 from .autotune import fastest
 from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
-from .spec import BackendUnavailable, Policy, Resolution, Spec
+from .spec import Backend, BackendUnavailable, Policy, Resolution, Spec
 
 PREFIX = "nanoattn:"
 # transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
@@ -62,11 +62,12 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     It may be called again, with another policy.
 
     Args:
-        extra: further names that attention.get() knows.
+        extra: further names that attention.get() knows: a kernel file is run here.
         policy: Policy(fallback=False) makes a refusal an error instead of a warning.
 
     Raises:
         ImportError: no transformers, or one without masking_utils (before 4.53).
+        ValueError: two of the names would be one attn_implementation.
     """
     try:
         from transformers import AttentionInterface
@@ -78,8 +79,11 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
 
     # Both read tensors on the host: in a compiled model each call is a graph break.
     untraced = torch.compiler.disable
+    made: dict[str, Backend] = {}
     for name in (*RULES, *BACKENDS, *extra):
         key = implementation(name)
+        if name not in RULES and made.setdefault(key.lower(), get(name)) is not get(name):
+            raise ValueError(f"{name!r} would be {key!r}, which is another backend's")
         AttentionInterface.register(key, untraced(partial(_attend, name, policy)))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
     if not hasattr(PreTrainedModel.__init__, "asks_nanoattn"):
@@ -147,11 +151,13 @@ def _tokens(
     return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
-def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: int) -> Proof:
+def _proof(
+    mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int, Tk: int
+) -> Proof:
     """The proof of the mask that a layer got: made before, or made now and kept with the mask."""
     if mask is None:
         # Eager attention would see everything: only a layer that says so means causal.
-        if getattr(module, "is_causal", None) is not True or Tq != Tk:
+        if is_causal is not True or Tq != Tk:
             raise ValueError(f"it has no mask for {Tq} queries and {Tk} keys, or is not causal")
         proof = Proof(Tq, Tk)
     elif isinstance(mask, Mask):
@@ -164,7 +170,7 @@ def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: in
         kept = getattr(mask, "_nanoattn", {})
         proof = kept[key] if key in kept else prove(mask, window)
         mask._nanoattn = {} if key is None else {key: proof}  # type: ignore[attr-defined]
-    if proof.queries != Tq or proof.end > Tk:
+    if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask is for other than {Tq} queries and {Tk} keys")
     if window is not None and proof.effective(window) != proof.effective(proof.window):
         raise ValueError(f"the layer has a window of {window}, its mask {proof.window or 'none'}")
@@ -174,8 +180,10 @@ def _proof(mask: Tensor | None, window: int | None, module: Any, Tq: int, Tk: in
 def _check_packing(position_ids: Tensor, proof: Proof) -> None:
     """Positions that begin anew are another text, which the mask must separate: not all models
     tell it. position_ids: (B or 1, Tq). Looked at once for each mask, not by every layer."""
-    seen_with = position_ids.__dict__.setdefault("_nanoattn", [])
-    if any(p is proof for p in seen_with):
+    version = None if position_ids.is_inference() else position_ids._version
+    # Weak, since positions may be kept for a whole training, and each step has a proof of its own.
+    known = [r for r in getattr(position_ids, "_nanoattn", []) if r[0]() is not None]
+    if any(r() is proof and v == version for r, v in known):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
     if proof.segments is not None:
@@ -183,7 +191,7 @@ def _check_packing(position_ids: Tensor, proof: Proof) -> None:
         begins = begins & (at[:, 1:] == at[:, :-1]) & (at[:, 1:] != 0)
     if bool(begins.any()):
         raise ValueError("position_ids begin anew within a row, and its mask joins the two texts")
-    seen_with.append(proof)
+    position_ids._nanoattn = [*known, (ref(proof), version)]  # type: ignore[attr-defined]
 
 
 # --- the call of a layer ---
@@ -204,7 +212,8 @@ def _attend(
     Args:
         query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D).
         s_aux: (H,), the sinks.
-        is_causal: not used: the mask says it, and is proved.
+        is_causal: stands before the module's, and is used where there is no mask: a mask says it
+            itself, and is proved.
 
     Returns:
         (B, Tq, H, D), and None for the weights.
@@ -231,10 +240,12 @@ def _attend(
             raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
         if autocast := torch.is_autocast_enabled(device.type):  # as for SDPA
             half = torch.get_autocast_dtype(device.type)
-            query, key, value = (t.to(half) for t in (query, key, value))
+            low = [t if t.dtype == torch.float64 else t.to(half) for t in (query, key, value)]
+            query, key, value = low
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
-        proof = _proof(attention_mask, sliding_window, module, Tq, Tk)
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        proof = _proof(attention_mask, sliding_window, causal, Tq, Tk)
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
             _check_packing(position_ids, proof)
         learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]

@@ -55,7 +55,10 @@ class Mask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called, others = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
-        if any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in others):
+        # fill_, __setitem__, __ior__: what is written would not be in the proof. Not __invert__.
+        writes = (called == "__setitem__" or (called.startswith("__i") and len(others) > 1)
+                  or (called.endswith("_") and not called.endswith("__")))  # fmt: skip
+        if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in others):
             name = next(x.asked_by for x in others if isinstance(x, Mask))
             raise BackendUnavailable(
                 f"this model does not hand its attention to {name!r}: it computes with the mask "

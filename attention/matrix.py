@@ -183,7 +183,8 @@ def sinks(case: Case, dtype: str, device: str = "cpu") -> Tensor | None:
     if not case.sinks:
         return None
     draws = torch.randn(case.H, generator=torch.Generator().manual_seed(case.H))
-    return ((3 + 2 * draws) * case.size**2).to(device, getattr(torch, dtype))
+    found = ((3 + 2 * draws) * case.size**2).to(device, getattr(torch, dtype))
+    return torch.stack((found, -found), dim=1)[:, 0] if case.layout == "split" else found
 
 
 def options(case: Case, dtype: str, device: str = "cpu") -> dict[str, Any]:
@@ -214,11 +215,12 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
         grad: False for what has no backward pass: only without.
 
     Raises:
-        AssertionError: an error larger than oracle.check allows, or a query that sees no key and
-            gave no zeros; the text says which tensor, where and by how much.
+        AssertionError: an error larger than oracle.check allows, a query that sees no key and gave
+            no zeros, or an input that changed; the text says which tensor, where and by how much.
     """
     spec = case.spec(dtype, grad=grad, compiled=compiled)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
+    before = [t.clone() for t in (q, k, v, dout)]
     leaves = [t.requires_grad_(grad) for t in (q, k, v)]
     more: dict[str, Any] = {"segments": segments(case, device)}
     if case.sinks:
@@ -237,3 +239,7 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
     oracle.require(not out.requires_grad, "the output requires a gradient where none is recorded")
     oracle.check(oracle.Result(out), rough, exact, getattr(torch, dtype))
     oracle.require(not out[:, :blind].any(), "queries that see no key must give zeros")
+    for name, t, was in zip(("q", "k", "v", "dout"), (q, k, v, dout), before, strict=True):
+        if not torch.equal(t, was):
+            draw.cache_clear()  # other cases must not get it
+            raise AssertionError(f"it wrote into {name}: a kernel only reads its inputs")

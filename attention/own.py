@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 
-from .spec import Backend, BackendUnavailable
+from .spec import Backend, BackendUnavailable, Caps
 from .system import first_line
 
 _RUN: dict[str, Backend] = {}  # absolute path -> what the file defines, once it was run
@@ -68,5 +68,8 @@ def _run(path: str, fail: Callable[[str], BackendUnavailable]) -> Backend:
         raise fail("it defines no BACKEND = Backend(...)")
     if not isinstance(module.BACKEND, Backend):
         raise fail(f"its BACKEND is a {type(module.BACKEND).__name__}, not a Backend")
+    caps = module.BACKEND.caps
+    if not (isinstance(caps, tuple) and caps and all(isinstance(row, Caps) for row in caps)):
+        raise fail("its caps are no tuple of Caps: write caps=(Caps(...),), with the last comma")
     _RUN[path] = module.BACKEND
     return module.BACKEND

@@ -47,10 +47,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
         from .paged_kernels import decode
 
+        sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
         return decode(
-            q, k, v, cache.page_table, cache.start, cache.count,
-            None if sinks is None else sinks.float(), spec.window or 0, spec.softmax_scale,
-            spec.softcap, splits=0,
+            q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
+            spec.softmax_scale, spec.softcap, splits=0,
         )  # fmt: skip
     return gather(q, k, v, spec, cache, sinks)
 

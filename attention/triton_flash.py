@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
     first, last = (None, None) if segments is None else borders(segments)
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
-    sinks = None if sinks is None else sinks.float()
+    sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
     return flash_forward(q, k, v, first, last, seed, sinks, spec.window, spec.dropout,
                          spec.softmax_scale, spec.softcap)[0]  # fmt: skip
 

@@ -100,7 +100,7 @@ def build(job: Job, implementation: str) -> Any:
     bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
     try:
         make: Any = AutoModelForCausalLM.from_config
-        model = make(config, attn_implementation=implementation)
+        model = make(config, attn_implementation=implementation, trust_remote_code=False)
     except (ValueError, ImportError) as e:
         raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
     return model.to(job.device, torch.float32)  # autocast does the rest, as for ours

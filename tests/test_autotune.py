@@ -462,6 +462,18 @@ def test_a_name_that_is_gone_is_measured_anew(clock, monkeypatch, log) -> None:
     assert "is of no use now (unknown attention backend 'rival'" in said(log)
 
 
+def test_a_remembered_answer_runs_no_file(clock, monkeypatch, log, cache_folder, tmp_path) -> None:
+    only(monkeypatch, sdpa=takes(clock, 10.0))
+    fastest(SPEC, "cpu", SHAPE)
+    (answer,) = (cache_folder / "fastest").iterdir()
+    planted, ran = tmp_path / "kernel.py", tmp_path / "ran"
+    planted.write_text(f"open({str(ran)!r}, 'w')", encoding="utf-8")
+    answer.write_text(str(planted), encoding="utf-8")
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa" and not ran.exists()
+    assert "is of no use now (it names the file" in said(log)
+    assert answer.read_text(encoding="utf-8") == "sdpa"  # measured anew
+
+
 OTHER_SPECS = {
     "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dtype": "float16", "window": 7, "dropout": 0.5,
     "segments": True, "grad": False, "cache": "static", "compiled": True,

@@ -15,7 +15,7 @@ import torch
 import attention
 import checkpoint
 import train
-from attention import check, own
+from attention import check, matrix, own
 from bench.config import load_config, names
 from core.settings import UserError
 from model import GPT, GPTConfig
@@ -152,12 +152,25 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
     )
 
 
+def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
+    def attend(q, k, v, spec, *, segments=None, cache=None):
+        out = attention.get("manual").attend(q, k, v, spec, segments=segments)
+        v.mul_(2)  # its own result is right
+        return out
+
+    backend = attention.Backend("writes", "", attend, (attention.Caps(grad=False),), None)
+    case = matrix.Case("writes", 5, 5)
+    with pytest.raises(AssertionError, match="it wrote into v"):
+        matrix.check(backend, case, "float32", grad=False)
+    matrix.check(attention.get("manual"), case, "float32")  # which has the inputs as they were
+
+
 def test_who_refuses_all_has_shown_nothing(capsys) -> None:
     code, said = ask(capsys, "flash_attn_3", "--dtype=float16", "--device=cpu", "--quick")
     assert code == 1 and "It refuses all: nothing ran." in said
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys) -> None:
     """With -m, as it is typed."""
     words = [sys.executable, "-m", "attention", "check", str(tmp_path / "none.py")]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -165,10 +178,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert run.stderr.endswith("none.py' cannot be used: there is no such file\n")
     for words, why in ((["manual", "--dtype=int8"], "must be some of"),
                        (["manual", "--device=cuda:9" if torch.cuda.is_available() else
-                         "--device=cuda"], "there is no such device here")):  # fmt: skip
+                         "--device=cuda"], "there is no such device"),
+                       (["manual", "--device=cpu:one"], "there is no such device"),
+                       (["manual", "--device=cpu:-1"], "there is no such device")):  # fmt: skip
         with pytest.raises(SystemExit) as e:
             check.main(words)
-        assert e.value.code == 2, why
+        assert e.value.code == 2 and why in capsys.readouterr().err
 
 
 # --- the file is a backend ---
@@ -221,6 +236,8 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     ("BACKEND = {}", "its BACKEND is a dict, not a Backend"),
     (OWN.replace('"mine"', '"sdpa"'), "its name 'sdpa' is taken"),
     (OWN.replace('"mine"', '"auto"'), "its name 'auto' is taken"),
+    (OWN.replace("(Caps({caps}),)", "(Caps())"), "its caps are no tuple of Caps"),
+    (OWN.replace("(Caps({caps}),)", "()"), "its caps are no tuple of Caps"),
     (OWN.replace("{fallback!r}", "'auto'"), "it would fall back to 'auto'"),
     ("a = 1\nb = a / 0", "line 2: ZeroDivisionError: division by zero"),
     ("def f():\n  return [\n", "line 2: SyntaxError:"),

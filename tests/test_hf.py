@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,16 +273,43 @@ def test_only_our_attention_can_read_a_mask() -> None:
     for use in uses:
         with pytest.raises(BackendUnavailable, match="computes with the mask"):
             use()
+
+    def fill(row: Any, seen: bool) -> None:
+        row[:, :, 0] = seen
+
+    writes: list[Callable[[Mask], Any]] = [
+        lambda m: m.fill_(True), lambda m: fill(m, True), lambda m: m.logical_not_(),
+        lambda m: m.__ior__(True)]  # fmt: skip
+    for write in writes:  # what is written would not be in the proof
+        for changed in (mask, mask.clone(), mask.contiguous()):
+            with pytest.raises(BackendUnavailable, match="computes with the mask"):
+                write(changed)
     for copy in (mask.clone(), mask.to("cpu"), mask.contiguous(), mask.detach()):
         assert copy.proof == replace(proof, segments=copy.proof.segments)
     with pytest.raises(ValueError, match="changed the mask"):
         hf._proof(mask[:, :, 1:], None, None, 3, 4)
 
 
+def test_packing_is_looked_at_again_when_positions_or_mask_change() -> None:
+    positions, proof = torch.arange(6)[None], Proof(6, 6)
+    for _ in range(9):
+        hf._check_packing(positions, Proof(6, 6))  # of earlier steps, which are gone
+        hf._check_packing(positions, proof)
+    assert len(positions._nanoattn) <= 2  # type: ignore[attr-defined]
+    positions[:, 3:] -= 3
+    for _ in range(2):
+        with pytest.raises(ValueError, match="begin anew"):
+            hf._check_packing(positions, proof)
+    with torch.inference_mode():
+        hf._check_packing(torch.arange(6)[None], proof)
+
+
 # --- refusals, and models that never call ---
 
 CROSS = torch.nn.Linear(1, 1)
 CROSS.is_causal = False  # type: ignore[assignment]
+CAUSAL = torch.nn.Linear(1, 1)
+CAUSAL.is_causal = True  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -299,6 +327,11 @@ CROSS.is_causal = False  # type: ignore[assignment]
         ({"sliding_window": 2}, "window of 2"),
         ({"attention_mask": None}, "no mask"),
         ({"attention_mask": Mask.of(Proof(4, 9), "nanoattn:manual", (1, 1, 4, 9))}, "other than 4"),
+        (
+            {"key": torch.zeros(1, 2, 6, 8), "value": torch.zeros(1, 2, 6, 8)},
+            "4 queries and 6 keys",
+        ),
+        ({"module": CAUSAL, "attention_mask": None, "is_causal": False}, "not causal"),
         ({"softcap": -1.0}, "softcap"),
     ],
 )
@@ -333,6 +366,16 @@ def test_a_bidirectional_model_is_refused() -> None:
     # In older releases BERT computed its attention itself.
     with pytest.raises(BackendUnavailable, match=r"not causal|computes its attention itself"):
         transformers.AutoModel.from_config(config, attn_implementation="nanoattn:manual")(IDS)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    text = "from attention import Backend, get\nBACKEND = Backend('two', '', get('manual').attend,"
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text(text + " get('manual').caps, None)", encoding="utf-8")
+    hf.register(extra=[str(files[0]), str(files[0]), "eager"])
+    with pytest.raises(ValueError, match="another backend's"):
+        hf.register(extra=map(str, files))
 
 
 def test_names() -> None:
@@ -451,6 +494,8 @@ def test_under_autocast_the_kernel_gets_its_dtype() -> None:
     own, model = build("gemma2", "eager"), build("gemma2", "nanoattn:manual")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         got, usual = model(IDS).logits.float(), own(IDS).logits.float()
+        double = torch.zeros(1, 4, 4, 8).double()  # which autocast leaves alone, as in SDPA
+        assert hf._attend("manual", Policy(), CAUSAL, *[double] * 3, None)[0].dtype == double.dtype
     assert [spec.dtype for spec, *_ in hf.report(model)[0].ran] == ["bfloat16"]
     with torch.no_grad():
         truth = own(IDS).logits
