@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autotune import fastest
+from .flash_impl import flash_impl
 from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
 from .spec import Backend, BackendUnavailable, Policy, Resolution, Spec
@@ -282,7 +283,8 @@ def _choose(
     Args:
         shape: sequences, queries and keys; "fastest" measures at those of the first call.
     """
-    known = name, spec, device, policy, torch.are_deterministic_algorithms_enabled()
+    switches = torch.are_deterministic_algorithms_enabled(), flash_impl()
+    known = name, spec, device, policy, switches
     if known not in _kernels:
         # What is tried must not become part of the model's graph, as in a checkpointed layer, whose
         # hooks would compute the whole layer again for each tensor that a kernel saves.

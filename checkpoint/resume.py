@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from checkpoint.convert import init_model
-from checkpoint.store import Checkpoint, backend_of, latest, load, save, tokenizer_meta
+from checkpoint.store import Checkpoint, backend_of, latest, load, log, save, tokenizer_meta
 from core.distributed import DistInfo
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state
 from core.settings import Loaded, UserError
@@ -29,6 +29,13 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
     if "attention_backend" not in changes:
         changes["attention_backend"] = backend_of(before.attention_backend, saved.folder)
+    if before.attention_hub_kernels and "attention_hub_kernels" not in changes:
+        # The checkpoint may be somebody else's, as with a file.
+        log.warning(
+            "%s was trained with kernels of the hub allowed; that is asked for anew: "
+            "--attention_hub_kernels=True", saved.folder
+        )  # fmt: skip
+        changes["attention_hub_kernels"] = False
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
         changes.setdefault("lr_decay_iters", before.max_iters)
     if before.dtype == "auto":  # an older version's: by the rule of then

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -275,13 +276,12 @@ def test_a_config_is_made_without_running_it(tmp_path: Path, capsys) -> None:
     assert chosen.backend.name == "mine" and capsys.readouterr().out == "it ran\n"
 
 
-def saved(folder: Path, path: str) -> GPTConfig:
-    """A checkpoint of a model that was trained with the kernel in that file."""
+def saved(folder: Path, path: str, **more: Any) -> GPTConfig:
+    """A checkpoint of a model that was trained with the kernel in that file, and these settings."""
     config = GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=2, n_embd=32,
                        attention_backend=path)  # fmt: skip
-    settings = train.TrainConfig(
-        out_dir=str(folder), block_size=8, n_layer=1, n_head=2, n_embd=32, attention_backend=path
-    )
+    sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 32}
+    settings = train.TrainConfig(out_dir=str(folder), attention_backend=path, **sizes, **more)
     checkpoint.save(
         folder, weights=GPT(config).state_dict(), optimizer={}, keep=1, state={"step": 1},
         settings={"model": asdict(config), "train": asdict(settings), "tokenizer": {}},
@@ -312,6 +312,16 @@ def test_a_resumed_run_runs_the_file_only_if_it_is_named_again(tmp_path, caplog,
         checkpoint.resumed(train.read(train.TrainConfig, words)).settings.attention_backend == path
     )
     assert capsys.readouterr().out == ""
+
+
+def test_a_resumed_run_downloads_kernels_only_if_it_is_asked_again(tmp_path, caplog) -> None:
+    hub, out = {"attention_hub_kernels": True}, f"--out_dir={tmp_path / 'out'}"
+    saved(tmp_path / "out", "sdpa", **hub)
+    words = ["--init_from=resume", out]
+    again = checkpoint.resumed(train.read(train.TrainConfig, words)).settings
+    assert not again.attention_hub_kernels and "that is asked for anew" in caplog.text
+    words.append("--attention_hub_kernels=True")
+    assert checkpoint.resumed(train.read(train.TrainConfig, words)).settings.attention_hub_kernels
 
 
 # --- in the commands ---

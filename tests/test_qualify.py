@@ -71,6 +71,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a real run, made small ---
 
 
+@pytest.mark.slow
 def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> None:
     code, out, told = run(*TINY, "--backends=sdpa,manual", f"--records_dir={tmp_path}")
     made = read(tmp_path)
@@ -204,6 +205,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     monkeypatch.setattr(qualify, "busy", lambda device: ["GPU 0 was in use before we began"])
 
 
+@pytest.mark.slow
 def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
     """Everything but the answers is what an H200 gets."""
     words = [w for w in TINY if not w.startswith(("--device", "--peak_tflops", "--bandwidth"))]

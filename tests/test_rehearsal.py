@@ -82,6 +82,7 @@ def row(content: dict[str, Any], backend: str, **point: Any) -> dict[str, Any]:
                 and point.items() <= r["point"].items())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_steps_with_a_profile_and_a_record(there, tmp_path):
     """Compiled, in micro-batches, in bfloat16; the record passes the board's check but for what
     this machine's speed is."""
@@ -133,6 +134,7 @@ def test_attention_alone(there):
     assert row(content, "sdpa_efficient", T=64, window=16)["kernels"] == ["efficient"]
 
 
+@pytest.mark.slow
 def test_generation_with_every_cache(there):
     content = bench(there, "decode", *TINY, "--backends=sdpa,paged", "--compile=True",
                     "--prompts=8", "--new_tokens=6", "--batch_sizes=2")  # fmt: skip
@@ -199,7 +201,8 @@ def test_the_same_training_with_two_backends(there):
     assert row(content, "sdpa")["verdict"] == "ok"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_stops_goes_on_and_writes(there, tmp_path, dtype):
     """Evaluation, checkpoints, dropout's random state: six steps are three and three more."""
     how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=4",
