@@ -36,7 +36,7 @@ from attention import (
     visible,
 )
 from attention.check import FEATURES, Item, items, judge
-from attention.matrix import CASES, Case
+from attention.matrix import CASES, SAMPLE, Case
 from attention.promises import HUGE, qkv
 from attention.spec import DTYPES, Caps
 
@@ -63,8 +63,14 @@ ITEMS = list(items(DTYPES))
 
 
 def _long(name: str, item: Item) -> bool:
-    """Whether it is left to the slow tests: in the interpreter, where flex compiles for each, and
-    torch.compile in other dtypes than float32."""
+    """Whether it is left to the slow tests: in the interpreter, where flex compiles for each,
+    torch.compile in other dtypes than float32, what refuses the CPU in more than one dtype, and in
+    two dtypes all cases but a sample."""
+    if not any("cpu" in caps.devices for caps in BACKENDS[name].caps) and item.dtype != "float32":
+        return True
+    sample = (*SAMPLE, *FAST["float16"])
+    if item.case and item.dtype in ("float16", "float64") and item.name not in sample:
+        return True
     if item.case:
         if name == "flex":
             return (item.name, item.dtype) not in itertools.product(FLEX, ("float32",))
