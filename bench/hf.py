@@ -68,6 +68,8 @@ def read(name: str) -> dict[str, Any]:
         from transformers import AutoConfig
     except ImportError as e:
         raise UserError(f"--hf needs the package transformers ({first_line(e)})") from e
+    if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):  # none of the hub's
+        raise UserError(f"--hf={name}: there is no such folder")
     offline = None if Path(name).exists() else why_not_hub()
     try:
         how: Any = {"trust_remote_code": False, "local_files_only": offline is not None}
