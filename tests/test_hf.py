@@ -180,6 +180,7 @@ def causal(T: int = 6) -> Tensor:
     return torch.ones(1, T, T, dtype=torch.bool).tril()
 
 
+AT = torch.arange(6)
 PREFIX = causal()
 PREFIX[:, :3, :3] = True
 HOLE = causal()
@@ -192,6 +193,10 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
     "a mask for each head": (causal()[:, None].expand(1, 2, 6, 6), "shape"),
     "2-D": (torch.ones(1, 6), "shape"),
     "a bias": (torch.where(causal(), -0.5, -torch.inf)[:, None], "a bias"),
+    "a bias that grows with the distance": (
+        torch.where(causal(), 5.0 * (AT - AT[:, None]), -torch.inf)[:, None],
+        "a bias",
+    ),
     "integers": (causal()[:, None].long(), "neither bool nor"),
     "anticausal": (causal().mT[:, None], "not causal"),
 }
@@ -202,6 +207,10 @@ def test_any_other_mask_is_refused(case: str) -> None:
     mask, why = REFUSED[case]
     with pytest.raises(ValueError, match=why):
         prove(mask)
+
+
+def test_a_window_that_hides_nothing_is_no_request() -> None:
+    assert Proof(10).effective(10) is None and Proof(10).effective(9) == 9
 
 
 def test_padding_between_tokens_is_refused() -> None:
@@ -435,6 +444,21 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
             logits.append(out.logits)
         joined = torch.cat(logits, dim=1)[tokens.bool()]
         hf_table.check(name, "left-padded", {"logits": joined})
+
+
+def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
+    """The places that are yet to be filled are hidden from it, and those that are filled are not."""
+    model = build("llama", "nanoattn:manual")
+    old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
+    kept = transformers.StaticCache(config=model.config, max_cache_len=32, **old)
+    with torch.no_grad():
+        want, logits, seen = model(IDS[:, :10]).logits, [], 0
+        for part in IDS[:, :10].split([8, 1, 1], dim=1):
+            at = torch.arange(seen, seen + part.shape[1])
+            seen += part.shape[1]
+            more: dict[str, Any] = {"cache_position": at} if old else {}
+            logits.append(model(part, past_key_values=kept, **more).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), want)
 
 
 # --- choosing, reports, and how models are used ---
