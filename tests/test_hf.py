@@ -447,7 +447,7 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
 
 
 def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
-    """The places that are yet to be filled are hidden from it, and those that are filled are not."""
+    """The places yet to be filled are hidden from it, and those that are filled are not."""
     model = build("llama", "nanoattn:manual")
     old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
     kept = transformers.StaticCache(config=model.config, max_cache_len=32, **old)
