@@ -210,7 +210,8 @@ def test_any_other_mask_is_refused(case: str) -> None:
 
 
 def test_a_window_that_hides_nothing_is_no_request() -> None:
-    assert Proof(10).effective(10) is None and Proof(10).effective(9) == 9
+    proof = Proof(queries=10, end=10)
+    assert proof.effective(10) is None and proof.effective(9) == 9
 
 
 def test_padding_between_tokens_is_refused() -> None:
