@@ -1,0 +1,80 @@
+"""N gloo processes on this machine that run one function, and what each of them returned."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """[function(rank, n, *args) for each rank], each in a process of one gloo group.
+
+    Args:
+        function: of a module, so that a fresh process finds it; its result is pickled.
+
+    Raises:
+        AssertionError: with the traceback of a process that failed, or ended without a word, or
+            the ranks that were not done in `timeout` seconds.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        told = [str(Path(folder) / f"result-{rank}") for rank in range(n)]
+        store = f"file://{folder}/store"
+        begun = [
+            context.Process(target=_child, args=(function, rank, n, store, told[rank], args))
+            for rank in range(n)
+        ]
+        for process in begun:
+            process.start()
+        try:
+            deadline = time.monotonic() + timeout
+            while any(p.is_alive() for p in begun) and time.monotonic() < deadline:
+                if failed := [r for r, p in enumerate(begun) if p.exitcode]:
+                    # The others may wait for it in vain.
+                    raise AssertionError("\n".join(_told(told[r], r)[1] for r in failed))
+                time.sleep(0.02)
+            late = [rank for rank, p in enumerate(begun) if p.is_alive()]
+            assert not late, f"ranks {late} were not done in {timeout} s"
+            results = [_told(path, rank) for rank, path in enumerate(told)]
+            assert all(good for good, _ in results), "\n".join(x for good, x in results if not good)
+            return [value for _, value in results]
+        finally:
+            for process in begun:
+                process.kill()
+                process.join()
+
+
+def _told(path: str, rank: int) -> tuple[bool, Any]:
+    if not Path(path).exists():
+        return False, f"rank {rank} ended without a word"
+    return torch.load(path, weights_only=False)
+
+
+def _child(function: Any, rank: int, n: int, store: str, told: str, args: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n)
+        good, result = True, function(rank, n, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        good, result = False, f"rank {rank}:\n{traceback.format_exc()}"
+    torch.save((good, result), told)
+    if not good:
+        raise SystemExit(1)
