@@ -154,6 +154,7 @@ class GPT(nn.Module):
         self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
+        self.ring: Any = None  # with processes that share the sequences: attention/ring.py
         self._kernels: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
         self.transformer: Any = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(config.vocab_size, config.n_embd)

@@ -9,8 +9,18 @@ from typing import Any, TypeVar
 import torch
 
 from checkpoint.convert import init_model
-from checkpoint.store import Checkpoint, backend_of, latest, load, log, save, tokenizer_meta
+from checkpoint.store import (
+    Checkpoint,
+    backend_of,
+    latest,
+    load,
+    load_weights,
+    log,
+    save,
+    tokenizer_meta,
+)
 from core.distributed import DistInfo
+from core.parallel import is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state
 from core.settings import Loaded, UserError
 from model import GPT
@@ -88,6 +98,16 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
         )
     model.crop_block_size(config.block_size)
     return model
+
+
+def gathered(model: GPT) -> GPT:
+    """The model with all of its weights, for one process alone; a new one where its weights or its
+    sequences are shared with others. All processes must ask."""
+    if model.ring is None and not is_sharded(model):
+        return model
+    alone = GPT(model.config, model.policy)
+    load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
+    return alone.to(model.transformer.wte.weight.device)
 
 
 def save_run(run: Any, val_loss: float | None) -> None:
