@@ -391,6 +391,7 @@ def evaluate(run: Run) -> float:
                 n += counted
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences
+    parallel.reshard(run.model)
     run.model.train()
     shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
     distributed.say(f"step {run.step}: {shown}")

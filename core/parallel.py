@@ -77,7 +77,9 @@ def shard(model: Any, distributed: DistInfo, setup: Setup, size: int | None) -> 
     except ImportError as e:
         raise UserError(f"--parallel=fsdp needs torch >= 2.6, this is {torch.__version__}") from e
     kind = distributed.device.type
-    mesh = init_device_mesh(kind, (n,) if size == n else (n // size, size))
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(kind, (n // size, size), mesh_dim_names=names)
+    mesh = mesh["shard"] if size == n else mesh
     half: dict[str, Any] = {}
     if setup.dtype == torch.bfloat16:
         # Inputs stay as they are: autocast says what is computed in which dtype.
@@ -106,6 +108,12 @@ def _quiet(module: Any) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
+
+
+def reshard(module: Any) -> None:
+    """Free what FSDP keeps gathered after a forward pass, where no backward pass comes."""
+    if is_sharded(module):
+        module.reshard()
 
 
 def is_sharded(module: Any) -> bool:
