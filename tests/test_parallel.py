@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,54 @@ def test_losses_are_those_of_one_process(
         found = losses(tmp_path / name)
         assert found.keys() == alone.keys(), name
         worst = max(found, key=lambda k: abs(found[k] - alone[k]))
+        assert abs(found[worst] - alone[worst]) < 1e-5, (name, worst, found[worst], alone[worst])
+
+
+# --- a run that goes on with another number of processes, sharing in another way ---
+
+HALF = {"max_iters": 30, "lr_decay_iters": 50}
+SAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {}),
+    "fsdp": (2, {"parallel": "fsdp"}),
+}
+RESUMED: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {"parallel": "ddp", "context_parallel": 1}},
+    3: {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}},
+    4: {
+        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
+        "hybrid": {"parallel": "fsdp", "shard_size": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def saved(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that stopped after 30 of 50 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, (n, how) in SAVED.items():
+        line = lines(data_dir, folder, **{name: {**HALF, **how}})
+        ended_well(processes.run(trained, n, line, timeout=300))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", RESUMED)
+def test_it_goes_on_as_if_nothing_had_happened(
+    n: int, saved: Path, data_dir: Path, alone: Any, tmp_path: Path
+) -> None:
+    runs = {}
+    for before in SAVED:
+        for now, how in RESUMED[n].items():
+            name = f"{before}_then_{now}"
+            shutil.copytree(saved / before, tmp_path / name)
+            runs[name] = [f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=50"]
+            runs[name] += [f"--{k}={v}" for k, v in how.items()]
+    ended_well(processes.run(trained, n, runs, timeout=300))
+    for name in runs:
+        found = losses(tmp_path / name)
+        assert {f"{step} loss" for step in range(31, 51)} < found.keys(), name
+        worst = max(found, key=lambda k: abs(found[k] - alone.get(k, found[k])))
         assert abs(found[worst] - alone[worst]) < 1e-5, (name, worst, found[worst], alone[worst])
 
 
