@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -11,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run
+from safetensors import safe_open
+from test_checkpoint import at_operation, full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +29,7 @@ import checkpoint
 from checkpoint.resume import tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
+from core.settings import UserError
 from model import GPT, GPTConfig
 
 # Sizes that 3 and 4 processes do not divide; LayerNorms of 6 for 4, and biases.
@@ -71,11 +81,13 @@ class Run:
         """Steps on batches of which each process has its part, and an evaluation: FSDP then leaves
         the root's parameters whole."""
         size, rank = self.distributed.world_size, self.distributed.rank
+        self.losses: list[float] = []
         for _ in range(steps):
             batch = torch.Generator().manual_seed(self.step)
             x, y = torch.randint(19, (2, 12, 7), generator=batch)
             loss = self.module(x.chunk(size)[rank], y.chunk(size)[rank])[1]
             loss.backward()
+            self.losses += self.distributed.sum([loss.item() / size])
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -111,49 +123,210 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 # --- saved by N, loaded by M ---
 
 
-def train_and_save(rank: int, n: int, out: str, kind: str, steps: int = 3) -> dict[str, Tensor]:
-    r = Run(out, kind).train(steps)
-    r.save()
-    return r.whole()
+def train_and_save(rank: int, n: int, folder: str, *kinds: str) -> dict[str, dict[str, Tensor]]:
+    """What each kind of run holds after 3 steps, and saved in a folder of its name."""
+    held = {}
+    for kind in kinds:
+        r = Run(f"{folder}/{kind}", kind).train(3)
+        r.save(val_loss=1.0)
+        held[kind] = r.whole()
+    return held
 
 
-def load_and_compare(rank: int, n: int, kind: str, saved: dict[str, Any]) -> list[str]:
-    """The kinds of run whose checkpoint gave what they held."""
-    good = []
-    for of, (out, want) in saved.items():
-        r = Run(out, kind, seed=5).load()
-        good += [of] * (r.step == 3 and same(r.whole(), want))
-    return good
+Saved = dict[str, tuple[str, dict[str, Tensor]]]  # kind -> its out_dir, and what it held
+
+
+def train_in(n: int, folder: Path, *kinds: str) -> Saved:
+    each = (
+        run(train_and_save, n, str(folder), *kinds)
+        if n > 1
+        else [train_and_save(0, 1, str(folder), *kinds)]
+    )
+    assert all(same(held[kind], each[0][kind]) for held in each for kind in kinds)
+    return {kind: (str(folder / kind), held) for kind, held in each[0].items()}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Tensor]]]:
-    """Where each kind of run was saved, and what it held."""
-    made = {}
-    for kind, n in (("one", 1), ("ddp", 2), ("fsdp", 2), ("hybrid", 4)):
-        out = str(tmp_path_factory.mktemp(kind))
-        gathered = run(train_and_save, n, out, kind)
-        assert all(same(g, gathered[0]) for g in gathered)
-        made[kind] = out, gathered[0]
-    return made
+def two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Runs of one and of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    return train_in(1, folder, "one") | train_in(2, folder, "ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def all_kinds(two: Saved, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return two | train_in(4, tmp_path_factory.mktemp("four"), "hybrid")
+
+
+def load_and_go_on(rank: int, n: int, kind: str, saved: Saved) -> dict[str, list[float]]:
+    """The next 20 losses after each of the checkpoints, which must give what was saved."""
+    losses = {}
+    for of, (out, want) in saved.items():
+        r = Run(out, kind, seed=5).load()
+        assert r.step == 3 and r.best_loss == 1.0
+        assert same(r.whole(), want), of
+        losses[of] = r.train(20).losses
+    return losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, n", [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("ddp", 2),
+@pytest.mark.parametrize("kind, n", [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("ddp", 2), ("ddp", 3),
                                      ("hybrid", 4)])  # fmt: skip
-def test_what_any_run_saved_any_number_of_processes_load_bit_for_bit(kind, n, saved):
-    assert run(load_and_compare, n, kind, saved) == [list(saved)] * n
+def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds):
+    want = Run("").train(23).losses[3:]
+    for losses in run(load_and_go_on, n, kind, all_kinds):
+        for of, got in losses.items():
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5, msg=f"{of} to {kind} {n}")
 
 
-@pytest.mark.parametrize("of", ["ddp", "fsdp", "hybrid"])
-def test_one_process_reads_all_of_it_on_its_own(of, saved):
-    out, want = saved[of]
-    assert load_and_compare(0, 1, "one", {of: saved[of]}) == [of]
+@pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
+def test_one_process_loads_all_bits_and_goes_on(of, two):
+    want = Run("").train(23).losses[3:]
+    losses = load_and_go_on(0, 1, "one", {of: two[of]})[of]
+    torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["ddp", "fsdp"])
+def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
+    out, want = two[of]
     there = checkpoint.load(checkpoint.latest(out))
     weights = {f"model.{name}": t for name, t in there.weights().items()}
     assert same(weights, {name: t for name, t in want.items() if name.startswith("model.")})
-    fresh = Run(out)  # by torch's own rules
+    fresh = Run(out)
     fresh.model = there.model()
     fresh.optimizer = build_optimizer(fresh.model, HOW, CPU)
-    fresh.optimizer.load_state_dict(there.optimizer()["optimizer"])
+    fresh.optimizer.load_state_dict(there.optimizer()["optimizer"])  # by torch's own rules
     assert same(fresh.whole(), want)
+    assert len(there.optimizer()["rng"]) == 2
+
+
+@pytest.mark.parametrize("of", ["ddp", "fsdp"])
+def test_each_process_writes_its_half_and_nothing_twice(of, two):
+    out, want = two[of]
+    folder = checkpoint.latest(out)
+    assert not (folder / "model.safetensors").exists()
+    assert (folder / "optimizer.pt").stat().st_size < 30_000  # random states
+    written, parts = Counter[str](), Counter[str]()
+    for name, tensor in json.loads((folder / "shards" / "index.json").read_text()).items():
+        for part in tensor["parts"]:
+            written[part["file"]] += math.prod(part["shape"]) * want[name].element_size()
+            parts[part["file"]] += part["length"]
+    total = sum(t.nbytes for t in want.values())
+    assert sum(written.values()) == total and len(written) == 2
+    assert max(written.values()) < 0.55 * total
+    files = {p.name: p.stat().st_size for p in (folder / "shards").glob("*.distcp")}
+    assert files == parts  # all bytes of the files are those of the index
+
+
+def load_watched(rank: int, n: int, out: str) -> int:
+    """The numbers that a process takes out of the file with the weights of one process."""
+    taken = 0
+
+    class Slice:
+        def __init__(self, real: Any) -> None:
+            self.get_shape, self.real = real.get_shape, real
+
+        def __getitem__(self, part: Any) -> Tensor:
+            nonlocal taken
+            taken += self.real[part].numel()
+            return self.real[part]
+
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> File:
+            self.real = self.file.__enter__()
+            self.keys = self.real.keys
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.file.__exit__(*args)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.real.get_slice(name))
+
+    checkpoint.resume.safe_open = File
+    Run(out, "fsdp").load()
+    return taken
+
+
+def test_of_one_file_each_process_reads_its_part(two):
+    out, held = two["one"]
+    taken = run(load_watched, 2, out)
+    total = sum(t.numel() for name, t in held.items() if name.startswith("model."))
+    assert sum(taken) == total and max(taken) < 0.6 * total
+
+
+def save_before_the_first_step(rank: int, n: int, out: str) -> bool:
+    r = Run(out, "fsdp")
+    r.save()
+    before = r.whole()
+    again = Run(out, "fsdp", seed=5).load()
+    fine = same(again.whole(), before)
+    return fine and same(again.train(2).whole(), Run("", "fsdp").train(2).whole())
+
+
+def test_a_run_without_a_step_has_an_optimizer_of_zeros(tmp_path):
+    assert run(save_before_the_first_step, 2, str(tmp_path)) == [True, True]
+    assert not any(
+        t.any() for name, t in Run(tmp_path, seed=5).load().whole().items() if "optimizer" in name
+    )
+
+
+# --- a write that fails, a process that is killed ---
+
+
+def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) -> list[str]:
+    """Call `stop` in place of operation `at` on the disk of the next save(); the operations."""
+    seen: list[str] = []
+    real = checkpoint.store.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            done = at_operation(inner, at, stop)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                seen.extend(done)
+
+    patch.setattr(checkpoint.resume, "save", save)
+    return seen
+
+
+def fail_everywhere(rank: int, n: int, out: str, kind: str) -> set[str]:
+    """Fail at each operation on the disk, of each process in turn; the operations that failed."""
+    r, failed = Run(out, kind).train(1), set()
+    r.save()
+    for bad in range(n):
+        for at in count():
+            with pytest.MonkeyPatch.context() as patch:
+                seen = when_saving(patch, at if rank == bad else -1, full)
+                try:
+                    r.step = 2
+                    r.save()
+                    message = ""
+                except UserError as e:
+                    message = str(e)
+            texts = {re.sub(r"[\d.]+ GB", "GB", m) for m in r.distributed.gather(message)}
+            assert len(texts) == 1, texts  # all of them, in the same words
+            assert not list(Path(out).glob(".step*partial"))
+            new = checkpoint.folders(out)[1:]
+            assert message or new
+            r.distributed.gather(None)
+            if rank == 0 and new:  # also if only its folder could not be synced
+                shutil.rmtree(new[0])
+            r.distributed.gather(None)
+            if not message:
+                break
+            assert f"(process {bad}: [Errno 28] No space left on device; " in message, message
+            assert message.startswith(f"could not write checkpoint {out}/step-00000002 (")
+            assert message.endswith(f"GB free): step-0000000{1 + len(new)} is still good")
+            failed.update(seen[at : at + 1] if rank == bad else ())
+    return failed
+
+
+def test_a_write_that_fails_on_one_process_fails_on_all(tmp_path):
+    main, other = run(fail_everywhere, 2, str(tmp_path), "fsdp", timeout=300)
+    assert {"mkdir", "save", "write_text", "fsync", "rename"} <= main
+    assert other == {"mkdir", "save", "fsync"}
