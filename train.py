@@ -219,7 +219,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     step, best_loss = 0, math.inf
     if config.init_from == "resume":
         saved = checkpoint.load(checkpoint.latest(config.out_dir))
-        step, best_loss = checkpoint.restore(saved, optimizer, scaler, config.seed, distributed)
+        how = scaler, config.seed, distributed
+        step, best_loss = checkpoint.restore(saved, model, optimizer, *how)
         say(f"resuming {config.out_dir} after step {step}")
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
