@@ -203,7 +203,7 @@ def copied(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {k: copied(v) for k, v in value.items()}
-    return [copied(v) for v in value] if isinstance(value, list | tuple) else value
+    return [copied(v) for v in value] if isinstance(value, list) else value
 
 
 def is_shared(model: torch.nn.Module) -> bool:
