@@ -175,10 +175,10 @@ def all_kinds(two: Saved, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return two | train_in(4, tmp_path_factory.mktemp("four"), "hybrid")
 
 
-def load_and_go_on(rank: int, n: int, kind: str, saved: Saved) -> dict[str, list[float]]:
-    """The next 20 losses after each of the checkpoints, which must give what was saved."""
+def load_and_go_on(rank: int, n: int, kind: str, saved: Path) -> dict[str, list[float]]:
+    """The next 20 losses after each checkpoint of a Saved, which must give what was saved."""
     losses = {}
-    for of, (out, want) in saved.items():
+    for of, (out, want) in torch.load(saved).items():
         r = Run(out, kind, seed=5).load()
         assert r.step == 3 and r.best_loss == 1.0
         assert same(r.whole(), want), of
@@ -189,17 +189,19 @@ def load_and_go_on(rank: int, n: int, kind: str, saved: Saved) -> dict[str, list
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, n", [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("ddp", 2), ("ddp", 3),
                                      ("hybrid", 4)])  # fmt: skip
-def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds):
+def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds, tmp_path):
     want = Run("").train(23).losses[3:]
-    for losses in run(load_and_go_on, n, kind, all_kinds):
+    torch.save(all_kinds, tmp_path / "saved.pt")
+    for losses in run(load_and_go_on, n, kind, tmp_path / "saved.pt"):
         for of, got in losses.items():
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5, msg=f"{of} to {kind} {n}")
 
 
 @pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
-def test_one_process_loads_all_bits_and_goes_on(of, two):
+def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     want = Run("").train(23).losses[3:]
-    losses = load_and_go_on(0, 1, "one", {of: two[of]})[of]
+    torch.save({of: two[of]}, tmp_path / "saved.pt")
+    losses = load_and_go_on(0, 1, "one", tmp_path / "saved.pt")[of]
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
 
 
