@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from checkpoint.__main__ import main as export
-from checkpoint.resume import tensors
+from checkpoint.tensors import tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.settings import UserError
@@ -265,7 +265,7 @@ def load_watched(rank: int, n: int, out: str) -> int:
         def get_slice(self, name: str) -> Slice:
             return Slice(self.real.get_slice(name))
 
-    checkpoint.resume.safe_open = File
+    checkpoint.tensors.safe_open = File
     Run(out, "fsdp").load()
     return taken
 
@@ -309,7 +309,7 @@ def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) ->
             finally:
                 seen.extend(done)
 
-    patch.setattr(checkpoint.resume, "save", save)
+    patch.setattr(checkpoint.saving, "save", save)
     return seen
 
 
@@ -350,6 +350,19 @@ def test_a_write_that_fails_on_one_process_fails_on_all(tmp_path):
     main, other = run(fail_everywhere, 2, str(tmp_path), "fsdp", timeout=300)
     assert {"mkdir", "save", "write_text", "fsync", "rename"} <= main
     assert other == {"mkdir", "save", "fsync"}
+
+
+def save_on_two_disks(rank: int, n: int, out: str) -> str:
+    """As on two machines that share no folder."""
+    with pytest.raises(UserError) as e:
+        Run(f"{out}/{rank}", "fsdp").save()
+    assert not list(Path(out).glob("*/.step*"))
+    return str(e.value)
+
+
+def test_machines_that_share_no_folder_are_told(tmp_path):
+    said = run(save_on_two_disks, 2, str(tmp_path))
+    assert all("out_dir must be a folder that all machines share" in text for text in said)
 
 
 def killed_at(rank: int, n: int, out: str, bad: int, at: int) -> list[str]:
@@ -452,7 +465,7 @@ def save_in_the_background(rank: int, n: int, out: str, kind: str) -> list[str]:
     plain.save()
     torch.manual_seed(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.resume, "save", held)
+        patch.setattr(checkpoint.saving, "save", held)
         later.save()
         later.train(3)  # and its collectives
         assert (began, ended) == ([2], []) and not list(Path(out, "later").glob("step*"))
