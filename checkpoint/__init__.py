@@ -1,7 +1,8 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import Saving, build_model, finish, gathered, restore, resumed, save_run
+from checkpoint.resume import build_model, restore, resumed
+from checkpoint.saving import Saving, finish, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -12,3 +13,4 @@ from checkpoint.store import (
     set_aside,
     tokenizer_meta,
 )
+from checkpoint.tensors import gathered

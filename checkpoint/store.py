@@ -236,8 +236,7 @@ def save(
             together(distributed, write_part)
         together(distributed, on_main(write_rest))
     except UserError as e:
-        if distributed.main:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "there is none before it"
         there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from safetensors import SafetensorError
+
 from core.distributed import DistInfo
 from core.settings import UserError, first_line
+
+DISK = (OSError, RuntimeError, SafetensorError, UserError)  # torch and safetensors wrap disk errors
 
 
 def together(distributed: DistInfo, step: Callable[[], Any]) -> None:
     """Run step() on this process and wait for the others; all of them call this.
 
     Raises:
-        UserError: on all processes, what failed and where, if it did on one. What the death of a
-            process raises in the others passes as it is.
+        UserError: on all processes, what failed and where, if it did on one: a disk, a file. What
+            the death of a process raises in the others passes as it is, so does a bug of ours.
     """
     failure, what = None, ""
     try:
@@ -25,6 +29,8 @@ def together(distributed: DistInfo, step: Callable[[], Any]) -> None:
     for rank, why in enumerate(distributed.gather(what)):
         if why:
             told.setdefault(why, []).append(rank)
+    if failure is not None and not isinstance(failure, DISK):
+        raise failure
     if told:
         n = distributed.world_size
         said = (why if len(at) == n else f"{ranks(at)}: {why}" for why, at in told.items())

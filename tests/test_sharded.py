@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
+import pickle
 import re
 import shutil
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run
 from safetensors import safe_open
-from test_checkpoint import at_operation, full
+from test_checkpoint import Bomb, at_operation, full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from checkpoint.resume import tensors
+from checkpoint.__main__ import main as export
+from checkpoint.tensors import tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.settings import UserError
@@ -37,6 +44,16 @@ TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=2, n_embd=6,
                  attention_backend="manual")  # fmt: skip
 HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    """Processes that need not import torch anew: most of their time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "mp", SimpleNamespace(get_context=lambda _: context))
+        yield
 
 
 @dataclass
@@ -158,10 +175,10 @@ def all_kinds(two: Saved, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return two | train_in(4, tmp_path_factory.mktemp("four"), "hybrid")
 
 
-def load_and_go_on(rank: int, n: int, kind: str, saved: Saved) -> dict[str, list[float]]:
-    """The next 20 losses after each of the checkpoints, which must give what was saved."""
+def load_and_go_on(rank: int, n: int, kind: str, saved: Path) -> dict[str, list[float]]:
+    """The next 20 losses after each checkpoint of a Saved, which must give what was saved."""
     losses = {}
-    for of, (out, want) in saved.items():
+    for of, (out, want) in torch.load(saved).items():
         r = Run(out, kind, seed=5).load()
         assert r.step == 3 and r.best_loss == 1.0
         assert same(r.whole(), want), of
@@ -172,17 +189,19 @@ def load_and_go_on(rank: int, n: int, kind: str, saved: Saved) -> dict[str, list
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, n", [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("ddp", 2), ("ddp", 3),
                                      ("hybrid", 4)])  # fmt: skip
-def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds):
+def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds, tmp_path):
     want = Run("").train(23).losses[3:]
-    for losses in run(load_and_go_on, n, kind, all_kinds):
+    torch.save(all_kinds, tmp_path / "saved.pt")
+    for losses in run(load_and_go_on, n, kind, tmp_path / "saved.pt"):
         for of, got in losses.items():
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5, msg=f"{of} to {kind} {n}")
 
 
 @pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
-def test_one_process_loads_all_bits_and_goes_on(of, two):
+def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     want = Run("").train(23).losses[3:]
-    losses = load_and_go_on(0, 1, "one", {of: two[of]})[of]
+    torch.save({of: two[of]}, tmp_path / "saved.pt")
+    losses = load_and_go_on(0, 1, "one", tmp_path / "saved.pt")[of]
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
 
 
@@ -246,7 +265,7 @@ def load_watched(rank: int, n: int, out: str) -> int:
         def get_slice(self, name: str) -> Slice:
             return Slice(self.real.get_slice(name))
 
-    checkpoint.resume.safe_open = File
+    checkpoint.tensors.safe_open = File
     Run(out, "fsdp").load()
     return taken
 
@@ -290,7 +309,7 @@ def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) ->
             finally:
                 seen.extend(done)
 
-    patch.setattr(checkpoint.resume, "save", save)
+    patch.setattr(checkpoint.saving, "save", save)
     return seen
 
 
@@ -326,7 +345,294 @@ def fail_everywhere(rank: int, n: int, out: str, kind: str) -> set[str]:
     return failed
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_on_one_process_fails_on_all(tmp_path):
     main, other = run(fail_everywhere, 2, str(tmp_path), "fsdp", timeout=300)
     assert {"mkdir", "save", "write_text", "fsync", "rename"} <= main
     assert other == {"mkdir", "save", "fsync"}
+
+
+def save_on_two_disks(rank: int, n: int, out: str) -> str:
+    """As on two machines that share no folder."""
+    with pytest.raises(UserError) as e:
+        Run(f"{out}/{rank}", "fsdp").save()
+    assert not list(Path(out).glob("*/.step*"))
+    return str(e.value)
+
+
+def test_machines_that_share_no_folder_are_told(tmp_path):
+    said = run(save_on_two_disks, 2, str(tmp_path))
+    assert all("out_dir must be a folder that all machines share" in text for text in said)
+
+
+def killed_at(rank: int, n: int, out: str, bad: int, at: int) -> list[str]:
+    """Save step 1, then be killed in the save of step 2; without that, its operations."""
+    r = Run(out, "fsdp").train(1)
+    r.save()
+    if rank == 0 and at >= 0:
+        torch.save(r.step, f"{out}/ready")
+    r.train(1)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = when_saving(patch, at if rank == bad else -1, kill)
+        r.save()
+    return seen
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_sigkill_of_one_process_at_any_operation_leaves_a_good_one(tmp_path):
+    """And where a process survives that, it does not take what is there for a whole one."""
+    operations = run(killed_at, 2, str(tmp_path / "whole"), 0, -1)
+    want = {}
+    for folder in checkpoint.folders(tmp_path / "whole"):
+        want[int(folder.name[-1])] = checkpoint.load(folder).weights()
+    assert sorted(want) == [1, 2] and not same(want[1], want[2])
+    ends = set()
+    for bad, names in enumerate(operations):
+        # Of each run of the same operation the first and the last.
+        edges = [at for at in range(len(names)) if len(set(names[max(0, at - 1) : at + 2])) > 1]
+        for at in edges:
+            out = tmp_path / f"{bad}-{at}"
+            with pytest.raises(AssertionError, match=r"without a word|Connection"):
+                run(killed_at, 2, str(out), bad, at)
+            newest = checkpoint.load(checkpoint.latest(out))
+            assert same(newest.weights(), want[newest.step]), (bad, names[at])
+            ends.add((bad, newest.step))
+            again = Run(out).load()
+            again.step = 3
+            again.save()
+            assert not list(out.glob(".step*partial"))
+            assert same(checkpoint.load(checkpoint.latest(out)).weights(), want[newest.step])
+    # Before the rename of the main process all deaths leave the old one, after it the new one.
+    assert ends == {(0, 1), (0, 2), (1, 1)}
+
+
+# --- copies that are no longer the same ---
+
+
+def flip_a_bit(rank: int, n: int, out: str, kind: str, bad: int) -> list[str]:
+    """What the next saves say after the lowest bit of one weight has changed, and changed back."""
+    r, said = Run(out, kind).train(1), []
+    weight: Any = r.model.transformer.h[1].attn.c_proj.weight
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    for _ in range(2):
+        if rank == bad:
+            weight.detach().view(torch.int32)[-1, 0] ^= 1
+        try:
+            r.save()
+            said.append(str([p.name for p in checkpoint.folders(out)]))
+        except UserError as e:
+            assert not Path(out).exists()
+            said.append(str(e))
+    return said
+
+
+@pytest.mark.parametrize("kind, n, bad, words", [
+    ("ddp", 2, 1, "of process 1 is not that of process 0"),
+    pytest.param("ddp", 3, 0, "of process 0 is not that of processes 1, 2", marks=pytest.mark.slow),
+    pytest.param("hybrid", 4, 2, "of process 2 is not that of process 0", marks=pytest.mark.slow),
+    pytest.param("hybrid", 6, 3, "of process 3 is not that of processes 1, 5",
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+def test_one_bit_of_one_copy_is_noticed_and_its_process_named(kind, n, bad, words, tmp_path):
+    for first, then in run(flip_a_bit, n, str(tmp_path / "out"), kind, bad):
+        assert f"transformer.h.1.attn.c_proj.weight {words};" in first
+        assert then == "['step-00000001']"
+
+
+# --- in the background ---
+
+
+def save_in_the_background(rank: int, n: int, out: str, kind: str) -> list[str]:
+    """Save while the weights change; the files that differ from those of a plain save."""
+    plain, later = Run(f"{out}/plain", kind), Run(f"{out}/later", kind, async_checkpoint=True)
+    go_on, began, ended = threading.Event(), [], []
+    real = checkpoint.store.save
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        began.append(kwargs["state"]["step"])
+        assert go_on.wait(60)
+        done = real(*args, **kwargs)
+        ended.append(kwargs["state"]["step"])
+        return done
+
+    for r in (plain, later):
+        r.train(2)
+    torch.manual_seed(3)  # the random state is saved, too
+    plain.save()
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.saving, "save", held)
+        later.save()
+        later.train(3)  # and its collectives
+        assert (began, ended) == ([2], []) and not list(Path(out, "later").glob("step*"))
+        threading.Timer(0.2, go_on.set).start()
+        later.save()  # waits for the first one
+        assert ended == [2]
+        checkpoint.finish(later)
+        assert (began, ended) == ([2, 5], [2, 5])
+    checkpoint.finish(later)  # nothing is left to wait for
+    later.distributed.gather(None)
+    assert same(later.whole(), Run(f"{out}/later", kind, seed=5).load().whole())
+    there = [Path(out, name, "step-00000002") for name in ("plain", "later")]
+    files = [{p.relative_to(f) for p in f.rglob("*") if p.is_file()} for f in there]
+    assert files[0] == files[1]
+    return sorted(
+        str(f) for f in files[0] if (there[0] / f).read_bytes() != (there[1] / f).read_bytes()
+    )
+
+
+def test_in_the_background_the_bytes_are_those_of_the_moment(tmp_path):
+    differ = ["settings.json"]  # which names the knob, and the folder
+    assert save_in_the_background(0, 1, str(tmp_path / "one"), "one") == differ
+    differ.append("shards/.metadata")  # DCP's own holds a random name
+    got = run(save_in_the_background, 2, str(tmp_path / "two"), "fsdp")
+    assert got == [differ, differ]
+
+
+def fail_in_the_background(rank: int, n: int, out: str) -> list[str]:
+    """What is said, and when: by the save after the one that failed, or at the end."""
+    r, said = Run(out, "fsdp", async_checkpoint=True).train(1), []
+    r.save()
+    for then in (r.save, lambda: checkpoint.finish(r)):
+        checkpoint.finish(r)
+        r.train(1)
+        with pytest.MonkeyPatch.context() as patch:
+            when_saving(patch, 9 if rank == 1 else -1, full)
+            r.save()
+            assert r.saving.thread
+            r.saving.thread.join()
+        with pytest.raises(UserError) as e:
+            then()
+        said.append(str(e.value))
+    r.save()
+    checkpoint.finish(r)
+    assert checkpoint.load(checkpoint.latest(out)).step == 3
+    return said
+
+
+def test_what_fails_in_the_background_is_said_at_the_next_save_or_the_end(tmp_path):
+    (first, second), other = run(fail_in_the_background, 2, str(tmp_path))
+    assert f"{tmp_path}/step-00000002 (process 1: [Errno 28]" in first
+    assert f"{tmp_path}/step-00000003 (process 1: [Errno 28]" in second
+    assert first.endswith("step-00000001 is still good") and len(other) == 2
+
+
+# --- somebody else's checkpoint ---
+
+
+@pytest.fixture
+def shared(two: Saved, tmp_path: Path) -> Path:
+    """A checkpoint of two processes; to be damaged."""
+    return Path(
+        shutil.copytree(checkpoint.latest(two["fsdp"][0]), tmp_path / "out" / "step-00000003")
+    )
+
+
+def change(folder: Path, how: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((folder / "shards" / "index.json").read_text())
+    how(index)
+    (folder / "shards" / "index.json").write_text(json.dumps(index))
+
+
+NAME = "model.transformer.wte.weight"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a hole": (lambda index: index[NAME]["parts"].pop(), f"the parts of {NAME} are not the whole"),
+    "another file": (lambda index: index[NAME]["parts"][0].update(file="../../x"),
+                     "'../../x' is not a file in this folder"),
+    "no dtype": (lambda index: index[NAME].update(dtype="load"), "has the dtype 'load'"),
+    "no key": (lambda index: index[NAME].pop("shape"), "KeyError: 'shape'"),
+    "beyond the end": (lambda index: index[NAME]["parts"][0].update(offset=10**7),
+                       "cannot be read"),
+    "a name less": (lambda index: index.pop(NAME), "of another model: it lacks"),
+    "another size": (lambda index: index.update({NAME: index[NAME.replace("wte", "wpe")]}),
+                     "of another size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_an_index_that_is_damaged_is_one_sentence(damage, shared):
+    how, words = DAMAGE[damage]
+    change(shared, how)
+    for read in (Run(shared.parent, seed=5).load, lambda: checkpoint.load(shared).model()):
+        with pytest.raises(UserError) as e:
+            read()
+        assert words in str(e.value) and "\n" not in str(e.value), e.value
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "index.json"])
+def test_a_file_that_is_missing_or_cut_is_one_sentence(file, shared):
+    path = shared / "shards" / file
+    path.write_bytes(path.read_bytes()[:-5000])
+    for words in ("cannot be read", "does not exist"):
+        with pytest.raises(UserError, match=words) as e:
+            Run(shared.parent, seed=5).load()
+        assert "\n" not in str(e.value)
+        path.unlink(missing_ok=True)
+
+
+def test_nothing_in_a_shared_checkpoint_runs_code(shared, tmp_path):
+    blown, index = tmp_path / "blown", shared / "shards" / "index.json"
+    want = checkpoint.load(shared).weights()
+    (shared / "shards" / ".metadata").write_bytes(pickle.dumps(Bomb(blown)))
+    assert same(checkpoint.load(shared).weights(), want)  # it is not looked at
+    good = index.read_bytes()
+    index.write_bytes(pickle.dumps(Bomb(blown)))
+    with pytest.raises(UserError, match="cannot be read"):
+        checkpoint.load(shared).weights()
+    index.write_bytes(good)
+    for path in (shared / "shards").glob("*.distcp"):
+        torch.save(Bomb(blown), path)
+        length = path.stat().st_size
+        change(shared, lambda index, length=length: [
+            part.update(offset=0, length=length) for t in index.values() for part in t["parts"]
+        ])  # fmt: skip
+    with pytest.raises(UserError, match="cannot be read") as e:
+        checkpoint.load(shared).weights()
+    assert "weights_only=False" not in str(e.value)
+    torch.save({"optimizer": Bomb(blown)}, shared / "optimizer.pt")
+    with pytest.raises(UserError, match="could run code"):
+        Run(shared.parent).load()
+    assert not blown.exists()
+    pickle.loads(pickle.dumps(Bomb(blown)))
+    assert blown.exists()  # it was a live one
+
+
+# --- python -m checkpoint export ---
+
+
+@pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
+def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
+    out, held = two[of]
+    want = checkpoint.load(checkpoint.latest(two["one"][0])).model().eval()
+    want.load_state_dict({n.removeprefix("model."): t for n, t in held.items() if "model." in n})
+    x = torch.randint(19, (2, 7))
+    with torch.no_grad():
+        logits = want(x)[0]
+        for source, form in ((out, "safetensors"), (checkpoint.latest(out), "transformers")):
+            to = tmp_path / "new" / form
+            assert export(["export", str(source), f"--to={to}", f"--format={form}"]) == 0
+            got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
+            assert torch.equal(got, logits)
+            assert str(to) in capsys.readouterr().out
+            assert [p.name for p in to.parent.glob(".*")] == []
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(to).eval()(x).logits
+    torch.testing.assert_close(theirs, logits)
+
+
+@pytest.mark.parametrize("words, said", [
+    ([], "python -m checkpoint export FOLDER --to=PLACE"),
+    (["export", "x"], "python -m checkpoint export FOLDER --to=PLACE"),
+    (["import", "x", "--to=y"], "python -m checkpoint export FOLDER --to=PLACE"),
+    (["export", "nowhere", "--to=y"], "there is no checkpoint in nowhere"),
+    (["export", "{out}", "--to={out}"], "is there already"),
+    (["export", "{out}", "--to={out}/step-00000003/settings.json/x"], "could not write"),
+])  # fmt: skip
+def test_an_export_that_cannot_be_is_one_sentence(words, said, two):
+    with pytest.raises(UserError, match=re.escape(said)) as e:
+        export([word.format(out=two["fsdp"][0]) for word in words])
+    assert "\n" not in str(e.value)
