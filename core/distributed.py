@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from core import restarts
 from core.runtime import pick_device
 from core.settings import UserError
 
@@ -38,7 +39,9 @@ class DistInfo:
                     f"{torch.cuda.device_count()}; lower --nproc_per_node"
                 )
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, size = restarts.meet()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         control = dist.new_group(backend="gloo")
         return cls(device, dist.get_rank(), dist.get_world_size(), control)
 
