@@ -8,7 +8,6 @@ The main thread may be in a collective for ever: the thread ends the process.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
 FIRST_S = 1800.0  # for a phase that has not been there thrice: it may compile
+DEAD = (None, "Z", "X")  # states of a process
 ROOT = Path(__file__).resolve().parent.parent
 NEXT = "--init_from=resume goes on from the last checkpoint; docs/SCALE.md has the rest"
 
@@ -155,13 +155,13 @@ class Watch:
                 self._look()
                 failures = 0
             except Exception as e:  # the store's: what it raises differs with the release
-                if self.done:  # process 0 had it, and has left
-                    self.closed.set()
                 failures += 1
-                if failures == 5:
+                if self.done:  # process 0 had the store, and has left
+                    self.closed.set()
+                elif 0 in self.neighbours and state(self.pids[0]) in DEAD:
+                    self.verdict = self._gone(0)
+                elif failures == 3:
                     self.verdict = self._store_lost(first_line(e))
-                with contextlib.suppress(Exception):
-                    self.store = _connect()
             self.rounds += 1
             if self.verdict is None:
                 self.wake.wait(self.beat / 10 if self.done else self.beat)
@@ -178,8 +178,7 @@ class Watch:
         hung = self.quiet * self.beat > limit
         where = "over" if self.done and self.rank == 0 and self._all_done() else phase
         where = "done" if self.done and where != "over" else where
-        # All ranks see the death of rank 0 by its number before they miss its store.
-        gone = [r for r in self.neighbours if state(self.pids[r]) in (None, "Z", "X")]
+        gone = [r for r in self.neighbours if state(self.pids[r]) in DEAD]
         self.store.set(
             self.keys[1 + self.rank], json.dumps([self.rounds, step, where, self.quiet, hung])
         )
@@ -201,7 +200,7 @@ class Watch:
             return f"{self._name(self.rank)} ended with an error: {self.own_error}"
         for r in gone:
             if not self._is_done(r):
-                return f"{self._name(r)} is gone{self._was(r)}: killed, out of memory, or crashed"
+                return self._gone(r)
         if self.done:
             return None
         for r in ranks:
@@ -268,6 +267,9 @@ class Watch:
 
     def _all_done(self) -> bool:
         return all(self._is_done(r) for r in range(self.size) if r != self.rank)
+
+    def _gone(self, r: int) -> str:
+        return f"{self._name(r)} is gone{self._was(r)}: killed, out of memory, or crashed"
 
     def _store_lost(self, why: str) -> str:
         kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
