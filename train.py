@@ -86,6 +86,7 @@ class TrainConfig:
     beta1: Fraction = 0.9  # AdamW
     beta2: Fraction = 0.95  # AdamW
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
+    hang_timeout: PositiveFloat = 45.0  # seconds; of several processes, when nothing moves
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
@@ -132,11 +133,12 @@ import attention
 import checkpoint
 import data
 from attention import Policy
-from core import flops, runtime
+from core import flops, restarts, runtime
 from core.distributed import DistInfo
 from core.metrics import Metrics, believable, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
+from core.watch import Watch
 from inference.texts import continuation
 from model import GPT, GPTConfig
 
@@ -237,7 +239,8 @@ def main(argv: list[str]) -> int:
     config = loaded.settings
     distributed = DistInfo.join(config.device)
     try:
-        return train(loaded, distributed)
+        with Watch(distributed, config.hang_timeout) as watch:
+            return train(started_again(loaded, distributed), distributed, watch)
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     except torch.OutOfMemoryError as e:
@@ -250,7 +253,18 @@ def main(argv: list[str]) -> int:
         distributed.leave()
 
 
-def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
+def started_again(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[TrainConfig]:
+    """The settings; if torchrun has started the run again, those to go on with."""
+    out_dir = loaded.settings.out_dir
+    again = restarts.restarted(out_dir, distributed)
+    if not again or not distributed.gather(bool(checkpoint.folders(out_dir)))[0]:
+        return loaded
+    distributed.say("torchrun has started the run again: it goes on from its last checkpoint")
+    origins = {**loaded.origins, "init_from": "restart"}
+    return checkpoint.resumed(Loaded(replace(loaded.settings, init_from="resume"), origins))
+
+
+def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> int:
     """Train as the settings say; the exit code."""
     distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
@@ -265,6 +279,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
         run.metrics = Metrics(Path(config.out_dir), run.step, config)
+    restarts.mark_begun(config.out_dir, distributed)
     if config.eval_on_start and run.step == 0:
         evaluate(run)
 
@@ -282,7 +297,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                          run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
+                          run.micro_steps, config.grad_clip, found_inf,
+                          lambda part: watch.mark(run.step, part))  # fmt: skip
+        watch.mark(run.step, "agree")
         run.step += 1
         if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
             runtime.synchronize(device)
@@ -302,6 +319,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         # From here on the device is synchronized.
         mean_loss, any_inf = distributed.sum([float(loss) / n_ranks, float(found_inf)])
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
+        watch.mark(run.step, "evaluate")
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
             backend = run.chosen.backend.name
@@ -319,6 +337,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             if run.metrics:
                 run.metrics.log(**row)
         if evaluating or last:
+            watch.mark(run.step, "checkpoint")
             checkpoint.save_run(run, val_loss)
         if stopping:
             break

@@ -29,7 +29,7 @@ PHASES = ("start", "data", "forward", "backward", "update", "agree", "evaluate",
 LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
-FIRST_S = 1800.0  # for a phase that has not been there thrice: it may compile
+FIRST_S = 1800.0  # for the first three steps, and the first three times of a phase
 DEAD = (None, "Z", "X")  # states of a process
 ROOT = Path(__file__).resolve().parent.parent
 NEXT = "--init_from=resume goes on from the last checkpoint; docs/SCALE.md has the rest"
@@ -46,15 +46,15 @@ class Watch:
         """Call it on all processes, after they have joined; with one process it does nothing.
 
         Args:
-            timeout: seconds after which main threads that all stand still are hung; never less
-                than ten times the longest phase so far.
+            timeout: seconds after which main threads that all stand still are hung; or ten times
+                the longest time that the phase has taken so far, if that is more.
             beat: seconds between two looks; all limits in beats grow with it.
         """
         self.rank, self.size = distributed.rank, distributed.world_size
         self.timeout, self.beat = timeout, beat
         self.at: tuple[int, str, float] = (0, "start", time.monotonic())
-        self.seen: dict[str, int] = {}  # phase -> how often it was there
-        self.longest = 0.0  # seconds, of a phase
+        self.first_step: int | None = None
+        self.seen: dict[str, tuple[int, float]] = {}  # phase -> times, the longest in seconds
         self.quiet, self.last = 0, self.at  # beats since the last mark, and which that was
         self.verdict: str | None = None
         self.wake, self.known, self.closed = (threading.Event() for _ in range(3))
@@ -89,10 +89,16 @@ class Watch:
         if self.size == 1:
             return
         now, (_, before, since) = time.monotonic(), self.at
-        self.seen[before] = self.seen.get(before, 0) + 1
-        if self.seen[before] > 3:
-            self.longest = max(self.longest, now - since)
+        times, longest = self.seen.get(before, (0, 0.0))
+        self.seen[before] = times + 1, 0.0 if self._is_new() else max(longest, now - since)
+        self.first_step = step if self.first_step is None else self.first_step
         self.at = (step, phase, now)
+
+    def _is_new(self) -> bool:
+        """Whether this phase is among the first ones, which may compile."""
+        step, phase, _ = self.at
+        first = self.first_step is None or step < self.first_step + 3
+        return first or self.seen.get(phase, (0, 0.0))[0] < 3
 
     def explain(self, error: BaseException) -> str:
         """Why a collective failed: the verdict, waited for; or the error's own first line."""
@@ -136,6 +142,8 @@ class Watch:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.size == 1:
             return
+        if signal.getsignal(signal.SIGTERM) == self._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if error is None:
             self.close()
         elif not _of_collective(error):
@@ -172,10 +180,8 @@ class Watch:
     def _look(self) -> None:
         self.quiet, self.last = (self.quiet + 1 if self.at is self.last else 0), self.at
         step, phase, _ = self.last
-        limit = max(self.timeout, 10 * self.longest)
-        if self.seen.get(phase, 0) < 3:
-            limit = max(FIRST_S, limit)
-        hung = self.quiet * self.beat > limit
+        limit = max(self.timeout, 10 * self.seen.get(phase, (0, 0.0))[1])
+        hung = self.quiet * self.beat > (max(FIRST_S, limit) if self._is_new() else limit)
         where = "over" if self.done and self.rank == 0 and self._all_done() else phase
         where = "done" if self.done and where != "over" else where
         gone = [r for r in self.neighbours if state(self.pids[r]) in DEAD]
@@ -230,7 +236,8 @@ class Watch:
         self.known.set()
         if self.ending.wait(self.beat):  # an exception, perhaps, which has its own way out
             time.sleep(10)
-        self._exit(str(self.verdict))
+        if self.own_error is None:
+            self._exit(str(self.verdict))
 
     def _exit(self, text: str) -> NoReturn:
         with self.lock:  # never given back
