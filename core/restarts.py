@@ -16,6 +16,7 @@ import torch.distributed as dist
 from core.settings import UserError
 
 JOIN_S = 1800.0  # for all processes to come; PyTorch's own limit for gloo
+DEAD = (None, "Z", "X")  # what state() says of a process that has ended
 MARK = ".started.json"  # in out_dir: whose run it is
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from core.restarts import machine, state
+from core.restarts import DEAD, machine, state
 from core.settings import UserError, first_line
 
 PHASES = ("start", "data", "forward", "backward", "update", "agree", "evaluate", "checkpoint")
@@ -30,7 +30,7 @@ LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
 FIRST_S = 1800.0  # for the first three steps, and the first three times of a phase
-DEAD = (None, "Z", "X")  # states of a process
+AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else process 0 keeps it
 ROOT = Path(__file__).resolve().parent.parent
 NEXT = "--init_from=resume goes on from the last checkpoint; docs/SCALE.md has the rest"
 
@@ -56,11 +56,12 @@ class Watch:
         self.first_step: int | None = None
         self.seen: dict[str, tuple[int, float]] = {}  # phase -> times, the longest in seconds
         self.quiet, self.last = 0, self.at  # beats since the last mark, and which that was
-        self.verdict: str | None = None
+        self.verdict: str | None = None  # what is wrong with whom
         self.wake, self.known, self.closed = (threading.Event() for _ in range(3))
         self.ending = threading.Event()  # the main thread is on its way out
         self.own_error: str | None = None  # what it ends with
         self.done = False  # it has come to its end
+        self.stack = ""  # where the main thread was then
         self.lock = threading.Lock()
         if self.size == 1:
             return
@@ -115,6 +116,7 @@ class Watch:
         self.ending.set()
         self.wake.set()
         self.known.wait(5 * self.beat)
+        self._linger()
 
     def close(self) -> None:
         """This process is done. It waits for the others a while: torchrun stops all processes as
@@ -233,6 +235,7 @@ class Watch:
 
     def _act(self) -> None:
         """There is a verdict: the process ends by itself, or else by this."""
+        self.stack = self._stack()
         self.known.set()
         if self.ending.wait(self.beat):  # an exception, perhaps, which has its own way out
             time.sleep(10)
@@ -240,11 +243,17 @@ class Watch:
             self._exit(str(self.verdict))
 
     def _exit(self, text: str) -> NoReturn:
+        self._linger()
         with self.lock:  # never given back
-            here = f"; this process: {self._stack()}" if "none has moved" in text else ""
+            here = f"; this process: {self.stack}" if "none has moved" in text else ""
             sys.stdout.flush()
             os.write(2, f"error (rank {self.rank}): {text}{here}. {NEXT}\n".encode())
             os._exit(1)
+
+    def _linger(self) -> None:
+        """If this process keeps the store, the others must have read the verdict before it ends."""
+        if self.rank == 0 and not AGENT_STORE:
+            time.sleep(5 * self.beat)
 
     def _look_after_store(self) -> None:
         """The store's machine is not this one: if it is lost, a look never returns."""
@@ -279,8 +288,7 @@ class Watch:
         return f"{self._name(r)} is gone{self._was(r)}: killed, out of memory, or crashed"
 
     def _store_lost(self, why: str) -> str:
-        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        by = f"torchrun on the machine of {self._name(0)}" if kept else self._name(0)
+        by = f"torchrun on the machine of {self._name(0)}" if AGENT_STORE else self._name(0)
         return f"{by}, which keeps the store of the run, cannot be reached ({why})"
 
     def _stack(self) -> str:
