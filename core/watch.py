@@ -18,7 +18,7 @@ import traceback
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -35,6 +35,38 @@ ROOT = Path(__file__).resolve().parent.parent
 NEXT = "--init_from=resume goes on from the last checkpoint; docs/SCALE.md has the rest"
 
 
+class Beat(NamedTuple):
+    """What a process tells each beat."""
+
+    number: int = 0
+    step: int = 0
+    phase: str = "start"
+    quiet: int = 0  # beats since its main thread was last heard of
+    hung: bool = False  # that is too long
+
+
+class Pace:
+    """How long the main thread stays in each phase, and how long it may."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.first_step = timeout, -1
+        self.step, self.phase, self.since = 0, "start", time.monotonic()
+        self.longest: dict[str, list[float]] = {}  # phase -> the longest three times, s
+
+    def begin(self, step: int, phase: str) -> None:
+        took = time.monotonic() - self.since
+        self.longest[self.phase] = sorted([*self.longest.get(self.phase, []), took])[-3:]
+        self.first_step = step if self.first_step < 0 else self.first_step
+        self.step, self.phase, self.since = step, phase, time.monotonic()
+
+    def limit(self) -> float:
+        """Seconds after which it hangs. Of the longest times two may have been compilation."""
+        longest = self.longest.get(self.phase, [])
+        if self.first_step < 0 or self.step < self.first_step + 3 or len(longest) < 3:
+            return max(self.timeout, FIRST_S)
+        return max(self.timeout, 10 * longest[0])
+
+
 class Watch:
     """Looks after the processes of a run, from here to close(), or as a context:
 
@@ -42,20 +74,18 @@ class Watch:
         watch.mark(step, "forward")  # at the beginning of each phase
     """
 
-    def __init__(self, distributed: Any, timeout: float = 60.0, beat: float = 1.0) -> None:
+    def __init__(self, distributed: Any, timeout: float = 45.0, beat: float = 1.0) -> None:
         """Call it on all processes, after they have joined; with one process it does nothing.
 
         Args:
-            timeout: seconds after which main threads that all stand still are hung; or ten times
-                the longest time that the phase has taken so far, if that is more.
+            timeout: seconds after which main threads that all stand still are hung; more where a
+                phase takes longer than a tenth of it.
             beat: seconds between two looks; all limits in beats grow with it.
         """
         self.rank, self.size = distributed.rank, distributed.world_size
-        self.timeout, self.beat = timeout, beat
-        self.at: tuple[int, str, float] = (0, "start", time.monotonic())
-        self.first_step: int | None = None
-        self.seen: dict[str, tuple[int, float]] = {}  # phase -> times, the longest in seconds
-        self.quiet, self.last = 0, self.at  # beats since the last mark, and which that was
+        self.beat = beat
+        self.pace, self.marks = Pace(timeout), 0
+        self.quiet, self.marks_seen = 0, 0  # beats since the last mark
         self.verdict: str | None = None  # what is wrong with whom
         self.wake, self.known, self.closed = (threading.Event() for _ in range(3))
         self.ending = threading.Event()  # the main thread is on its way out
@@ -76,30 +106,20 @@ class Watch:
         self.neighbours = {
             r for r in range(self.size) if r != self.rank and self.machines[r] == machine()
         }
-        self.beats = dict.fromkeys(range(self.size), b"")
-        self.missed = dict.fromkeys(range(self.size), 0)  # beats of mine without one of theirs
+        self.beats = dict.fromkeys(range(self.size), Beat())
+        self.missed = dict.fromkeys(range(self.size), 0)  # own beats since their last one
         self.rounds = 0
         threading.Thread(target=self._run, name="watch", daemon=True).start()
-        if self.machines[0] != machine():
+        if not AGENT_STORE or 0 not in {self.rank, *self.neighbours}:
             threading.Thread(target=self._look_after_store, name="watch2", daemon=True).start()
 
     # ------------------------------------------------------------------- for the main thread
 
     def mark(self, step: int, phase: str) -> None:
         """The main thread begins a phase of a step (PHASES, in their order)."""
-        if self.size == 1:
-            return
-        now, (_, before, since) = time.monotonic(), self.at
-        times, longest = self.seen.get(before, (0, 0.0))
-        self.seen[before] = times + 1, 0.0 if self._is_new() else max(longest, now - since)
-        self.first_step = step if self.first_step is None else self.first_step
-        self.at = (step, phase, now)
-
-    def _is_new(self) -> bool:
-        """Whether this phase is among the first ones, which may compile."""
-        step, phase, _ = self.at
-        first = self.first_step is None or step < self.first_step + 3
-        return first or self.seen.get(phase, (0, 0.0))[0] < 3
+        if self.size > 1:
+            self.pace.begin(step, phase)
+            self.marks += 1
 
     def explain(self, error: BaseException) -> str:
         """Why a collective failed: the verdict, waited for; or the error's own first line."""
@@ -180,22 +200,23 @@ class Watch:
             self._act()
 
     def _look(self) -> None:
-        self.quiet, self.last = (self.quiet + 1 if self.at is self.last else 0), self.at
-        step, phase, _ = self.last
-        limit = max(self.timeout, 10 * self.seen.get(phase, (0, 0.0))[1])
-        hung = self.quiet * self.beat > (max(FIRST_S, limit) if self._is_new() else limit)
-        where = "over" if self.done and self.rank == 0 and self._all_done() else phase
-        where = "done" if self.done and where != "over" else where
+        """Tell where the main thread is, and read where the others are."""
+        self.quiet = self.quiet + 1 if self.marks == self.marks_seen else 0
+        self.marks_seen, phase = self.marks, self.pace.phase
+        if self.done:
+            phase = "over" if self.rank == 0 and self._others_are_done() else "done"
+        hung = self.quiet * self.beat > self.pace.limit()
+        beat = Beat(self.rounds, self.pace.step, phase, self.quiet, hung)
         gone = [r for r in self.neighbours if state(self.pids[r]) in DEAD]
-        self.store.set(
-            self.keys[1 + self.rank], json.dumps([self.rounds, step, where, self.quiet, hung])
-        )
+        self.store.set(self.keys[1 + self.rank], json.dumps(beat))
+        # Process 0 reads all beats, the others its own: not N times N.
         ranks = sorted({*gone, *(range(self.size) if self.rank == 0 else [0])})
-        verdict, *beats = self.store.multi_get([self.keys[0], *(self.keys[1 + r] for r in ranks)])
-        for r, beat in zip(ranks, beats, strict=True):
-            self.missed[r] = 0 if beat != self.beats[r] or r == self.rank else self.missed[r] + 1
-            self.beats[r] = beat
-        if where == "over" or (self.done and self._told(0)[2] == "over"):
+        verdict, *told = self.store.multi_get([self.keys[0], *(self.keys[1 + r] for r in ranks)])
+        for r, text in zip(ranks, told, strict=True):
+            now = Beat() if text == b"-" else Beat(*json.loads(text))
+            self.missed[r] = self.missed[r] + 1 if now == self.beats[r] and r != self.rank else 0
+            self.beats[r] = now
+        if phase == "over" or (self.done and self.beats[0].phase == "over"):
             self.closed.set()
         elif verdict != b"-":
             self.verdict = verdict.decode()
@@ -213,25 +234,19 @@ class Watch:
             return None
         for r in ranks:
             if self.missed[r] > LOST and not self._is_done(r):
-                why = "it is frozen, or its machine is lost"
-                if r in self.neighbours and state(self.pids[r]) == "T":
-                    why = "it is stopped (SIGSTOP)"
-                silent = f"has given no sign of life for {self.missed[r] * self.beat:.0f} s"
-                return f"{self._name(r)} {silent}{self._was(r)}: {why}"
-        told = {r: self._told(r) for r in ranks if not self._is_done(r)}
-        if self.rank != 0 or len(told) == 0 or not all(t[4] for t in told.values()):
+                return self._silent(r, self.missed[r])
+        told = {r: self.beats[r] for r in ranks if not self._is_done(r)}
+        if self.rank != 0 or not told or not all(beat.hung for beat in told.values()):
             return None
         # Nothing moves. Who waits in a collective has got further than the one that hangs.
-        places = {r: (t[1], PHASES.index(t[2]) if t[2] in PHASES else 99) for r, t in told.items()}
+        places = {r: (b.step, [*PHASES, b.phase].index(b.phase)) for r, b in told.items()}
         behind = [r for r in told if places[r] == min(places.values())]
-        still = f"for {min(t[3] for t in told.values()) * self.beat:.0f} s"
+        still = f"for {min(b.quiet for b in told.values()) * self.beat:.0f} s"
         if len(behind) == len(told):
             return f"none has moved {still}{self._was(behind[0])}: which one hangs is not known"
-        others = sorted({f"step {t[1]} {t[2]!r}" for r, t in told.items() if r not in behind})
-        who, wait = ", ".join(map(self._name, behind[:8])), ", ".join(others[:4])
-        return (
-            f"{who} hangs{self._was(behind[0])}: none has moved {still}, the others wait in {wait}"
-        )
+        wait = sorted({self._was(r) for r in told if r not in behind})
+        who = ", ".join(map(self._name, behind[:8])) + f" hangs{self._was(behind[0])}"
+        return f"{who}: none has moved {still}, the others wait{','.join(wait[:4])}"
 
     def _act(self) -> None:
         """There is a verdict: the process ends by itself, or else by this."""
@@ -245,8 +260,8 @@ class Watch:
     def _exit(self, text: str) -> NoReturn:
         self._linger()
         with self.lock:  # never given back
+            threading.Timer(10, os._exit, (1,)).start()  # nobody may be reading what is written
             here = f"; this process: {self.stack}" if "none has moved" in text else ""
-            sys.stdout.flush()
             os.write(2, f"error (rank {self.rank}): {text}{here}. {NEXT}\n".encode())
             os._exit(1)
 
@@ -256,12 +271,13 @@ class Watch:
             time.sleep(5 * self.beat)
 
     def _look_after_store(self) -> None:
-        """The store's machine is not this one: if it is lost, a look never returns."""
+        """If the store's process is frozen or its machine lost, a look never returns."""
         before, quiet = -1, 0
         while not self.closed.is_set():
             quiet, before = (quiet + 1 if self.rounds == before else 0), self.rounds
             if quiet > LOST and self.verdict is None:
-                self.verdict = self._store_lost(f"no answer for {quiet * self.beat:.0f} s")
+                lost = self._store_lost(f"no answer for {quiet * self.beat:.0f} s")
+                self.verdict = lost if AGENT_STORE else self._silent(0, quiet)
                 self._act()
             time.sleep(self.beat)
 
@@ -270,22 +286,23 @@ class Watch:
     def _name(self, r: int) -> str:
         return f"rank {r} ({self.machines[r].split()[0]}, pid {self.pids[r]})"
 
-    def _told(self, r: int) -> list[Any]:
-        """Its last beat: its number, the step, the phase, beats of quiet, and is that too long?"""
-        return json.loads(self.beats[r]) if self.beats[r][:1] == b"[" else [0, 0, "start", 0, False]
-
     def _was(self, r: int) -> str:
-        _, step, phase, *_ = self._told(r)
-        return f" in {phase!r} of step {step}"
+        return f" in {self.beats[r].phase!r} of step {self.beats[r].step}"
 
     def _is_done(self, r: int) -> bool:
-        return self._told(r)[2] in ("done", "over")
+        return self.beats[r].phase in ("done", "over")
 
-    def _all_done(self) -> bool:
+    def _others_are_done(self) -> bool:
         return all(self._is_done(r) for r in range(self.size) if r != self.rank)
 
     def _gone(self, r: int) -> str:
         return f"{self._name(r)} is gone{self._was(r)}: killed, out of memory, or crashed"
+
+    def _silent(self, r: int, beats: int) -> str:
+        stopped = r in self.neighbours and state(self.pids[r]) == "T"
+        why = "it is stopped (SIGSTOP)" if stopped else "it is frozen, or its machine is lost"
+        silent = f"has given no sign of life for {beats * self.beat:.0f} s"
+        return f"{self._name(r)} {silent}{self._was(r)}: {why}"
 
     def _store_lost(self, why: str) -> str:
         by = f"torchrun on the machine of {self._name(0)}" if AGENT_STORE else self._name(0)

@@ -88,7 +88,7 @@ def test_all_name_who_hangs_and_where_each_is(tmp_path, victim):
     for rank in range(3):
         text = sentence(ended[rank], rank)
         assert text.startswith(f"rank {victim} (") and "hangs in 'forward' of step 10" in text
-        assert "the others wait in step 10 'backward'" in text
+        assert "the others wait in 'backward' of step 10" in text
         assert ("killing.py, line" in text) and ("in happen" in text) == (rank == victim)
 
 
@@ -113,6 +113,20 @@ def test_a_long_quiet_phase_is_no_hang(tmp_path):
 
 def test_a_process_that_is_told_to_stop_stops_all(tmp_path):
     assert [code for code, _ in end(tmp_path, 3, "preempted")] == [143] * 3
+
+
+def test_what_takes_long_each_time_is_no_hang(monkeypatch):
+    """Ten times as long as ever, but for two times that may have been compilation."""
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": []}
+    for step in range(6):
+        for phase, takes in (("forward", [300, 200, 1][min(step, 2)]), ("evaluate", 100)):
+            pace.begin(step, phase)
+            limits[phase].append(pace.limit())
+            now[0] += takes
+    assert limits["forward"] == [watch.FIRST_S] * 3 + [45.0] * 3
+    assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
 
 
 def test_one_process_has_no_thread():
