@@ -9,7 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from test_train import argv, make_data
 
 from core import restarts, watch
 from core.distributed import DistInfo
+from core.settings import UserError
 
 # A fresh process that has torch already: a start costs a hundredth of a second.
 FORKED = mp.get_context("forkserver")
@@ -130,8 +133,6 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
 
 
 def test_one_process_has_no_thread():
-    import threading
-
     before = threading.active_count()
     with watch.Watch(DistInfo(torch.device("cpu")), 1.0) as looking:
         looking.mark(1, "forward")
@@ -155,6 +156,33 @@ def test_what_a_collective_raised():
 
 
 # --- the run that is started again ---
+
+
+def test_processes_meet_past_what_the_dead_have_left(monkeypatch):
+    """The store is the same in each attempt, and so are its keys."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = threading.local()
+
+    def rendezvous(url: str, timeout: Any) -> Iterator[Any]:
+        client = torch.distributed.TCPStore("127.0.0.1", server.port, is_master=False)
+        yield client, here.rank, 3
+
+    def join(rank: int) -> Any:
+        here.rank = rank
+        return restarts.meet(20.0)
+
+    monkeypatch.setattr(restarts.dist, "rendezvous", rendezvous)
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in range(3):
+            server.set("hello/2", "of a process that died before it was answered")
+            met = list(pool.map(join, [2, 1, 0] if attempt else [0, 1, 2]))
+            assert sorted(rank for _, rank, _ in met) == [0, 1, 2]
+            assert not any(store.check(["key"]) for store, _, _ in met)
+            met[0][0].set("key", str(attempt))
+            assert [store.get("key") for store, _, _ in met] == [str(attempt).encode()] * 3
+    here.rank = 0
+    with pytest.raises(UserError, match=r"of 3 processes \[1, 2\] have not joined"):
+        restarts.meet(0.1)
 
 
 class Alone:
