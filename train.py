@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,7 +92,7 @@ class TrainConfig:
     shard_size: PositiveInt | None = None  # fsdp: processes that share one copy; none: all
     context_parallel: PositiveInt = 1  # processes that share each sequence (attention/ring.py)
     async_checkpoint: bool = False  # write checkpoints while the training goes on
-    hang_timeout: PositiveInt = 60  # seconds without a sign of a process until the others end
+    hang_timeout: PositiveFloat = 45.0  # seconds in which nothing moves until all end
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
@@ -109,6 +110,8 @@ class TrainConfig:
             raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
+        if self.context_parallel > (T := self.block_size):
+            raise ValueError(f"context_parallel={self.context_parallel} of block_size={T} tokens")
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
@@ -144,7 +147,9 @@ from core.distributed import DistInfo
 from core.loss import IGNORE
 from core.metrics import Metrics, believable, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
+from core.restarts import mark_begun
 from core.runtime import Setup
+from core.watch import Watch
 from inference.texts import continuation
 from model import GPT, GPTConfig
 
@@ -169,6 +174,7 @@ class Run:
     micro_steps: int  # micro-batches of a process in a step
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
+    weight: float = 1.0  # of a mean loss here, in the mean over the ring's processes
     peak_from: int = 0  # the step before which the peak is not measured again
     metrics: Metrics | None = None
 
@@ -181,15 +187,6 @@ class Run:
         """This process's tokens and targets of (B, T) ones that it shares with its ring."""
         ring = self.model.ring
         return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
-
-    @property
-    def share(self) -> float:
-        """The weight of this process's mean loss, for the mean over a ring to be that over T."""
-        if self.model.ring is None:
-            return 1.0
-        positions = torch.arange(T := self.config.block_size)[None]
-        here = int((self.model.ring.shard(positions, IGNORE) != IGNORE).sum())
-        return here * self.distributed.context_parallel / T
 
     def speed(self, tokens_per_s: float) -> flops.Speed:
         T, devices = self.config.block_size, self.distributed.world_size
@@ -211,8 +208,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
-    if distributed.ring is not None:
-        model.ring = attention.Ring(distributed.ring)
+    ring = model.ring = attention.Ring(distributed.ring) if distributed.ring else None
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
@@ -236,7 +232,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
-              peak, micro_steps, step, best_loss)  # fmt: skip
+              peak, micro_steps, step, best_loss, ring.weight(T) if ring else 1.0)  # fmt: skip
 
     say("\n".join(setup.report(distributed.world_size)))
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
@@ -265,7 +261,8 @@ def main(argv: list[str]) -> int:
     config = loaded.settings
     distributed = DistInfo.join(config.device, config.context_parallel)
     try:
-        return train(loaded, distributed)
+        with Watch(distributed, config.hang_timeout) as watch:
+            return train(checkpoint.started_again(loaded, distributed), distributed, watch)
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     except torch.OutOfMemoryError as e:
@@ -278,7 +275,7 @@ def main(argv: list[str]) -> int:
         distributed.leave()
 
 
-def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
+def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> int:
     """Train as the settings say; the exit code."""
     distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
@@ -293,6 +290,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
         run.metrics = Metrics(Path(config.out_dir), run.step, config)
+    mark_begun(config.out_dir, distributed)
     if config.eval_on_start and run.step == 0:
         evaluate(run)
 
@@ -303,17 +301,18 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     val_loss: float | None = None
     T, n_ranks = config.block_size, distributed.world_size
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
-    place, share = (distributed.data_rank, distributed.data_size), run.share
+    place = distributed.data_rank, distributed.data_size
     runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *place):
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        weight = share * len(x) * distributed.data_size / run.global_batch
+        weight = run.weight * len(x) * distributed.data_size / run.global_batch
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast,
                           *run.mine(x, y), run.micro_steps, config.grad_clip, found_inf,
-                          weight=weight)  # fmt: skip
+                          partial(watch.mark, run.step), weight)  # fmt: skip
+        watch.mark(run.step, "agree")
         run.step += 1
         if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
             runtime.synchronize(device)
@@ -333,6 +332,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         # From here on the device is synchronized.
         mean_loss, any_inf = distributed.sum([float(loss) / n_ranks, float(found_inf)])
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
+        watch.mark(run.step, "evaluate")
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
             backend = run.chosen.backend.name
@@ -350,6 +350,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             if run.metrics:
                 run.metrics.log(**row)
         if evaluating or last:
+            watch.mark(run.step, "checkpoint")
             checkpoint.save_run(run, val_loss)
         if stopping:
             break
@@ -382,13 +383,13 @@ def evaluate(run: Run) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, losses = run.config, run.distributed, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
-    place, share = (distributed.data_rank, distributed.data_size, distributed.device), run.share
+    place = distributed.data_rank, distributed.data_size, distributed.device
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=distributed.device), 0
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *place):
-                total += run.module(*run.mine(x, y))[1] * counted * share
+                total += run.module(*run.mine(x, y))[1] * counted * run.weight
                 n += counted
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences

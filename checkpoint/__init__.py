@@ -1,7 +1,7 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, restore, resumed
+from checkpoint.resume import build_model, restore, resumed, started_again
 from checkpoint.saving import Saving, finish, save_run
 from checkpoint.store import (
     Checkpoint,

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from checkpoint.convert import init_model
-from checkpoint.store import Checkpoint, backend_of, latest, load, log, tokenizer_meta
+from checkpoint.store import Checkpoint, backend_of, folders, latest, load, log, tokenizer_meta
 from checkpoint.tensors import read_shards_into, read_whole_into, tensors
 from checkpoint.together import together
 from core.distributed import DistInfo
+from core.restarts import restarted
 from core.runtime import dtype_name, pick_device, pick_dtype
 from core.settings import Loaded, UserError
 from model import GPT
@@ -49,6 +50,17 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         raise UserError(f"{e} (resuming {saved.folder})") from e
     origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
     return Loaded(merged, origins)
+
+
+def started_again(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
+    """The settings; if torchrun has started the run again, those to go on with."""
+    given: Any = loaded.settings
+    again = restarted(given.out_dir, distributed)
+    if not again or not distributed.gather(bool(folders(given.out_dir)))[0]:
+        return loaded
+    distributed.say("torchrun has started the run again: it goes on from its last checkpoint")
+    origins = {**loaded.origins, "init_from": "restart"}
+    return resumed(Loaded(replace(given, init_from="resume"), origins))
 
 
 def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from core import restarts
 from core.runtime import pick_device
 from core.settings import UserError
 
@@ -48,7 +49,9 @@ class DistInfo:
                     f"{torch.cuda.device_count()}; lower --nproc_per_node"
                 )
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, size = restarts.meet()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         control = dist.new_group(backend="gloo")
         rank, ring = dist.get_rank(), None
         for first in range(0, n, N) if N > 1 else ():  # every process must make every group

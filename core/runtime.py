@@ -230,7 +230,12 @@ def decide_onednn(
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once."""
+    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once.
+
+    Not under torchrun: it hands on to its processes what a scheduler has sent to all of them, so
+    each gets one twice; and sends one where a process has died, of which core/watch.py will tell.
+    It kills by itself, 30 s later.
+    """
 
     def __init__(self, says: str = "stopping after this step") -> None:
         self.signal: int | None = None
@@ -239,7 +244,9 @@ class StopSignal:
             signal.signal(s, self._note)
 
     def _note(self, signum: int, frame: Any) -> None:
-        self.signal = signum
+        self.signal = self.signal or signum
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_DFL)
         os.write(2, f"\n{self.says}; once more stops at once\n".encode())

@@ -362,7 +362,7 @@ DDP.__init__, DDP.no_sync = counting_init, counting_no_sync
 
 # Under one torchrun the processes can meet only once: the runs share the group.
 meet, part, met = dist.init_process_group, dist.destroy_process_group, []
-dist.init_process_group = lambda *args: met.append(meet(*args)) if not met else None
+dist.init_process_group = lambda *a, **how: met.append(meet(*a, **how)) if not met else None
 dist.destroy_process_group = lambda: None
 
 def main(name, *more):

@@ -1,0 +1,293 @@
+"""Processes that are killed, freeze, hang or fail: the others say which one, and end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killing import LIMIT_S, Job, gone, losses, member, prove
+from processes import free_port
+from test_train import argv, make_data
+
+from core import restarts, watch
+from core.distributed import DistInfo
+from core.settings import UserError
+
+# A fresh process that has torch already: a start costs a hundredth of a second.
+FORKED = mp.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "core.watch", "core.distributed"])
+
+
+def end(folder: Path, size: int, fault: str, victim: int = 1, **how: Any) -> list[tuple[int, str]]:
+    """(exit code, what it said) of each process; of one that is frozen, None for its code."""
+    how = {"timeout": 60.0, "beat": 0.2, **how}
+    port, logs = free_port(), [str(folder / f"{r}.log") for r in range(size)]
+    begun = [FORKED.Process(target=member, args=(r, size, port, logs[r], fault, victim, how))
+             for r in range(size)]  # fmt: skip
+    for process in begun:
+        process.start()
+    try:
+        for rank, process in enumerate(begun):
+            if not (fault == "frozen" and rank == victim):
+                process.join(LIMIT_S)
+                assert process.exitcode is not None, f"rank {rank}: {Path(logs[rank]).read_text()}"
+        return [(p.exitcode, Path(log).read_text()) for p, log in zip(begun, logs, strict=True)]
+    finally:
+        for process in begun:
+            process.kill()
+            process.join()
+
+
+def sentence(ended: tuple[int, str], rank: int) -> str:
+    """What a process ended with, without its own rank; fails if it is not one sentence."""
+    code, said = ended
+    (line,) = [x for x in said.splitlines() if x.startswith("error (rank")]
+    start = f"error (rank {rank}): "
+    assert code == 1 and line.startswith(start) and "docs/SCALE.md" in line, (code, said)
+    return line.removeprefix(start)
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim", "computing", "words"),
+    [
+        ("killed", 1, False, "is gone in 'forward' of step"),
+        ("killed", 0, False, "is gone in 'forward' of step"),
+        pytest.param("killed", 1, True, "is gone in 'forward' of step", marks=pytest.mark.slow),
+        ("fails", 1, False, "ended with an error: ValueError: no more tokens"),
+        pytest.param("exits", 0, True, "ended with an error: exit code 7", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_name_who_ended(tmp_path, fault, victim, computing, words):
+    ended = end(tmp_path, 3, fault, victim, computing=computing)
+    said = {sentence(ended[r], r) for r in range(3) if r != victim}
+    assert len(said) == 1 and words in (text := said.pop()), said
+    assert text.startswith(f"rank {victim} (") and ended[victim][0] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_name_who_is_frozen(tmp_path, victim):
+    ended = end(tmp_path, 3, "frozen", victim)
+    said = {sentence(ended[r], r) for r in range(3) if r != victim}
+    assert len(said) == 1 and (text := said.pop()).startswith(f"rank {victim} ("), said
+    assert "no sign of life" in text and "SIGSTOP" in text
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_all_name_who_hangs_and_where_each_is(tmp_path, victim):
+    ended = end(tmp_path, 3, "hangs", victim, timeout=2.0)
+    for rank in range(3):
+        text = sentence(ended[rank], rank)
+        assert text.startswith(f"rank {victim} (") and "hangs in 'forward' of step 10" in text
+        assert "the others wait in 'backward' of step 10" in text
+        assert ("killing.py, line" in text) and ("in happen" in text) == (rank == victim)
+
+
+@pytest.mark.slow
+def test_who_hangs_is_not_guessed(tmp_path):
+    """All are in the same phase: none is named."""
+    ended = end(tmp_path, 2, "hangs", 1, timeout=2.0, computing=True)
+    for rank in range(2):
+        text = sentence(ended[rank], rank)
+        assert text.startswith("none has moved") and "which one hangs is not known" in text
+
+
+@pytest.mark.slow
+def test_a_long_quiet_phase_is_no_hang(tmp_path):
+    """The first evaluation takes longer than the timeout, on all of them: it may compile."""
+    ended = end(tmp_path, 2, "nothing", pause=4.0, timeout=1.0)
+    assert [code for code, _ in ended] == [0, 0] and not any("error" in x for _, x in ended)
+    ended = end(tmp_path, 2, "nothing", pause=60.0, timeout=1.0, first=2.0)
+    assert all("none has moved" in sentence(x, r) and "'evaluate'" in x[1]
+               for r, x in enumerate(ended))  # fmt: skip
+
+
+def test_a_process_that_is_told_to_stop_stops_all(tmp_path):
+    assert [code for code, _ in end(tmp_path, 3, "preempted")] == [143] * 3
+
+
+def test_what_takes_long_each_time_is_no_hang(monkeypatch):
+    """Ten times as long as ever, but for two times that may have been compilation."""
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": []}
+    for step in range(6):
+        for phase, takes in (("forward", [300, 200, 1][min(step, 2)]), ("evaluate", 100)):
+            pace.begin(step, phase)
+            limits[phase].append(pace.limit())
+            now[0] += takes
+    assert limits["forward"] == [watch.FIRST_S] * 3 + [45.0] * 3
+    assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
+
+
+def test_one_process_has_no_thread():
+    before = threading.active_count()
+    with watch.Watch(DistInfo(torch.device("cpu")), 1.0) as looking:
+        looking.mark(1, "forward")
+        assert threading.active_count() == before
+        assert looking.explain(RuntimeError("so\nit is")) == "so"
+    with pytest.raises(KeyError), watch.Watch(DistInfo(torch.device("cpu")), 1.0):
+        raise KeyError("x")
+
+
+def test_what_a_collective_raised():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert watch._of_collective(lost) and watch._of_collective(torch.distributed.DistError("x"))
+    assert not watch._of_collective(RuntimeError("size mismatch"))
+    try:
+        try:
+            raise lost
+        except RuntimeError as e:
+            raise ValueError("of its own words") from e
+    except ValueError as error:
+        assert watch._of_collective(error)
+
+
+# --- the run that is started again ---
+
+
+def test_processes_meet_past_what_the_dead_have_left(monkeypatch):
+    """The store is the same in each attempt, and so are its keys."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = threading.local()
+
+    def rendezvous(url: str, timeout: Any) -> Iterator[Any]:
+        client = torch.distributed.TCPStore("127.0.0.1", server.port, is_master=False)
+        yield client, here.rank, 3
+
+    def join(rank: int) -> Any:
+        here.rank = rank
+        return restarts.meet(20.0)
+
+    monkeypatch.setattr(restarts.dist, "rendezvous", rendezvous)
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in range(3):
+            server.set("hello/2", "of a process that died before it was answered")
+            met = list(pool.map(join, [2, 1, 0] if attempt else [0, 1, 2]))
+            assert sorted(rank for _, rank, _ in met) == [0, 1, 2]
+            assert not any(store.check(["key"]) for store, _, _ in met)
+            met[0][0].set("key", str(attempt))
+            assert [store.get("key") for store, _, _ in met] == [str(attempt).encode()] * 3
+    here.rank = 0
+    with pytest.raises(UserError, match=r"of 3 processes \[1, 2\] have not joined"):
+        restarts.meet(0.1)
+
+
+class Alone:
+    """One process, as DistInfo; or the answers of several."""
+
+    main = True
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others] if isinstance(value, str) else [value]
+
+
+def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    restarts.mark_begun(str(tmp_path), Alone())
+    assert not list(tmp_path.iterdir()) and not restarts.restarted(str(tmp_path), Alone())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's, where nobody has named it
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # of a node that has just joined
+    assert not restarts.restarted(str(tmp_path), Alone())
+    restarts.mark_begun(str(tmp_path), Alone("boot pid:[1] 77 12345"))
+    assert restarts.restarted(str(tmp_path), Alone())
+    monkeypatch.setattr(restarts, "_agent", lambda: "boot pid:[1] 78 5")  # on another machine
+    assert not restarts.restarted(str(tmp_path), Alone())
+    assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # one has stayed
+    (tmp_path / restarts.MARK).write_text("[")
+    assert not restarts.restarted(str(tmp_path), Alone())
+
+
+def test_the_torchrun_above_a_script_between():
+    """The first process above that torchrun did not start: this one."""
+    code = "from core import restarts; print(restarts._agent())"
+    line = ["sh", "-c", f'"{sys.executable}" -c "{code}"; true']
+    env, root = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}, Path(__file__).parent.parent
+    found = subprocess.run(line, env=env, cwd=root, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split()[-2] == str(os.getpid()), found.stderr
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def training(data_dir: Path, tmp_path: Path) -> Iterator[Any]:
+    """Starts train.py under torchrun, with two processes."""
+    jobs = []
+
+    def start(*how: str, line: tuple[str, ...] = (), **knobs: Any) -> Job:
+        knobs = {"max_iters": 4000, "eval_interval": 20, "gradient_accumulation_steps": 2, **knobs}
+        line = ("train.py", *argv(data_dir, tmp_path / "out", **knobs), *line)
+        jobs.append(Job(tmp_path / f"{len(jobs)}.log", [*line], *how))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def trained(job: Job, out: Path, steps: int = 40) -> dict[int, int]:
+    """Wait until so many steps are done; rank -> pid."""
+    job.wait_for(lambda: len(losses(out)) >= steps or job.agent.poll() is not None, 90)
+    assert job.agent.poll() is None, job.said()
+    return job.ranks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["one", "all", "group"])
+def test_a_preempted_run_saves_and_says_how_to_go_on(training, tmp_path, to):
+    """A scheduler may tell one process, all, or these and torchrun, which tells them again."""
+    job = training()
+    ranks = trained(job, tmp_path / "out")
+    for pid in {"one": [ranks[1]], "all": [*ranks.values()]}.get(
+        to, [*ranks.values(), job.agent.pid]
+    ):
+        os.kill(pid, signal.SIGTERM)
+    assert job.ended(LIMIT_S) != 0
+    assert "stopped after step" in job.said() and "error (rank" not in job.said(), job.said()
+    saved = max(int(p.name.split("-")[1]) for p in (tmp_path / "out").glob("step-*"))
+    assert saved == max(losses(tmp_path / "out")) and saved < 4000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--standalone", "static"])
+def test_torchrun_starts_the_run_again_and_it_goes_on(training, tmp_path, how):
+    """Not with the checkpoints of an earlier run in the same folder, which are moved aside."""
+    out = tmp_path / "out"
+    earlier = training(max_iters=30)
+    assert earlier.ended(90) == 0, earlier.said()
+    rendezvous = how if how == "--standalone" else f"--master_port={free_port()}"
+    job = training(rendezvous, "--max_restarts=2", max_iters=200)
+    job.wait_for(lambda: "earlier run's checkpoints" in job.said(), 90)
+    for n in (1, 2):
+        before = trained(job, out, 30 * n)
+        os.kill(before[n % 2], signal.SIGKILL)
+        job.wait_for(lambda: all(map(gone, before.values())), LIMIT_S)  # noqa: B023
+        job.wait_for(lambda: job.said().count("started the run again") == n, 60)  # noqa: B023
+    assert job.ended(200) == 0, job.said()
+    assert job.said().count("error (rank") == 2 and job.said().count("earlier run's") == 1
+    assert list(losses(out)) == list(range(1, 201))
+    assert json.loads((out / restarts.MARK).read_text())["torchrun"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_is_lost_by_kills_at_random_moments(tmp_path, again):
+    prove(tmp_path, kills=2, processes=2, restarts=again, seed=random.randrange(10**6), steps=200)
