@@ -10,7 +10,7 @@
     python bench_mfu.py converge --paths=bfloat16          a precision beside plain float32
     python bench_mfu.py qualify                            all of that here, in nine minutes
     python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
-    python bench_mfu.py plan --gpu="NVIDIA H200" --gpus=64 what a step would hold, send and take
+    python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py --help                             every knob
 
 The model's knobs and config files are train.py's. Each backend runs in a process of its own, the

@@ -12,7 +12,8 @@ from attention.gpus import SERVERS, find_rated
 from bench import modes, tables
 from bench.config import BenchConfig, vocabulary
 from bench.fitting import SHARE
-from bench.scale import KINDS, Cluster, Job, Plan
+from bench.links import KINDS, Cluster
+from bench.scale import Job, Plan, parameters
 from core import flops
 from core.settings import UserError
 from model import GPTConfig
@@ -52,7 +53,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     if several:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
-        said.append(f"{links}, each way ({server.source if server else 'as given'})")
+        said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
     computing = "at its roofline, which is the least time that it can take"
     if at.slower != 1:
         computing = f"{at.slower:g} times its roofline (--roofline_times)"
@@ -82,6 +83,8 @@ def run(config: BenchConfig) -> int:
     at, said = cluster(config)
     if config.fixed_batch is None:
         raise UserError("plan needs a --batch_size")
+    if config.record is not None:
+        raise UserError("plan measures nothing, so there is nothing to --record")
     train = config.train
     vocab_size, source = vocabulary(config)
     model = train.model(vocab_size)
@@ -91,10 +94,10 @@ def run(config: BenchConfig) -> int:
               bool(train.grad_clip), residual)  # fmt: skip
     every = {n: plans(config, job, at, n) for n in config.gpus}
     print(
-        f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, vocabulary "
-        f"{vocab_size:,} ({source})\n{sequences:,} x {model.block_size:,} tokens a step, at most "
-        f"{job.batch:,} sequences in a micro-batch, {at.dtype}"
-        f"{', gradient checkpointing' * job.checkpointing}, on {config.gpu}"
+        f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
+        f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
+        f"micro-batch, {at.dtype}{', gradient checkpointing' * job.checkpointing}\n"
+        f"vocabulary: {vocab_size:,} ({source})"
     )
     print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
     content: list[dict[str, Any]] = []
@@ -147,11 +150,6 @@ def row(plan: Plan) -> dict[str, Any]:
     }
 
 
-def parameters(m: GPTConfig) -> int:
-    """All of a model's, its positions too."""
-    return flops.n_params(m) + m.block_size * m.n_embd
-
-
 def alone(plan: Plan, **sizes: Any) -> Plan:
     """The plan with a model of other sizes, and one sequence for each share of the data."""
     job = replace(plan.job, model=replace(plan.job.model, **sizes))
@@ -189,7 +187,7 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
     """The tables of one number of GPUs, with their titles; of what can be run at all."""
 
     def gb(n: float) -> str:
-        return tables.number(n / 1e9) if n else "-"
+        return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
 
     def table(head: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> tables.Cells:
         lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]

@@ -7,38 +7,16 @@ two to four processes really hold and send. Sizes are of the rank that has most.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from bench import roofline
 from bench.fitting import SHARE
-from core import flops
+from bench.links import Cluster, Sent, collective
 from core.distributed import BUCKET_MB
 from core.loss import chunk_rows
 from model import GPTConfig
-
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
-# Seconds that a message takes from one GPU to the next, over NVLink and over the network, before
-# its bytes: what NCCL reckons with for rings of protocol LL128 (src/graph/tuning.cc, hwLat).
-HOPS = 1.9e-6, 4.0e-6
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs, `node` of them in a server. Rates in bytes a second, links each way and of each GPU."""
-
-    dtype: str  # of the matrix products
-    peak: flops.Peak
-    products: float  # TFLOP/s that they reach
-    bandwidth: float  # of the GPU's memory
-    memory: float  # bytes of it
-    node: int
-    nvlink: float
-    network: float
-    hops: tuple[float, float] = HOPS
-    slower: float = 1.0  # times its roofline, that computing takes
 
 
 @dataclass(frozen=True)
@@ -50,29 +28,7 @@ class Job:
     batch: int  # of them in a micro-batch, at most
     checkpointing: bool = False
     clip: bool = True
-    residual: int | None = None  # bytes of a channel of the residual stream; None: float32
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What a rank sends for one collective, in bytes by link, and the seconds until it is done."""
-
-    nvlink: float = 0
-    network: float = 0
-    seconds: float = 0
-
-
-def collective(kind: str, size: float, ranks: int, servers: int, at: Cluster) -> Sent:
-    """A collective of `size` bytes, the whole tensor's, by ring, over ranks in so many servers."""
-    wire = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    here = ranks // servers  # ranks in a server: each is the border of one of as many rings
-    over = 0 if servers == 1 else wire / here
-    inside, between = at.hops
-    hops = (ranks - servers) * inside + (servers - 1) * between
-    if kind == "all-reduce":  # a tree has fewer hops, of as many bytes
-        tree = (here - 1) * inside + math.ceil(math.log2(servers)) * between
-        hops = 2 * min(hops, tree)
-    return Sent(wire - over, over, hops + max((wire - over) / at.nvlink, over / at.network))
+    residual: int = 4  # bytes of a channel between the blocks
 
 
 def block_shapes(m: GPTConfig) -> list[tuple[int, int]]:
@@ -91,6 +47,10 @@ def root_shapes(m: GPTConfig) -> list[tuple[int, int]]:
 def part(shapes: list[tuple[int, int]], ranks: int) -> int:
     """The numbers that a rank keeps: as many rows for each, the last ones filled up."""
     return sum(-(-rows // ranks) * width for rows, width in shapes)
+
+
+def parameters(m: GPTConfig) -> int:
+    return m.n_layer * part(block_shapes(m), 1) + part(root_shapes(m), 1)
 
 
 @dataclass(frozen=True)
@@ -141,41 +101,57 @@ class Plan:
         m = self.job.model
         return part(block_shapes(m), self.shard), part(root_shapes(m), self.shard)
 
+    @property
+    def kept(self) -> int:
+        """All the numbers that a rank keeps of the model."""
+        block, root = self.numbers
+        return self.job.model.n_layer * block + root
+
+    @property
+    def kv(self) -> int:
+        """Channels of the keys, and of the values."""
+        return self.job.model.kv_heads * self.job.model.head_dim
+
     # --- what a rank holds ---
 
-    @cached_property
+    @property
+    def per_token(self) -> tuple[int, int]:
+        """Bytes that the forward pass saves for a token: (of each layer, before and after them)."""
+        m, a, r, C, K = self.job.model, self.a, self.job.residual, self.job.model.n_embd, self.kv
+        norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the output as the product takes it
+        attention = a * (C + 2 * K) + a * C + 4 * m.n_head  # q, k, v; out; L
+        ends = 8 + (r * C + 8) + a * C  # the token itself, the last norm, the loss's gradient
+        return norms + attention + 2 * a * 4 * C, ends  # GELU's input and output
+
+    @property
     def saved(self) -> int:
-        """Bytes that one micro-batch's forward pass saves for its backward pass."""
-        m, a, r = self.job.model, self.a, self.job.residual or 4
-        C, K, L = m.n_embd, m.kv_heads * m.head_dim, m.n_layer
-        # Two norms: input, output, mean and 1/std; q, k, v, out and L; GELU's input and output.
-        layer = 2 * (r * C + a * C + 8) + a * (C + 2 * K) + a * C + 4 * m.n_head + 2 * a * 4 * C
-        ends = (r * C + 8) + a * C + 8  # the last norm; the loss's gradient; the token's number
-        blocks = L * r * C + layer if self.job.checkpointing else L * layer
-        return self.tokens * (blocks + ends)
+        """Bytes of a micro-batch that the backward pass needs; of its layers with gradient
+        checkpointing only the inputs, and one layer computed again."""
+        (layer, ends), m = self.per_token, self.job.model
+        if self.job.checkpointing:
+            return self.tokens * (m.n_layer * self.job.residual * m.n_embd + layer + ends)
+        return self.tokens * (m.n_layer * layer + ends)
 
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by purpose, each at its largest; not all are largest at one moment."""
-        m, a, r, n = self.job.model, self.a, self.job.residual or 4, self.tokens
-        C, K, V, L = m.n_embd, m.kv_heads * m.head_dim, m.vocab_size, m.n_layer
+        m, a, r, n = self.job.model, self.a, self.job.residual, self.tokens
+        C, V, L, half = m.n_embd, m.vocab_size, m.n_layer, a < 4
         block, root = self.numbers
-        kept, half = L * block + root, a < 4
         rows = chunk_rows(n, V, "cuda")
         if self.at.dtype == "float16":
             rows = min(rows, 4096)
-        whole = L * part(block_shapes(m), 1) + part(root_shapes(m), 1)
-        added = whole if self.shard > 1 and self.micro > 1 else 0  # before they are reduced
+        added = parameters(m) if self.shard > 1 and self.micro > 1 else 0  # of micro-batches
         if self.shard > 1:  # the root; two blocks gathered, twice each; a block's gradients
             gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard
         else:  # autocast's copies of the matrices
             gathered = a * half * L * sum(i * j for i, j in block_shapes(m)[:4])
         if self.context > 1:  # K, V of two blocks, dK, dV of two, O and dQ in float32
-            gathered += n * (2 * 2 * K * (a + 4) + 2 * 4 * C)
+            gathered += n * (2 * 2 * self.kv * (a + 4) + 2 * 4 * C)
         return {
-            "weights": 4 * kept,
-            "gradients": 4 * (kept + added),
-            "AdamW": 8 * kept,
+            "weights": 4 * self.kept,
+            "gradients": 4 * (self.kept + added),
+            "AdamW": 8 * self.kept,
             "activations": self.saved + n * C * (r + 5 * a),  # and the gradients on the way back
             "logits": 8 * rows * V + V * C * (4 + 2 * a * half) + n * C * (r + a * half),
             "gathered": gathered,
@@ -207,8 +183,7 @@ class Plan:
 
     def passed(self, width: int) -> Sent:
         """K and V, or their gradients, of one layer to the next rank of the ring."""
-        m = self.job.model
-        size = 2 * self.tokens * m.kv_heads * m.head_dim * width
+        size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Sent(size, 0, self.at.hops[0] + size / self.at.nvlink)
         return Sent(0, size, self.at.hops[1] + size / self.at.network)  # of the server's last rank
@@ -217,9 +192,8 @@ class Plan:
         """(kind, how often in a step, what is sent each time)."""
         L, N, (block, root) = self.job.model.n_layer, self.context, self.numbers
         if self.parallel == "ddp":
-            whole = 4 * (L * block + root)
-            buckets = -(-whole // (BUCKET_MB * 2**20))
-            yield "all-reduce", buckets, self.reduce("all-reduce", whole / buckets)
+            buckets = -(-4 * self.kept // (BUCKET_MB * 2**20))
+            yield "all-reduce", buckets, self.reduce("all-reduce", 4 * self.kept / buckets)
         else:
             gather = self.reduce("all-gather", self.a * block * self.shard)
             yield "all-gather", 2 * L * self.micro, gather
@@ -238,15 +212,13 @@ class Plan:
     def computing(self) -> tuple[float, float, float, float, float]:
         """Seconds of computing in a step, and of a block in a micro-batch: (step, forward,
         backward, the scores' share of the forward pass, and of the backward pass)."""
-        job, at, (block, root) = self.job, self.at, self.numbers
-        m, L = job.model, job.model.n_layer
-        sizes = m, self.sequences / self.context
+        job, at, L = self.job, self.at, self.job.model.n_layer
+        sizes = job.model, self.sequences / self.context
         parts = roofline.work(*sizes, self.micro, at.dtype, job.clip)
         ms = {name: at.slower * w.ms(at.products, at.bandwidth) for name, w in parts.items()}
-        alone = roofline.work(*sizes, 1, at.dtype, job.clip)["optimizer"].bytes
-        kept = (L * block + root) / (L * part(block_shapes(m), 1) + part(root_shapes(m), 1))
-        # It updates what it keeps.
-        ms["optimizer"] -= 1e3 * at.slower * alone * (1 - kept) / at.bandwidth
+        # An update is of what is kept; roofline's is of all.
+        update = roofline.work(*sizes, 1, at.dtype, job.clip)["optimizer"].ms(1, at.bandwidth)
+        ms["optimizer"] -= at.slower * update * (1 - self.kept / parameters(job.model))
         # Of three products one is forward; of the scores' seven two; of the norms' bytes half.
         linear, scores, norms = (
             ms[name] / 1e3 / (L * self.micro)
@@ -289,9 +261,8 @@ class Plan:
         each = first + gather + (L - 1) * max(0, gather - forward)  # the first waits for nothing
         back = gather + (L - 1) * max(0, gather - backward)
         reducing = gather + (L - 1) * max(0, gather + scatter - backward, across - backward)
-        return (
-            self.micro * each + (self.micro - 1) * back + reducing + scatter + across + end + last
-        )
+        after = scatter + across + end + last
+        return self.micro * each + (self.micro - 1) * back + reducing + after
 
     def _ring_exposed(self) -> float:
         """K and V hide behind the scores of the block before; the last dK and dV behind nothing."""
