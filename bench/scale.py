@@ -146,8 +146,8 @@ class Plan:
             gathered = 4 * root * self.shard + (4 * a + a * half + 4) * block * self.shard
         else:  # autocast's copies of the matrices
             gathered = a * half * L * sum(i * j for i, j in block_shapes(m)[:4])
-        if self.context > 1:  # K, V of two blocks, dK, dV of two, O and dQ in float32
-            gathered += n * (2 * 2 * self.kv * (a + 4) + 2 * 4 * C)
+        if self.context > 1:  # two blocks' K, V, three's dK, dV; O and dQ in float32
+            gathered += n * (2 * 2 * self.kv * a + 3 * 2 * self.kv * 4 + 2 * 4 * C)
         return {
             "weights": 4 * self.kept,
             "gradients": 4 * (self.kept + added),
