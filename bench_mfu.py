@@ -10,6 +10,7 @@
     python bench_mfu.py converge --paths=bfloat16          a precision beside plain float32
     python bench_mfu.py qualify                            all of that here, in nine minutes
     python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
+    python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py --help                             every knob
 
 The model's knobs and config files are train.py's. Each backend runs in a process of its own, the
@@ -35,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import candidates, hf, modes, plan, qualify, records, rows, tables
+from bench import candidates, hf, modes, plan, planned, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
@@ -44,15 +45,17 @@ from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
 from core.settings import UserError, exit_on_user_error
 
-MODES = (*modes.MODES, "qualify", "compare")
+MODES = (*modes.MODES, "qualify", "compare", "plan")
 
 
 def run(mode: str, argv: list[str]) -> int:
     """Measure in one of the modes; the exit code."""
     state = records.git_state()  # of the source that is about to run
-    loaded = load_config(argv)
+    loaded = load_config(argv, mode)
     config = loaded.settings
     check(mode, config)
+    if mode == "plan":
+        return planned.run(config)
     if config.roofline:
         return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
@@ -128,6 +131,8 @@ OF_MODES = {
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
     ("stages", "resume"): ("qualify",),
+    ("gpu", "gpus", "gpus_per_node"): ("plan",),
+    ("context_parallels", "nvlink_gbs", "network_gbs", "roofline_times"): ("plan",),
     ("rival",): ("train", "decode", "qualify"),
 }
 

@@ -121,6 +121,32 @@ GPUS: list[GPU] = [
 RATED = [gpu for gpu in GPUS if gpu.tflops and gpu.bandwidth]
 
 
+@dataclass(frozen=True)
+class Server:
+    """The memory of a GPU and the links of its usual server, for each GPU and each way.
+
+    Datasheets add up both directions of NVLink; networks are in bits.
+    """
+
+    memory: float  # GB
+    nvlink: float  # GB/s to the other GPUs of the server, all links together
+    network: float | None  # GB/s to other servers: its share of the server's adapters
+    source: str
+
+
+_DGX_H = "DGX H100/H200 user guide: NVLink 900 GB/s, 8 x 400 Gb/s"
+_DGX_A = "DGX A100 user guide: NVLink 600 GB/s, 8 x 200 Gb/s"
+SERVERS = {  # the name of a row above -> its server of eight
+    "Tesla V100-SXM2-16GB": Server(16, 150, 6.25, "DGX-1 whitepaper: 300 GB/s, 4 x 100 Gb/s"),
+    "NVIDIA A100-SXM4-40GB": Server(40, 300, 25, _DGX_A),
+    "NVIDIA A100-SXM4-80GB": Server(80, 300, 25, _DGX_A),
+    "NVIDIA H100 80GB HBM3": Server(80, 450, 50, _DGX_H),
+    "NVIDIA H200": Server(141, 450, 50, _DGX_H),
+    "NVIDIA B200": Server(180, 900, 50, "DGX B200 user guide: 1.8 TB/s, 8 x 400 Gb/s"),
+    "AMD Instinct MI300X": Server(192, 448, None, "AMD datasheet: Infinity Fabric 896 GB/s"),
+}
+
+
 def find_rated(name: str) -> GPU | None:
     """The GPU with that device name; None where its rates are not known."""
     return next((gpu for gpu in RATED if gpu.is_device(name)), None)

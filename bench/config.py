@@ -30,8 +30,9 @@ KVCache = Literal["none", "dynamic", "static", "paged"]
 @dataclass(frozen=True)
 class Knobs:
     """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
-    kernel, decode, converge, qualify and compare. The model's knobs are train.py's, and its config
-    files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change nothing."""
+    kernel, decode, converge, qualify, compare and plan. The model's knobs are train.py's, and its
+    config files serve; those of a run (out_dir, eval_interval, wandb_log and the like) change
+    nothing."""
 
     # --- what is measured ---
     batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
@@ -55,12 +56,22 @@ class Knobs:
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = STAGES  # qualify: which of its stages
     resume: bool = False  # qualify: go on with the newest record, with what is missing in it
     tolerance: PositiveFloat = 0.01  # converge: of one seed's final loss, relative
+    # --- what is planned ---
+    gpu: str | None = None  # plan: on which GPU: "NVIDIA H200"
+    gpus: tuple[PositiveInt, ...] = (8,)  # plan: how many, each number with tables of its own
+    gpus_per_node: PositiveInt = 8  # plan: that NVLink joins
+    context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: 1, 2, 4 and 8 where they divide
+    nvlink_gbs: PositiveFloat | None = None  # plan: GB/s each way of a GPU; none: datasheet
+    network_gbs: PositiveFloat | None = None  # plan: the same between nodes; none: its server's
+    roofline_times: PositiveFloat = 1.0  # plan: computing, in rooflines: 1: at best; see --profile
     # --- how it is measured ---
     rounds: PositiveInt = 5  # of each backend, in turn
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
     fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
-    memory_gb: PositiveFloat | None = None  # CPU: for a process; none: 70 % of what is free
+    memory_gb: PositiveFloat | None = (
+        None  # CPU: for a process; none: 70 % of the free; plan: a GPU's
+    )
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
     minutes: PositiveFloat | None = None  # end after that, with what is there; none: qualify: 9
@@ -103,15 +114,15 @@ Flat = make_dataclass(
 )
 
 
-def load_config(argv: list[str]) -> Loaded[BenchConfig]:
+def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     """The settings, and where each that was given came from.
 
     On the CPU, where no file is named, the config is bench/cpu.py: train.py's default, GPT-2 124M,
-    would take half an hour there; but with --roofline nothing runs.
+    would take half an hour there; but with --roofline, and in the mode plan, nothing runs.
     """
     given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], aliases=ALIASES)
     named = any(origin != "command line" for origin in origins.values())
-    elsewhere = given.get("roofline") is not None
+    elsewhere = mode == "plan" or given.get("roofline") is not None
     if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import data
+from attention.gpus import RATED
 from bench import fitting, hf, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
@@ -244,8 +246,14 @@ def converge(bench: Bench) -> list[rows.Row]:
     return table()
 
 
-def only_roofline(config: BenchConfig, gpu: str) -> int:
-    """Print the least time of each part of a step on any GPU, here or not."""
+def datasheet(
+    config: BenchConfig, gpu: str, option: str
+) -> tuple[str, flops.Peak, tuple[float, str]]:
+    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here.
+
+    Args:
+        option: that named it, for the UserError of one that is not known.
+    """
     wanted: str = config.train.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
@@ -253,14 +261,22 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     bandwidth = flops.datasheet_bandwidth(gpu)
     if peak is None or bandwidth is None:
         of = "bfloat16 or float16" if wanted == "auto" else dtype
+        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
+        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
         raise UserError(
-            f"--roofline: the table of GPUs has no {of} rates of {gpu!r}; names are those that "
-            "drivers give: 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB'"
+            f"{option}: the table of GPUs has no {of} rates of {gpu!r}; names are those that "
+            f"drivers give: {', '.join(map(repr, like))}"
         )
     if config.train.peak_tflops:
         peak = flops.peak("cpu", dtype, config.train.peak_tflops)
     if config.bandwidth_gbs:
         bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
+    return dtype, peak, bandwidth
+
+
+def only_roofline(config: BenchConfig, gpu: str) -> int:
+    """Print the least time of each part of a step on any GPU, here or not."""
+    dtype, peak, bandwidth = datasheet(config, gpu, "--roofline")
     if (batch := config.fixed_batch) is None:
         raise UserError("--roofline needs a --batch_size")
     micro = config.train.gradient_accumulation_steps

@@ -62,8 +62,13 @@ class Work:
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
 
 
-def work(config: GPTConfig, sequences: int, micro: int, dtype: str, clip: bool) -> dict[str, Work]:
-    """Part -> its work in a step of `sequences` sequences, cut into `micro` micro-batches."""
+def work(
+    config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
+) -> dict[str, Work]:
+    """Part -> its work in a step of `sequences` sequences, cut into `micro` micro-batches.
+
+    A process that shares its sequences with others has a fraction of them.
+    """
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2

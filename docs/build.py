@@ -1,4 +1,4 @@
-"""Writes what is generated inside the pages of docs/course, so that it cannot drift from the code.
+"""Writes what is generated in docs/course and docs/PLAN.md, so that it cannot drift from the code.
 
     python -m docs.build            rewrites the pages
     python -m docs.build --check    names each place that is out of date, with exit code 1
@@ -29,6 +29,7 @@ from docs import figures
 from docs.source import ROOT, source
 
 COURSE = ROOT / "docs" / "course"
+PLAN = ROOT / "docs" / "PLAN.md"
 END = "<!-- end -->\n"
 MARK = re.compile(r"^<!-- (code|figure): (.+?) -->\n", re.M)
 CODE = re.compile(r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?')
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) not in ([], ["--check"]):
         raise UserError(f"usage: python -m docs.build [--check], got {' '.join(argv)}")
     stale = 0
-    for page in sorted(COURSE.glob("*.md")):
+    for page in (*sorted(COURSE.glob("*.md")), PLAN):
         text = page.read_text(encoding="utf-8")
         fresh, changed = rebuild(text, page)
         stale += len(changed)

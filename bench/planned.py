@@ -1,0 +1,225 @@
+"""What `bench_mfu.py plan` is told, and how it prints what bench/scale.py reckons."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from attention.gpus import SERVERS, find_rated
+from bench import modes, tables
+from bench.config import BenchConfig, vocabulary
+from bench.fitting import SHARE
+from bench.links import KINDS, Cluster
+from bench.scale import Job, Plan, parameters
+from core import flops
+from core.settings import UserError
+from model import GPTConfig
+
+HEAD = 128  # channels of a head, and of the width for each layer, of the largest model
+CONTEXTS = (1, 2, 4, 8)
+MEMORY = ("weights", "gradients", "AdamW", "activations", "logits", "gathered")
+
+
+def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
+    """The GPUs of --gpu, and the lines that say what is known of them.
+
+    Raises:
+        UserError: --gpu is missing or unknown, or a rate that no table has is not given.
+    """
+    name = config.gpu
+    if name is None:
+        raise UserError('plan needs a GPU: --gpu="NVIDIA H200"; names are those that drivers give')
+    dtype, peak, (bandwidth, source) = modes.datasheet(config, name, "--gpu")
+    known = find_rated(name)
+    server = SERVERS.get(known.name) if known else None
+
+    def rate(of: str, knob: str, unit: str) -> float:
+        found: float | None = getattr(config, knob) or getattr(server, of, None)
+        if found is None:
+            raise UserError(f"no table has the {of} of {name!r}: --{knob}= gives it, in {unit}")
+        return found * 1e9
+
+    memory = rate("memory", "memory_gb", "GB")
+    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
+    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
+    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
+    at = Cluster(dtype, peak, config.products_tflops or peak.tflops, bandwidth, memory,
+                 config.gpus_per_node, nvlink, network, slower=config.roofline_times)  # fmt: skip
+    said = [f"peak: {peak}", f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
+            f"{bandwidth / 1e9:,.4g} GB/s ({source})"]  # fmt: skip
+    if several:
+        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
+        links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
+        said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
+    computing = "at its roofline, which is the least time that it can take"
+    if at.slower != 1:
+        computing = f"{at.slower:g} times its roofline (--roofline_times)"
+    if at.products != peak.tflops:
+        computing += f", matmuls at {at.products:,.4g} TFLOP/s"
+    return at, [*said, f"computing: {computing}"]
+
+
+def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
+    """Every way to share the job among so many GPUs.
+
+    Raises:
+        UserError: they do not fill their servers, or a ring of --context_parallels does not.
+    """
+    if gpus > at.node and gpus % at.node:
+        raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
+    for N in config.context_parallels:
+        if gpus % N:
+            raise UserError(f"--context_parallels: rings of {N} do not divide --gpus={gpus}")
+    rings = config.context_parallels or tuple(N for N in CONTEXTS if gpus % N == 0)
+    ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
+    return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
+
+
+def run(config: BenchConfig) -> int:
+    """The mode `plan`: print the tables, and with --json all of it. Returns the exit code."""
+    at, said = cluster(config)
+    if config.fixed_batch is None:
+        raise UserError("plan needs a --batch_size")
+    if config.record is not None:
+        raise UserError("plan measures nothing, so there is nothing to --record")
+    train = config.train
+    vocab_size, source = vocabulary(config)
+    model = train.model(vocab_size)
+    residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    sequences = config.fixed_batch * train.gradient_accumulation_steps
+    job = Job(model, sequences, config.fixed_batch, train.gradient_checkpointing,
+              bool(train.grad_clip), residual)  # fmt: skip
+    every = {n: plans(config, job, at, n) for n in config.gpus}
+    print(
+        f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
+        f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
+        f"micro-batch, {at.dtype}{', gradient checkpointing' * job.checkpointing}\n"
+        f"vocabulary: {vocab_size:,} ({source})"
+    )
+    print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
+    content: list[dict[str, Any]] = []
+    for n, ways in every.items():
+        made = [row(p) for p in ways]
+        content += made
+        print()
+        for r in made:
+            if "why" in r:
+                print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
+        for title, cells in sections([r for r in made if "why" not in r]):
+            print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
+    if config.json:
+        print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
+    return 0
+
+
+def row(plan: Plan) -> dict[str, Any]:
+    """A plan's figures, as --json has them."""
+    row: dict[str, Any] = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
+    row |= {"context_parallel": plan.context, "shard_size": plan.shard}
+    if plan.why_not:
+        return {**row, "why": plan.why_not}
+    sent, links = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}
+    for kind, times, s in plan.sent():
+        sent[kind] += times * (s.nvlink + s.network)
+        links["nvlink"] += times * s.nvlink
+        links["network"] += times * s.network
+    m, compute = plan.job.model, plan.computing[0]
+    total = compute + plan.exposed
+    rate = plan.job.sequences * m.block_size / total
+    big = largest(plan)
+    return {
+        **row,
+        "sequences": plan.sequences,
+        "micro_steps": plan.micro,
+        "memory": plan.memory,
+        "memory_bytes": plan.held,
+        "left_bytes": -plan.over,
+        "sent": sent,
+        "links": links,
+        "compute_ms": 1e3 * compute,
+        "communication_ms": 1e3 * plan.communicating,
+        "exposed_ms": 1e3 * plan.exposed,
+        "ms": 1e3 * total,
+        **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
+        "largest_model": big
+        and {"n_layer": big.n_layer, "n_embd": big.n_embd, "N": parameters(big)},
+        "longest_context": longest(plan),
+    }
+
+
+def alone(plan: Plan, **sizes: Any) -> Plan:
+    """The plan with a model of other sizes, and one sequence for each share of the data."""
+    job = replace(plan.job, model=replace(plan.job.model, **sizes))
+    return replace(plan, job=replace(job, sequences=plan.gpus // plan.context, batch=1))
+
+
+def largest(plan: Plan) -> GPTConfig | None:
+    """The largest model of L layers, L heads of HEAD channels, that fits; as wide for its depth as
+    GPT-3's (Brown et al. 2020, table 2.1). None: not even one layer does."""
+
+    def sized(L: int) -> Plan:
+        return alone(plan, n_layer=L, n_head=L, n_embd=HEAD * L, n_kv_head=None)
+
+    L = most(lambda L: sized(L).over <= 0)
+    return sized(L).job.model if L else None
+
+
+def longest(plan: Plan) -> int:
+    """The longest context of the plan's model that fits, in steps of 1,024 tokens."""
+    return 1024 * most(lambda n: alone(plan, block_size=1024 * n).over <= 0)
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """The largest n that fits; 0: none."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
+    """The tables of one number of GPUs, with their titles; of what can be run at all."""
+
+    def gb(n: float) -> str:
+        return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
+
+    def table(head: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> tables.Cells:
+        lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]
+        return ["planned", "context", *head], lines
+
+    def memory(r: dict[str, Any]) -> list[str]:
+        left = r["left_bytes"]
+        fits = gb(left) if left >= 0 else f"too large by {gb(-left)}"
+        return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
+
+    def sent(r: dict[str, Any]) -> list[str]:
+        return [str(r["micro_steps"]), *map(gb, (*r["sent"].values(), *r["links"].values()))]
+
+    def time(r: dict[str, Any]) -> list[str]:
+        ms = [tables.number(r[f"{of}ms"]) for of in ("compute_", "communication_", "exposed_", "")]
+        if r["left_bytes"] < 0:
+            return [*ms[:3], "-", "-", "does not fit"]
+        return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
+
+    def limits(r: dict[str, Any]) -> list[str]:
+        big, longest = r["largest_model"], f"{r['longest_context']:,}"
+        if big is None:
+            return ["-", "none", longest]
+        return [f"{big['N'] / 1e9:,.3g}", f"{big['n_layer']} x {big['n_embd']:,}", longest]
+
+    links = ["NVLink", "network"]
+    return [
+        ("memory of a rank, GB", table([*MEMORY, "sum", "left"], memory)),
+        ("sent by a rank in a step, GB", table(["micro", *KINDS, *links], sent)),
+        ("a step, ms", table(["compute", "sending", "exposed", "step", "Mtok/s", "mfu"], time)),
+        (
+            "what would fit, one sequence at a time",
+            table(["1e9 parameters", "layers x width", "longest context"], limits),
+        ),
+    ]
