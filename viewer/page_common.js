@@ -310,7 +310,7 @@ function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
     order.map((id) => h("button", { type: "button", id: prefix + id, "aria-label": buttons[id][1],
       class: id, onclick: all[buttons[id][0]] }, icon(id)))),
   h("label", {}, `${name}s a second `, h("select", { id: `${prefix}speed` }, rates)));
-  controls.after(h("input", { type: "range", id: `${prefix}scrub`, min: 0, max: n, step: 1, value: 0,
+  controls.after(h("input", { type: "range", id: `${prefix}scrub`, max: n, value: 0,
     "aria-label": `${name}s done`, oninput: () => self.goTo(Number(at("scrub").value)) }));
   $(box).addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
