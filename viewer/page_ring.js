@@ -69,8 +69,9 @@ function drawRing() {
 /** Chunks of queries by chunks of keys: what is computed now, what was, what is skipped. */
 function drawPairs() {
   const { done } = circle;
-  const head = (a, text) => coloured(h("b", {}, text), owner[a]);
-  const cells = owner.flatMap((_, a) => [head(a, `Q${a}`), ...owner.map((__, b) => {
+  const crowded = owner.length > 10;
+  const head = (a, kind) => coloured(h("b", {}, crowded ? `${a}` : kind + a), owner[a]);
+  const cells = owner.flatMap((_, a) => [head(a, "Q"), ...owner.map((__, b) => {
     const tile = ring.tiles.find((t) => t.queries === a && t.keys === b);
     const kinds = tile === undefined ? "hatch" : `${tile.masked ? "part " : ""}`
       + (tile.step < done - 1 ? "done" : tile.step === done - 1 ? "now" : "");
@@ -79,7 +80,7 @@ function drawPairs() {
       tile === undefined ? "" : String(tile.step));
   })]);
   $("pairs").style.setProperty("--across", owner.length);
-  $("pairs").replaceChildren(h("b"), ...owner.map((_, b) => head(b, `K${b}`)), ...cells);
+  $("pairs").replaceChildren(h("b"), ...owner.map((_, b) => head(b, "K")), ...cells);
 }
 
 /** How (O, L) of the chosen query grows, tile by tile. */

@@ -104,7 +104,7 @@ def play(call: Call, n: int, layer: int, head: int) -> Played:
 def _wholly(call: Call, n: int, c: int, trace: list[tuple[Any, ...]]) -> Iterator[bool]:
     """Of each tile, whether all its queries see all its keys."""
     seg = call.segments
-    ids = None if seg is None else torch.cat([seg[0], seg.new_full((2 * n * c,), -1)])
+    ids = None if seg is None else torch.cat([seg[0].cpu(), torch.full((2 * n * c,), -1)])
     for _, _, a, b, *_ in trace:
         i, j = (torch.arange(x * c, (x + 1) * c) for x in (a, b))
         of = () if ids is None else (ids[i, None], ids[j])
