@@ -6,16 +6,17 @@ the next process goes through a queue instead of a network, and its bytes are co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Ring, manual, tiled, visible
+from attention import Ring, manual, tiled, views
 from viewer.document import Played, pack
 from viewer.maps import Call, agreement, off
 
@@ -76,20 +77,23 @@ def play(call: Call, n: int, layer: int, head: int) -> Played:
     ring, out = played(call, n)
     trace = sorted((tile for process in ring for tile in process.trace), key=lambda tile: tile[:2])
     part, L, O = (torch.stack(x)[:, head] for x in list(zip(*trace))[4:])
-    seen = list(_wholly(call, n, part.shape[1], trace))
+    c, seg, T = part.shape[1], call.segments, call.q.shape[1]
+    ids = None if seg is None else F.pad(seg.cpu(), (0, 2 * n * c - T), value=-1)
+    seen = views.mask(2 * n * c, 2 * n * c, call.spec.window, ids, torch.device("cpu"))[0, 0]
+    whole = seen.unflatten(1, (-1, c)).all(2).unflatten(0, (-1, c)).all(1)  # of a pair of chunks
     plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
     held = agreement(replace(call, out=out))
     return {
         "n": n,
-        "chunk": part.shape[1],
+        "chunk": c,
         "layer": layer,
         "head": head,
         "chunks": [list(ring[0].chunks(rank)) for rank in range(n)],
         "homes": [list(homes) for homes in zip(*(process.homes for process in ring))],
         "sent": [list(sent) for sent in zip(*(process.sent for process in ring))],
         "tiles": [
-            {"step": step, "rank": rank, "queries": a, "keys": b, "masked": not whole}
-            for (step, rank, a, b, *_), whole in zip(trace, seen, strict=True)
+            {"step": step, "rank": rank, "queries": a, "keys": b, "masked": not whole[a, b]}
+            for step, rank, a, b, *_ in trace
         ],
         "part": pack(part),
         "L": pack(L.masked_fill(L.eq(torch.finfo(L.dtype).min), -torch.inf)),
@@ -99,13 +103,3 @@ def play(call: Call, n: int, layer: int, head: int) -> Played:
         "allowed": held["allowed"],
         "error": held["heads"][head],
     }
-
-
-def _wholly(call: Call, n: int, c: int, trace: list[tuple[Any, ...]]) -> Iterator[bool]:
-    """Of each tile, whether all its queries see all its keys."""
-    seg = call.segments
-    ids = None if seg is None else torch.cat([seg[0].cpu(), torch.full((2 * n * c,), -1)])
-    for _, _, a, b, *_ in trace:
-        i, j = (torch.arange(x * c, (x + 1) * c) for x in (a, b))
-        of = () if ids is None else (ids[i, None], ids[j])
-        yield bool(visible(i[:, None], j, 0, call.spec.window, *of).all())
