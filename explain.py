@@ -5,8 +5,9 @@ python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 -
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
 Maps of every layer and head, the tiles of FlashAttention one by one with the bytes that they move,
-a decode step through each KV cache, and what it all costs on a GPU as the text grows. No GPU is
-needed. Everything shown is computed in that run, by the model and by the code in attention/.
+a decode step through each KV cache, what it all costs on a GPU as the text grows, and a ring of
+processes that share the text. No GPU is needed. Everything shown is computed in that run, by the
+model and by the code in attention/.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from viewer.cost import costs
 from viewer.document import About, Document, Token, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
+from viewer.ring import play
 from viewer.text import render as as_text
 from viewer.tiles import tiles
 
@@ -57,6 +59,7 @@ class ExplainConfig:
     head: int = 0  # of that layer
     block_m: PositiveInt = 8  # rows of a tile, queries: small, so that a short text has several
     block_n: PositiveInt = 8  # columns of a tile, keys
+    ring: PositiveInt = 4  # processes that share the text where the ring is played
     fast_memory: PositiveInt = (
         192 * 1024
     )  # bytes on chip that are assumed; an A100 has so many a processor
@@ -140,6 +143,7 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
             "about": about(model, tokenizer, config, prompt, shown, source),
             "maps": maps(calls),
             "tiles": tiles(calls, config.block_m, config.block_n, config.layer, config.head),
+            "ring": play(calls[config.layer], config.ring, config.layer, config.head),
             "caches": caches(model, prompt.ids, pieces, notes),
             "costs": costs(spec, config.gpu, config.fast_memory),
         }

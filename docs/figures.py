@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from core.settings import UserError, exit_on_user_error
-from docs import figures_basics, figures_fused, figures_plan
+from docs import figures_basics, figures_fused, figures_plan, figures_ring
 
+PARTS = (figures_basics, figures_fused, figures_plan, figures_ring)
 FIGURES: dict[str, Callable[..., str]] = {
-    make.__name__: make
-    for make in (*figures_basics.FIGURES, *figures_fused.FIGURES, *figures_plan.FIGURES)
+    make.__name__: make for part in PARTS for make in part.FIGURES
 }
 
 

@@ -29,7 +29,7 @@ from explain import ExplainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "docs" / "course"
-PAGES = sorted(COURSE.glob("[0-9]_*.md"))
+PAGES = sorted(COURSE.glob("[0-9]*_*.md"), key=lambda page: int(page.name.split("_")[0]))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in [COURSE / "README.md", *PAGES]}
 COMMANDS = list(dict.fromkeys(line for text in TEXT.values() for line in commands(text)))
 ANSWERS = ROOT / "docs" / "exercises" / "answers"
@@ -60,8 +60,8 @@ def test_what_is_generated_is_up_to_date(name: str) -> None:
     assert fresh == TEXT[name]
 
 
-def test_there_are_nine_pages_and_each_has_its_parts() -> None:
-    assert [page.name[0] for page in PAGES] == [str(n) for n in NUMBERS]
+def test_there_are_ten_pages_and_each_has_its_parts() -> None:
+    assert [page.name.split("_")[0] for page in PAGES] == [str(n) for n in NUMBERS]
     for n, page in enumerate(PAGES, start=1):
         text = TEXT[page.name]
         assert text.startswith(f"# {n}. "), page.name
@@ -387,8 +387,9 @@ def test_a_start_runs_and_is_refused(number, tmp_path) -> None:
 def test_a_wrong_answer_is_refused_by_name(path) -> None:
     """Its first line says which words must stand in the complaint."""
     words = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# refused: ")
-    needing_triton(int(path.stem[2]))
-    complaint = examine(command_line.exercise(int(path.stem[2])), path)
+    number = int(path.stem.split("_")[0].removeprefix("ex"))
+    needing_triton(number)
+    complaint = examine(command_line.exercise(number), path)
     assert complaint is not None, "it passes"
     assert words in complaint
     assert len(words) > 8
@@ -461,8 +462,9 @@ def test_the_command_line(capsys) -> None:
     assert command_line.main(["4", str(wrong)]) == 1
     assert capsys.readouterr().out.startswith("exercise 4: l[0, 0] is ")
     assert command_line.main([]) == 0
-    assert [line[0] for line in capsys.readouterr().out.splitlines()[:COUNT]] == [*"123456789"]
-    for words in (["0"], ["10"], ["four"], ["4", "a.py", "b.py"]):
+    listed = capsys.readouterr().out.splitlines()[:COUNT]
+    assert [line.split()[0] for line in listed] == [str(n) for n in NUMBERS]
+    for words in (["0"], [str(COUNT + 1)], ["four"], ["4", "a.py", "b.py"]):
         with pytest.raises(UserError, match="usage"):
             command_line.main(words)
 

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import checkpoint
 import explain
 import viewer.caches
+import viewer.ring
 import viewer.tiles
 from attention import Policy, Resolution, Spec, manual, tiled, visible
 from attention.gpus import datasheet_bandwidth, datasheet_tflops
@@ -719,6 +720,108 @@ def test_a_cache_that_writes_to_another_cell_is_seen(monkeypatch):
     assert step["written"] == [4] and step["holds"][4] == -1
 
 
+# --- the ring ---
+
+
+def ring_of(shape: str, n: int) -> dict[str, Any]:
+    call = calls_of(shape)[1]
+    return viewer.ring.play(call, n, 1, 2)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_who_has_what_and_who_computes_what_in_the_ring(shape, n):
+    """Each pair of chunks that is not hidden by position, once, where its keys are at that step."""
+    found, call = ring_of(shape, n), calls_of(shape)[1]
+    T, c = call.q.shape[1], found["chunk"]
+    assert c == math.ceil(T / (2 * n)) and (found["layer"], found["head"]) == (1, 2)
+    assert found["chunks"] == [[r, 2 * n - 1 - r] for r in range(n)]
+    assert found["homes"] == [[(r - step) % n for r in range(n)] for step in range(n)]
+    seg = [-1] * (2 * n * c) if call.segments is None else call.segments[0].tolist()
+    seg += [-1] * (2 * n * c - len(seg))
+    want = {}
+    for a, b in product(range(2 * n), repeat=2):
+        pairs = [(i, j) for i in range(a * c, (a + 1) * c) for j in range(b * c, (b + 1) * c)]
+        if any(visible(i, j, 0, call.spec.window) for i, j in pairs):
+            whole = all(visible(i, j, 0, call.spec.window, seg[i], seg[j]) for i, j in pairs)
+            want[a, b] = not whole
+    assert {(t["queries"], t["keys"]): t["masked"] for t in found["tiles"]} == want
+    assert len(found["tiles"]) == len(want)
+    for t in found["tiles"]:
+        assert t["queries"] in found["chunks"][t["rank"]]
+        assert t["keys"] in found["chunks"][found["homes"][t["step"]][t["rank"]]]
+    # K and V of all heads, and the documents' numbers, but not in the last step.
+    numbers = 2 * call.k[0, 0].numel() * call.k.element_size()
+    a_step = 2 * c * (numbers + (0 if call.segments is None else 4))
+    assert found["sent"] == [[a_step] * n] * (n - 1) + [[0] * n]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
+    found, call = ring_of(shape, n), calls_of(shape)[1]
+    T, c, D = call.q.shape[1], found["chunk"], call.q.shape[3]
+    g = 2 // (4 // call.k.shape[2])  # the key/value head of head 2
+    q, k, v = (t[0, :, h].double() for t, h in ((call.q, 2), (call.k, g), (call.v, g)))
+    S = (q @ k.T / math.sqrt(D)).masked_fill(~sees(call), -torch.inf)
+    part, L, O = (torch.from_numpy(unpack(found[name])).double() for name in ("part", "L", "O"))
+    assert part.shape == L.shape == O.shape[:2] == (len(found["tiles"]), c)
+    off = 0.05 if call.q.dtype == torch.bfloat16 else 2e-5
+    met: dict[int, list[int]] = {i: [] for i in range(T)}
+    for n_, t in enumerate(found["tiles"]):
+        keys = [j for j in range(t["keys"] * c, (t["keys"] + 1) * c) if j < T]
+        for row, i in enumerate(range(t["queries"] * c, min((t["queries"] + 1) * c, T))):
+            met[i] += keys
+            want = torch.logsumexp(S[i, keys], 0), torch.logsumexp(S[i, met[i]], 0)
+            assert part[n_, row] == pytest.approx(float(want[0]), abs=off)
+            assert L[n_, row] == pytest.approx(float(want[1]), abs=off)
+            out = torch.softmax(S[i, met[i]], 0).nan_to_num() @ v[met[i]]
+            torch.testing.assert_close(O[n_, row], out, atol=off, rtol=off)
+    last = {t["queries"]: n_ for n_, t in enumerate(found["tiles"])}
+    whole = torch.stack([O[last[i // c], i % c] for i in range(T)])
+    plain = torch.from_numpy(unpack(found["manual"])).double()
+    assert float((whole - plain).abs().max()) <= found["difference"] + off / 5
+    assert found["difference"] <= 2 * found["allowed"] and found["error"] <= found["allowed"]
+
+
+def test_a_ring_that_keeps_its_own_keys_is_found_out(monkeypatch):
+    """What was sent on is not what is used: every process sees its own keys again and again."""
+    honest = viewer.ring.Process.pass_on
+
+    def stale(self: Any, tensors: list[Tensor]) -> Any:
+        wait = honest(self, tensors)
+        return lambda: wait() and tensors
+
+    monkeypatch.setattr(viewer.ring.Process, "pass_on", stale)
+    found = explained(tiny(), made("plain")[1])
+    assert found["ring"]["error"] > 100 * found["ring"]["allowed"]
+    assert "The ring's output does NOT agree" in " ".join(render(found).split())
+
+
+@pytest.mark.parametrize("shape", ["plain", "gqa-window-segments", "one token"])
+def test_the_terminal_shows_the_ring(shape):
+    found, text = document(shape)["ring"], render(document(shape))
+    text = text[text.index("RING of layer 0, head 0: 4 processes") :]
+    T = len(document(shape)["about"]["tokens"])
+    rows = re.findall(r"^ +(\d) +(\d) +(\d)  ((?:\d+,\d+/? ?)*) +(\S+ k?B)$", text, re.M)
+    assert len(rows) == 16
+    for step, rank, home, pairs, sent in rows:
+        s, r = int(step), int(rank)
+        assert int(home) == found["homes"][s][r]
+        mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (s, r)]
+        want = [f"{t['queries']},{t['keys']}{'/' if t['masked'] else ''}" for t in mine]
+        assert pairs.split() == want
+        assert sent == amount(sum(found["sent"][n][r] for n in range(s + 1)))
+    growth = re.findall(r"^ +(\d) +\d+\.\.\d+ +(\S+) +(\S+) +(\S+)$", text, re.M)
+    at, row = divmod(T - 1, found["chunk"])
+    visits = [n for n, t in enumerate(found["tiles"]) if t["queries"] == at]
+    part, L, O = (unpack(found[name]) for name in ("part", "L", "O"))  # type: ignore[literal-required]
+    assert [[float(x) for x in line] for line in growth] == [
+        [found["tiles"][n]["step"], *(float(f"{x:.4f}") for x in (
+            part[n, row], L[n, row], np.linalg.norm(O[n, row])))] for n in visits
+    ]  # fmt: skip
+
+
 # --- the document ---
 
 
@@ -982,6 +1085,8 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "the prompt is empty" in refused(at, "--prompt=||", "--segments=|")
     assert "the GPU 'Voodoo' is not known" in refused(at, "--gpu=Voodoo", "--text")
     assert "fast_memory must hold a tile" in refused(at, "--fast_memory=5")
+    assert "at most 16 processes can be shown, got 17" in refused(at, "--ring=17")
+    assert "ring must be at least 1" in refused(at, "--ring=0")
     assert "block_m must be at least 1" in refused(at, "--block_m=0")
     assert "window must be at least 1" in refused(at, "--window=0")
     assert "segments must have at least one character" in refused(at, "--segments=")

@@ -147,7 +147,7 @@ def test_the_page_holds_the_document_and_escapes_it(plain):
 def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
     page = show(plain, width, scheme)
     for done in (0, 5, len(plain["tiles"]["steps"])):
-        page.evaluate(f"goTo({done})")
+        page.evaluate(f"goTo({done}); circle.goTo({done})")
         page.eval_on_selector_all("details", "all => all.forEach(d => { d.open = true })")
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
         # No text of one element over that of another, and nothing cut off outside its own box.
@@ -181,7 +181,7 @@ def test_prose_fills_a_wide_page_in_lines_that_can_be_read(show, plain, width, c
         assert max(wide) < 42 * 16  # pixels of a line
     counts = "all => all.map(e => getComputedStyle(e).columnCount)"
     found = page.eval_on_selector_all("main section > .prose", counts)
-    assert found == ["2" if columns == 2 else "auto"] * 4
+    assert found == ["2" if columns == 2 else "auto"] * 5
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -257,7 +257,8 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-notes", "#tile-rows",
-                 "#worked", "#cache-notes", "#cache-step", "#cost-about"):  # fmt: skip
+                 "#worked", "#cache-notes", "#cache-step", "#cost-about",
+                 "#query-name"):  # fmt: skip
         assert image in page.inner_text(part), part
     assert page.evaluate("typeof taken") == "undefined"
     assert page.locator("script").count() == 2 and page.locator("img").count() == 0
@@ -326,21 +327,24 @@ def test_the_verdict_is_the_documents(show, plain):
     a = plain["maps"]["layers"][1]
     assert numbers(page, "#agreement") == [a["error"], a["allowed"]]
     assert page.get_attribute("#agreement", "class") == "verdict good"
-    assert page.locator("#checks .good").count() == 3
+    assert page.locator("#checks .good").count() == 4
     wrong = deepcopy(plain)
     wrong["maps"]["layers"][1]["agrees"] = False
     for head in wrong["tiles"]["heads"]:
         head["error"] = 2 * head["allowed"]
         head["out"] = pack(-unpack(head["out"]))
+    wrong["ring"]["error"] = 2 * wrong["ring"]["allowed"]
     wrong["caches"]["agree"] = False
     page = show(wrong)
     assert page.get_attribute("#agreement", "class") == "verdict bad"
     assert "does not agree" in page.inner_text("#agreement")
-    assert page.locator("#checks .bad").count() == 3
+    assert page.locator("#checks .bad").count() == 4
     page.click("#to-end")
     assert page.get_attribute("#difference", "class") == "verdict bad"
     tiled, manual = page.evaluate(OUTPUTS)
     assert np.abs(np.array(tiled) - np.array(manual)).max() > 100
+    page.click("#ring-player-to-end")
+    assert page.get_attribute("#ring-verdict", "class") == "verdict bad"
     assert page.get_attribute("#cache-verdict", "class") == "verdict bad"
 
 
@@ -662,6 +666,123 @@ def test_the_cost_is_the_rooflines(show, plain):
     assert ends[0][0] == pytest.approx(first[-1], abs=0.01)  # the slider is at the last length
 
 
+# ----------------------------------------------------------------------------- the ring
+
+RING = """() => {
+  const numbers = where => [...document.querySelectorAll(where + " data")].map(e => e.value);
+  const rows = [...document.querySelectorAll("#growing tbody tr")];
+  return {
+    title: $("step-title").innerText, text: $("step-text").innerText,
+    processes: [...$("processes").children].map(e => e.innerText),
+    bytes: numbers("#processes"), all: numbers("#ring-sent .hint"),
+    cells: [...document.querySelectorAll("#pairs i")].map(e => [e.className, e.innerText]),
+    query: $("query-name").innerText, grown: numbers("#growing"),
+    steps: rows.map(e => e.firstChild.innerText),
+    strips: [...document.querySelectorAll("#growing canvas")].map(
+      c => [...c.getContext("2d").getImageData(0, 0, c.width, 1).data]) }; }"""
+
+
+def span_of(ring: Any, T: int, a: int) -> str:
+    """The tokens of a chunk, as the page names them."""
+    first, stop = a * ring["chunk"], min((a + 1) * ring["chunk"], T)
+    if first >= T:
+        return "filling"
+    return f"token {first}" if stop == first + 1 else f"tokens {first} to {stop - 1}"
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
+    shown = request.getfixturevalue(which)
+    ring, T = shown["ring"], len(shown["about"]["tokens"])
+    n, c = ring["n"], ring["chunk"]
+    part, L = unpack(ring["part"]), unpack(ring["L"])
+    page = show(shown)
+    assert page.inner_text("#step-title") == "Before the first step"
+    assert page.is_disabled("#ring-player-back") and numbers(page, "#ring-sent") == [0]
+    assert all("nothing computed yet" in text for text in page.evaluate(RING)["processes"])
+    query = T - 1
+    for step in range(n):
+        page.click("#ring-player-step")
+        if step == 1:
+            page.focus("#ring-player")
+            page.keyboard.press("ArrowUp")
+            query -= 1
+        look = page.evaluate(RING)
+        assert look["title"] == f"Step {step}"
+        assert ("nothing more is sent" in look["text"]) == (step == n - 1)
+        sent = [sum(ring["sent"][s][r] for s in range(step + 1)) for r in range(n)]
+        assert read(look["bytes"]) == sent and read(look["all"]) == [sum(sent)]
+        for r, text in enumerate(look["processes"]):
+            home = ring["homes"][step][r]
+            held = "; ".join(span_of(ring, T, a) for a in ring["chunks"][home])
+            assert f"K, V of process {home}: {held}" in text
+            mine = [t for t in ring["tiles"] if (t["step"], t["rank"]) == (step, r)]
+            masked = sum(t["masked"] for t in mine)
+            said = f"{len(mine)} pair{'s' * (len(mine) != 1)} of chunks computed"
+            said += f", {masked} masked" * bool(masked) + f"; {4 - len(mine)} skipped"
+            assert said in text
+        where = {(t["queries"], t["keys"]): t for t in ring["tiles"]}
+        for at, (kinds, text) in enumerate(look["cells"]):
+            tile = where.get(divmod(at, 2 * n))
+            if tile is None:
+                assert (kinds, text) == ("hatch", "")
+                continue
+            assert text == str(tile["step"]) and ("part" in kinds) == tile["masked"]
+            assert ("now" in kinds) == (tile["step"] == step)
+            assert ("done" in kinds) == (tile["step"] < step)
+        visits = [k for k, t in enumerate(ring["tiles"])
+                  if t["queries"] == query // c and t["step"] <= step]  # fmt: skip
+        assert look["query"].startswith(f"Query {query}, ")
+        assert look["steps"] == [*(str(ring["tiles"][k]["step"]) for k in visits), "manual"]
+        want, before = [], -np.inf
+        for k in visits:
+            now = float(L[k, query % c])
+            old = np.exp(before - now) if np.isfinite(now) else 1.0
+            want += [float(part[k, query % c]), now, old]
+            before = now
+        assert read(look["grown"]) == pytest.approx(want, abs=1e-6)
+        assert len(look["strips"]) == len(visits) + 1
+        numbers(page, "#growing")  # shown as they are
+    # After the last step the strip of O is that of manual, up to a step of the colours.
+    *_, last, manual = look["strips"]
+    assert np.abs(np.array(last) - np.array(manual)).max() <= 4
+    assert np.abs(np.array(look["strips"][0]) - np.array(manual)).max() > 4 or which == "windowed"
+    assert numbers(page, "#ring-verdict") == [ring["difference"], ring["error"], ring["allowed"]]
+    assert page.get_attribute("#ring-verdict", "class") == "verdict good"
+    assert page.is_disabled("#ring-player-step")
+
+
+def test_the_ring_is_moved_by_the_same_controls_and_on_its_own(show, plain):
+    page = show(plain)
+    page.focus("#ring-player")
+    state = "[circle.done, circle.playing, player.done]"
+    for key, want in (
+        ("ArrowRight", [1, False, 0]), ("End", [4, False, 0]), ("Home", [0, False, 0]),
+        (" ", [0, True, 0]), (" ", [0, False, 0]),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        assert page.evaluate(state) == want, key
+    page.fill("#ring-player-scrub", "3")
+    assert page.evaluate(state) == [3, False, 0]
+    page.click("#step")
+    assert page.evaluate(state) == [3, False, 1]
+    page.select_option("#ring-player-speed", "32")
+    page.click("#ring-player-play")
+    page.locator("#ring-verdict").wait_for()
+    assert page.evaluate(state) == [4, False, 1]
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_a_ring_of_few_or_many_processes_fits(show, width, n):
+    page = show(document(ring=n), width)
+    for done in (0, 1, n):
+        page.evaluate(f"circle.goTo({done})")
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+        assert page.locator("#processes article").count() == n
+    assert page.get_attribute("#ring-verdict", "class") == "verdict good"
+
+
 # ----------------------------------------------------------------------------- the keyboard
 
 
@@ -670,7 +791,7 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     T, N = len(plain["about"]["tokens"]), len(plain["tiles"]["steps"])
     keys = page.keyboard
     reached = []
-    while not reached or reached[-1] != "length":
+    while not reached or reached[-1] != "ring-player-scrub":
         keys.press("Tab")
         name, outlined = page.evaluate("""() => { const e = document.activeElement;
           return [e.id || e.name || e.parentElement.id || e.parentElement.parentElement?.id || "",
@@ -678,7 +799,8 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
         reached.append(name)
         assert outlined or name == "", name
     want = ["thumbs", "map", "to-player", "map-tokens", "player", "tile-layer", "tile-head",
-            "play", "step", "to-end", "speed", "scrub", "cache-tokens", "length"]  # fmt: skip
+            "play", "step", "to-end", "speed", "scrub", "cache-tokens", "length", "ring-player",
+            "ring-player-play", "ring-player-scrub"]  # fmt: skip
     places = [reached.index(name) for name in want]
     assert places == sorted(places)
 

@@ -25,6 +25,7 @@ from attention.__main__ import main as explained
 from bench.config import load_config
 from core.settings import UserError, read
 from data.prepare import DATASETS, PrepareConfig
+from docs.exercises import COUNT
 from explain import ExplainConfig
 from sample import SampleConfig
 from train import TrainConfig
@@ -85,7 +86,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         if words[:1] != ["compare"]:
             load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:2] == ["-m", "docs.exercises"]:
-        assert rest[2] in map(str, range(1, 10))
+        assert rest[2] in map(str, range(1, COUNT + 1))
     else:
         module = rest[:2] in (
             ["-m", "pytest"], ["-m", "attention.support"], ["-m", "bench.board"],

@@ -5,6 +5,7 @@ maps.py         the q, k, v of a run, the attention of every head, the backend a
 tiles.py        the trace of attention/tiled.py
 caches.py       one decode step through each KV cache
 cost.py         bytes, FLOPs, the roofline: closed formulas
+ring.py         attention/ring.py, with threads in place of processes
 text.py         the document in a terminal
 page.py         the document as one HTML file
 """

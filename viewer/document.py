@@ -1,7 +1,7 @@
 """The document: what explain.py computes, and what the page and the terminal show, as JSON.
 
-It is the contract between the side that computes (maps.py, tiles.py, caches.py, cost.py) and the
-side that shows (page.py, text.py), which computes no attention of its own.
+It is the contract between the side that computes (maps.py, tiles.py, caches.py, cost.py, ring.py)
+and the side that shows (page.py, text.py), which computes no attention of its own.
 
 Short arrays are plain JSON, long ones `Packed`. T is the number of prompt tokens shown, L layers, H
 query heads, D the head dimension. Sizes are in bytes, times in seconds.
@@ -157,6 +157,39 @@ class Tiles(TypedDict):
     notes: list[str]  # what was left out, and why
 
 
+class RingTile(TypedDict):
+    """A chunk of queries meets a chunk of keys, in a process of the ring."""
+
+    step: int
+    rank: int  # the process
+    queries: int  # chunk
+    keys: int  # chunk
+    masked: bool  # whether some of its entries are
+
+
+class Played(TypedDict):
+    """The forward pass of attention/ring.py over the prompt, for one head. V: tiles computed.
+
+    2 n chunks of `chunk` positions; those behind the last token are filling.
+    """
+
+    n: int  # processes, and steps
+    chunk: int
+    layer: int
+    head: int
+    chunks: list[list[int]]  # n pairs: the chunks of each process
+    homes: list[list[int]]  # [step][process]: the process whose keys and values are there
+    sent: list[list[int]]  # [step][process]: bytes that it sends on in this step, all heads
+    tiles: list[RingTile]  # V, by step, then by process; pairs of chunks that are not here: skipped
+    part: Packed  # (V, chunk) float32: L over this tile's keys alone; -Infinity: none is seen
+    L: Packed  # (V, chunk) float32: L over all keys so far, this tile's included
+    O: Packed  # (V, chunk, D) float32: the output over the same keys, normalised
+    manual: Packed  # (T, D) float32: manual's output
+    difference: float  # largest |the ring's output - manual's|
+    allowed: float  # as in Agreement, for the ring's output against float64
+    error: float
+
+
 class CacheStep(TypedDict):
     """One decode step through one cache: what its buffers hold in layer 0, and what is touched.
 
@@ -231,6 +264,7 @@ class Document(TypedDict):
     about: About
     maps: Maps
     tiles: Tiles
+    ring: Played
     caches: Caches
     costs: Costs
 

@@ -16,6 +16,8 @@ function opening() {
     check(agreeing === L, `${about.backend} agrees with the formula in ${agreeing} of ${L} layers`),
     check(close === tiles.heads.length, `tiled gives the right output in ${close} of `
       + `${many(tiles.heads.length, "head")} played`),
+    check(ring.error <= ring.allowed, `${many(ring.n, "process", "processes")} of a ring give the `
+      + "same output"),
     check(caches.agree, `${caches.steps.length} caches give the logits that no cache gives`));
   for (const [where, notes] of [["notes", about.notes], ["tile-notes", tiles.notes],
     ["cache-notes", caches.notes]]) {
@@ -68,6 +70,7 @@ function draw() {
   if (player.head === null) choosePlayed(about.layer, about.head);
   else drawPlayer();
   drawCosts();
+  drawRing();
 }
 draw();
 

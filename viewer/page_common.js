@@ -239,3 +239,84 @@ function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
   });
   return { chips, go, show };
 }
+
+// ----------------------------------------------------------------------------------------- players
+
+const ICONS = {
+  "to-start": "M3 3h2v10H3zM13 3v10L6 8z", back: "M12 3v10L4 8z", play: "M4 2.5v11L13.5 8z",
+  pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
+};
+
+/** What moves a player of n steps: buttons, keys, a slider; draw() shows the state after `done`.
+ *
+ * box: the player's id; "player" leaves the ids of what is in it without a prefix. keys: more of
+ * them; haste(n): how many times as fast step n is gone through.
+ */
+function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
+  const prefix = box === "player" ? "" : `${box}-`;
+  const at = (id) => $(prefix + id);
+  const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
+    h("path", { d: ICONS[name] }));
+  const self = { done: 0, timer: 0, playing: false };
+  self.moveTo = (done) => {
+    self.done = clamp(done, 0, n);
+    draw();
+  };
+  /** To the state after so many steps; by hand, so a playing trace stops. */
+  self.goTo = (done) => {
+    self.play(false);
+    self.moveTo(done);
+  };
+  self.play = (on) => {
+    clearTimeout(self.timer);
+    self.playing = on;
+    at("play").replaceChildren(icon(on ? "pause" : "play"));
+    at("play").setAttribute("aria-label", on ? "Pause" : "Play");
+    $(`${unit}-text`).setAttribute("aria-live", on ? "off" : "polite");
+    if (!on) return;
+    if (self.done === n) self.moveTo(0);
+    const next = () => {
+      self.timer = setTimeout(() => {
+        self.moveTo(self.done + 1);
+        if (self.done === n) self.play(false);
+        else next();
+      }, 1000 / Number(at("speed").value) / haste(self.done));
+    };
+    next();
+  };
+  self.show = (said) => {
+    at("scrub").value = self.done;
+    at("scrub").setAttribute("aria-valuetext", said);
+    at("back").disabled = at("to-start").disabled = self.done === 0;
+    at("step").disabled = at("to-end").disabled = self.done === n;
+  };
+  const all = {
+    Home: () => self.goTo(0),
+    ArrowLeft: () => self.goTo(self.done - 1),
+    " ": () => self.play(!self.playing),
+    ArrowRight: () => self.goTo(self.done + 1),
+    End: () => self.goTo(n),
+    ...keys,
+  };
+  const buttons = { "to-start": ["Home", "Back to the start"], play: [" ", "Play"],
+    back: ["ArrowLeft", `One ${unit} back`], step: ["ArrowRight", `One ${unit} on`],
+    "to-end": ["End", "On to the end"] };
+  const order = ["to-start", "back", "play", "step", "to-end"];
+  const rates = [0.5, 1, 2, 4, 8, 16, 32].map((x) => h("option", { value: x,
+    selected: x === rate }, x === 0.5 ? "½" : String(x)));
+  const name = unit[0].toUpperCase() + unit.slice(1);
+  const controls = $(box).querySelector(".controls");
+  controls.append(h("div", { class: "transport", role: "group", "aria-label": "Playing" },
+    order.map((id) => h("button", { type: "button", id: prefix + id, "aria-label": buttons[id][1],
+      class: id, onclick: all[buttons[id][0]] }, icon(id)))),
+  h("label", {}, `${name}s a second `, h("select", { id: `${prefix}speed` }, rates)));
+  controls.after(h("input", { type: "range", id: `${prefix}scrub`, max: n, value: 0,
+    "aria-label": `${name}s done`, oninput: () => self.goTo(Number(at("scrub").value)) }));
+  $(box).addEventListener("keydown", (e) => {
+    if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
+    if (!(e.key in all) || (e.key === " " && e.target.closest("button"))) return; // its own space
+    e.preventDefault();
+    all[e.key]();
+  });
+  return self;
+}

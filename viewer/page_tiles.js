@@ -2,16 +2,17 @@
 
 const N = tiles.steps.length; // of the grid; of these the mask leaves VISITED to compute
 const VISITED = tiles.steps.filter((s) => !s.skipped).length;
-const player = { head: null, done: 0, row: 0, timer: 0, playing: false };
 const M = tiles.block_m;
 const B = tiles.block_n;
 
-const ICONS = {
-  "to-start": "M3 3h2v10H3zM13 3v10L6 8z", back: "M12 3v10L4 8z", play: "M4 2.5v11L13.5 8z",
-  pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
-};
-const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
-  h("path", { d: ICONS[name] }));
+const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
+const player = Object.assign(transport("player", "tile", N, N > 100 ? 8 : 2, drawPlayer, {
+  PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
+  PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
+  ArrowUp: () => chooseRow(player.row - 1),
+  ArrowDown: () => chooseRow(player.row + 1),
+}, (n) => (tiles.steps[n].skipped ? 3 : 1)), { head: null, row: 0 }); // there nothing happens
+const { goTo } = player;
 
 /** The last tile at or before n in the same row of tiles that was not skipped; null: none yet. */
 function visitedUpTo(n) {
@@ -37,40 +38,10 @@ function rowState(head, n, r) {
 function buildPlayer() {
   const layers = [...new Set(tiles.heads.map((t) => t.layer))];
   $("tile-layer").append(...layers.map((l) => h("option", { value: l }, String(l))));
-  for (const rate of [0.5, 1, 2, 4, 8, 16, 32]) {
-    const text = rate === 0.5 ? "½" : String(rate);
-    $("speed").append(h("option", { value: rate, selected: rate === (N > 100 ? 8 : 2) }, text));
-  }
-  $("scrub").max = N;
   for (const id of ["tile-layer", "tile-head"]) {
     $(id).addEventListener("change", () => choosePlayed(Number($("tile-layer").value),
       Number($("tile-head").value)));
   }
-  const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
-  const keys = {
-    Home: () => goTo(0),
-    ArrowLeft: () => goTo(player.done - 1),
-    " ": () => play(!player.playing),
-    ArrowRight: () => goTo(player.done + 1),
-    End: () => goTo(N),
-    PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
-    PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
-    ArrowUp: () => chooseRow(player.row - 1),
-    ArrowDown: () => chooseRow(player.row + 1),
-  };
-  const buttons = { "to-start": "Home", back: "ArrowLeft", play: " ", step: "ArrowRight",
-    "to-end": "End" };
-  for (const [id, key] of Object.entries(buttons)) {
-    $(id).append(icon(id));
-    $(id).addEventListener("click", keys[key]);
-  }
-  $("scrub").addEventListener("input", () => goTo(Number($("scrub").value)));
-  $("player").addEventListener("keydown", (e) => {
-    if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
-    if (!(e.key in keys) || (e.key === " " && e.target.closest("button"))) return; // its own space
-    e.preventDefault();
-    keys[e.key]();
-  });
   $("matrix").addEventListener("click", (e) => {
     const box = $("matrix").getBoundingClientRect();
     const col = Math.floor((e.clientX - box.left - board.left) / board.cell / B);
@@ -88,36 +59,6 @@ function choosePlayed(layer, head) {
   $("tile-head").value = player.head.head;
   player.image = null;
   drawPlayer();
-}
-
-/** To the state after so many tiles; by hand, so a playing trace stops. */
-function goTo(done) {
-  play(false);
-  moveTo(done);
-}
-
-function moveTo(done) {
-  player.done = clamp(done, 0, N);
-  drawPlayer();
-}
-
-function play(on) {
-  clearTimeout(player.timer);
-  player.playing = on;
-  $("play").replaceChildren(icon(on ? "pause" : "play"));
-  $("play").setAttribute("aria-label", on ? "Pause" : "Play");
-  $("tile-text").setAttribute("aria-live", on ? "off" : "polite");
-  if (!on) return;
-  if (player.done === N) moveTo(0);
-  const next = () => {
-    const skipped = player.done < N && tiles.steps[player.done].skipped;
-    player.timer = setTimeout(() => {
-      moveTo(player.done + 1);
-      if (player.done === N) play(false);
-      else next();
-    }, 1000 / Number($("speed").value) / (skipped ? 3 : 1)); // nothing happens there
-  };
-  next();
 }
 
 function chooseRow(r) {
@@ -317,10 +258,7 @@ function drawOutputs() {
 
 function drawPlayer() {
   const { done } = player;
-  $("scrub").value = done;
-  $("scrub").setAttribute("aria-valuetext", `${int(VISITED)} tiles to compute, step ${done} of ${N}`);
-  $("back").disabled = $("to-start").disabled = done === 0;
-  $("step").disabled = $("to-end").disabled = done === N;
+  player.show(`${int(VISITED)} tiles to compute, step ${done} of ${N}`);
   drawTile();
   drawBoard();
   boardLegend();

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 
-from viewer.document import Caches, CacheStep, Costs, Document, TileStep, unpack
+from viewer.document import Caches, CacheStep, Costs, Document, Played, TileStep, unpack
 
 WIDTH = 80
 SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-"), (0.0, "."))
@@ -24,6 +24,7 @@ def render(document: Document) -> str:
         tile_walk(document, about["layer"], about["head"]),
         caches(document["caches"]),
         costs(document["costs"], about["n_head"]),
+        ring(document["ring"], len(about["tokens"])),
     ]
     return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
 
@@ -156,6 +157,36 @@ def grid(
         ]
         lines.append(f"{f'Q_{row // n_cols}':>12}" + "".join(f"{c:>5}" for c in cells))
     return [*lines, "", "            x wholly visible   / masked in part   . skipped"]
+
+
+def ring(found: Played, T: int) -> list[str]:
+    """Whose keys and values are where at each step, and how (O, L) of the last query grows."""
+    n, c, visits = found["n"], found["chunk"], found["tiles"]
+    many = count(n, "process", "processes")
+    lines = title(f"RING of layer {found['layer']}, head {found['head']}: {many}")
+    lines += wrap(
+        f"{count(T, 'token')} in {2 * n} chunks of {c}; what is behind the last one is filling. "
+        "Queries stay, keys and values go round. A pair is a chunk of queries and one of keys, "
+        "with / where entries are masked; pairs that are not named are skipped."
+    )
+    lines += ["", f"{'step':>4}{'process':>9}{'K, V of':>9}  {'pairs':38}{'sent so far':>12}"]
+    for step, rank in product(range(n), range(n)):
+        mine = (t for t in visits if (t["step"], t["rank"]) == (step, rank))
+        pairs = " ".join(f"{t['queries']},{t['keys']}{'/' * t['masked']}" for t in mine)
+        sent = amount(sum(at[rank] for at in found["sent"][: step + 1]))
+        lines.append(f"{step:>4}{rank:>9}{found['homes'][step][rank]:>9}  {pairs:38}{sent:>12}")
+    lines += ["", f"The last query, {T - 1}, tile by tile:", ""]
+    lines.append(f"{'step':>4}{'keys':>13}{'L of these':>12}{'L so far':>12}{'|O|':>12}")
+    part, L, O = (unpack(found[name])[:, (T - 1) % c] for name in ("part", "L", "O"))
+    for n_, t in enumerate(visits):
+        if t["queries"] == (T - 1) // c:
+            keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[n_]))
+            lines.append(f"{t['step']:>4}{keys:>13}{part[n_]:>12.4f}{L[n_]:>12.4f}{size:>12.4f}")
+    agrees = "agrees" if found["error"] <= found["allowed"] else "does NOT agree"
+    return lines + wrap(
+        f"The ring's output {agrees} with the formula: off by {found['error']:.2g}, allowed is "
+        f"{found['allowed']:.2g}; from manual's in the same dtype by {found['difference']:.2g}."
+    )
 
 
 def caches(found: Caches) -> list[str]:

@@ -11,4 +11,4 @@ A file exN.py has
 and answers/exN.py is an answer that passes.
 """
 
-COUNT = 9
+COUNT = 10

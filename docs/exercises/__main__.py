@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     words = config.exercise
     if not words:
         for number in range(1, COUNT + 1):
-            print(f"{number}  {exercise(number).TASK.strip().splitlines()[0]}")
+            print(f"{number:2}  {exercise(number).TASK.strip().splitlines()[0]}")
         print("\npython -m docs.exercises 1 prints the task of page 1")
         return 0
     if len(words) + config.start > 2 or words[0] not in map(str, range(1, COUNT + 1)):

@@ -1,0 +1,29 @@
+"""An answer to exercise 10: what a process of a ring does with a block that arrives."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def join(O: Tensor, L: Tensor, O_new: Tensor, L_new: Tensor) -> tuple[Tensor, Tensor]:
+    """(O, L) over the keys of both."""
+    both = torch.logaddexp(L, L_new)
+    # A row that saw nothing in either has -inf - (-inf): its O is 0 in both, so any share will do.
+    share, share_new = (torch.exp(x - both).nan_to_num()[:, None] for x in (L, L_new))
+    return share * O + share_new * O_new, both
+
+
+def backward_block(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                   offset: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What one block of keys adds to dq, and what these queries add to dk and dv."""
+    tau = 1 / math.sqrt(q.shape[1])
+    i, j = torch.arange(len(q))[:, None], torch.arange(len(k))
+    S = tau * (q @ k.T)  # (Tq, Tk)
+    P = torch.exp(S - L[:, None]).masked_fill(j > i + offset, 0.0)  # L and out of the whole row
+    dv = P.T @ dout
+    dP = dout @ v.T
+    dS = P * (dP - (dout * out).sum(dim=1, keepdim=True))
+    return tau * (dS @ k), tau * (dS.T @ q), dv

@@ -1,0 +1,105 @@
+"""The ring of attention/ring.py, played here: N threads stand in for its N processes.
+
+What each of them does is the ring's own forward pass with tiled's kernel inside. Only what goes to
+the next process goes through a queue instead of a network, and its bytes are counted on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import Ring, manual, tiled, views
+from viewer.document import Played, pack
+from viewer.maps import Call, agreement, off
+
+MOST = 16  # processes that are shown
+
+
+class Process(Ring):
+    """One process of the ring: whose block it had at each step, and what it computed with it."""
+
+    def __init__(self, rank: int, mail: list[Queue[Any]]) -> None:
+        super().__init__()
+        self.rank, self.size, self.mail = rank, len(mail), mail
+        self.homes = [rank]  # whose keys and values were here, at each step
+        self.sent = [0] * len(mail)  # bytes in each step
+        self.trace: list[tuple[Any, ...]] = []
+        self.on_tile = self.note
+
+    def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        self.sent[len(self.homes) - 1] = sum(t.nbytes for t in tensors)
+        self.mail[(self.rank + 1) % self.size].put((self.homes[-1], tensors))
+
+        def wait() -> list[Tensor]:
+            home, came = self.mail[self.rank].get(timeout=60)
+            self.homes.append(home)
+            return came
+
+        return wait
+
+    def note(self, step: int, I: slice, J: slice, L_ij: Tensor, O: Tensor, L: Tensor) -> None:
+        """A tile of the forward pass: O and L know the keys J now, of which L_ij is the part."""
+        a, b = self.chunks(self.rank)[I.start > 0], self.chunks(self.homes[-1])[J.start > 0]
+        now = L_ij[0].clone(), L[0, :, I].clone(), O[0, I].transpose(0, 1).clone()
+        self.trace.append((step, self.rank, a, b, *now))
+
+
+def played(call: Call, n: int) -> tuple[list[Process], Tensor]:
+    """The ring over one layer's q, k and v: its n processes, and the output (1, T, H, D)."""
+    mail: list[Queue[Any]] = [Queue() for _ in range(n)]
+    ring = [Process(rank, mail) for rank in range(n)]
+    spec = replace(call.spec, lse=True, grad=False)
+
+    def run(process: Process) -> Tensor:
+        q, k, v = (process.shard(t) for t in (call.q, call.k, call.v))
+        segments = None if call.segments is None else process.shard(call.segments, -1)
+        return process.attend(tiled.BACKEND)(q, k, v, spec, segments=segments)
+
+    with ThreadPoolExecutor(n) as pool:
+        parts = list(pool.map(run, ring))
+    T_r = parts[0].shape[1]
+    where = torch.cat([process.positions(T_r, n * T_r) for process in ring])
+    return ring, torch.cat(parts, dim=1)[:, where.argsort()][:, : call.q.shape[1]]
+
+
+def play(call: Call, n: int, layer: int, head: int) -> Played:
+    """The ring of n processes over one layer, and what one head's rows know at each step."""
+    if n > MOST:
+        raise ValueError(f"at most {MOST} processes can be shown, got {n}; take fewer (--ring)")
+    ring, out = played(call, n)
+    trace = sorted((tile for process in ring for tile in process.trace), key=lambda tile: tile[:2])
+    part, L, O = (torch.stack(x)[:, head] for x in list(zip(*trace))[4:])
+    c, seg, T = part.shape[1], call.segments, call.q.shape[1]
+    ids = None if seg is None else F.pad(seg.cpu(), (0, 2 * n * c - T), value=-1)
+    seen = views.mask(2 * n * c, 2 * n * c, call.spec.window, ids, torch.device("cpu"))[0, 0]
+    whole = seen.unflatten(1, (-1, c)).all(2).unflatten(0, (-1, c)).all(1)  # of a pair of chunks
+    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    held = agreement(replace(call, out=out))
+    return {
+        "n": n,
+        "chunk": c,
+        "layer": layer,
+        "head": head,
+        "chunks": [list(ring[0].chunks(rank)) for rank in range(n)],
+        "homes": [list(homes) for homes in zip(*(process.homes for process in ring))],
+        "sent": [list(sent) for sent in zip(*(process.sent for process in ring))],
+        "tiles": [
+            {"step": step, "rank": rank, "queries": a, "keys": b, "masked": not whole[a, b]}
+            for step, rank, a, b, *_ in trace
+        ],
+        "part": pack(part),
+        "L": pack(L.masked_fill(L.eq(torch.finfo(L.dtype).min), -torch.inf)),
+        "O": pack(O),
+        "manual": pack(plain[0, :, head]),
+        "difference": float(off(out[0, :, head], plain[0, :, head]).max()),
+        "allowed": held["allowed"],
+        "error": held["heads"][head],
+    }
