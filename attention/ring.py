@@ -184,9 +184,11 @@ class RingAttention(torch.autograd.Function):
                 pair = (segments[:, I], *seg_j) if segments is not None else None
                 with torch.autocast(q.device.type, enabled=False):
                     O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
-                L_new = torch.logaddexp(L[..., I], L_ij)
-                old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
-                O[:, I], L[..., I] = old * O[:, I] + new * O_ij, L_new
+                # e^(L_ij - L_new) without L_new, whose rounding would be an error of all of O_i.
+                new = torch.sigmoid(L_ij - L[..., I]).mT[..., None]  # (B, rows, H, 1)
+                old = torch.sigmoid(L[..., I] - L_ij).mT[..., None]
+                O[:, I] = old * O[:, I] + new * O_ij
+                L[..., I] = torch.logaddexp(L[..., I], L_ij)
             block = coming() if coming else block
         out = O.to(q.dtype)
         ctx.save_for_backward(q, k, v, segments, out, L)
