@@ -14,8 +14,8 @@ from functools import cached_property
 from bench import roofline
 from bench.fitting import SHARE
 from bench.links import Cluster, Sent, collective
-from core.distributed import BUCKET_MB
 from core.loss import chunk_rows
+from core.parallel import BUCKET_MB
 from model import GPTConfig
 
 

@@ -30,9 +30,9 @@ from bench import planned, roofline, scale
 from bench.links import Cluster, Sent, collective
 from bench.scale import Job, Plan
 from core import flops
-from core.distributed import BUCKET_MB
 from core.flops import Peak
 from core.optimizer import build_optimizer
+from core.parallel import BUCKET_MB
 from core.settings import UserError
 from docs import build
 from model import GPT, GPTConfig
