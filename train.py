@@ -110,8 +110,6 @@ class TrainConfig:
             raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
         if self.shard_size is not None and self.parallel != "fsdp":
             raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
-        if self.context_parallel > (T := self.block_size):
-            raise ValueError(f"context_parallel={self.context_parallel} of block_size={T} tokens")
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
@@ -208,15 +206,15 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
-    ring = model.ring = attention.Ring(distributed.ring) if distributed.ring else None
+    ring = model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
     step, best_loss = 0, math.inf
     if config.init_from == "resume":
         saved = checkpoint.load(checkpoint.latest(config.out_dir))
-        how = scaler, config.seed, distributed
-        step, best_loss = checkpoint.restore(saved, model, optimizer, *how)
+        training = model, optimizer, scaler
+        step, best_loss = checkpoint.restore(saved, *training, config.seed, distributed)
         say(f"resuming {config.out_dir} after step {step}")
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
@@ -234,19 +232,14 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, micro_steps, step, best_loss, ring.weight(T) if ring else 1.0)  # fmt: skip
 
-    say("\n".join(setup.report(distributed.world_size)))
+    say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
     say("model: {:,} parameters, {:,} without positions".format(*counts))
-    if distributed.world_size > 1:
-        held = f"{parallel.held(model) / 1e6:,.1f} MB of weights, gradients and AdamW's moments"
-        say(f"parallel: {config.parallel}, this process holds {held}")
     say(f"peak: {peak}")
-    tokens, n = run.global_batch * T, distributed.world_size
-    work = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step)
-    say(
-        f"{tokens:,} tokens a step, {config.max_iters:,} steps: at the peak rate "
-        f"{duration(work / (peak.tflops * 1e12 * n))}, in practice more"
-    )
+    tokens, rate = run.global_batch * T, peak.tflops * 1e12 * distributed.world_size
+    least = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step) / rate
+    steps = f"{tokens:,} tokens a step, {config.max_iters:,} steps"
+    say(f"{steps}: at the peak rate {duration(least)}, in practice more")
     return run
 
 
@@ -299,12 +292,11 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
-    T, n_ranks = config.block_size, distributed.world_size
+    T = config.block_size
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
-    place = distributed.data_rank, distributed.data_size
     runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
-    for x, y in batches.prefetch(run.step, config.max_iters, *place):
+    for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
@@ -330,13 +322,15 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
             continue
 
         # From here on the device is synchronized.
-        mean_loss, any_inf = distributed.sum([float(loss) / n_ranks, float(found_inf)])
+        mean_loss, any_inf = distributed.sum([float(loss), float(found_inf)])
+        mean_loss /= distributed.world_size
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
         watch.mark(run.step, "evaluate")
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
             backend = run.chosen.backend.name
             say(not_finite(run.step, mean_loss, val_loss, lr, backend), file=sys.stderr)
+            checkpoint.finish(run)
             return 1
         if logging_now:
             memory = runtime.peak_memory(device)
@@ -357,12 +351,12 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
         runtime.synchronize(device)
         began, began_step = time.perf_counter(), run.step
 
+    checkpoint.finish(run)
     if run.metrics:
         run.metrics.close()
     if run.step < config.max_iters:
-        out_dir = f"--out_dir={shlex.quote(config.out_dir)}"
-        again = f"{distributed.launcher} train.py --init_from=resume {out_dir}"
-        say(f"stopped after step {run.step}; to go on: {again}")
+        again = f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
+        say(f"stopped after step {run.step}; to go on: {distributed.launcher} {again}")
         return 128 + (stop.signal or signal.SIGTERM)
     if rates:
         say(f"{run.speed(statistics.median(rates))}; peak: {run.peak}")
@@ -383,20 +377,20 @@ def evaluate(run: Run) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, losses = run.config, run.distributed, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
-    place = distributed.data_rank, distributed.data_size, distributed.device
+    share = *distributed.data, distributed.device
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=distributed.device), 0
-            for x, y, counted in data.eval_batches(tokens, T, iters, B, *place):
+            for x, y, counted in data.eval_batches(tokens, T, iters, B, *share):
                 total += run.module(*run.mine(x, y))[1] * counted * run.weight
                 n += counted
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences
     parallel.reshard(run.model)
     run.model.train()
-    shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
-    distributed.say(f"step {run.step}: {shown}")
+    shown = (f"{split} loss {loss:.4f}" for split, loss in losses.items())
+    distributed.say(f"step {run.step}: {', '.join(shown)}")
     if run.metrics and math.isfinite(losses["train"] + losses["val"]):
         run.metrics.log(iter=run.step, train_loss=losses["train"], val_loss=losses["val"])
     return losses["val"]

@@ -65,9 +65,9 @@ class DistInfo:
         return self.world_size // self.context_parallel
 
     @property
-    def data_rank(self) -> int:
-        """Which share of the sequences is this process's."""
-        return self.rank // self.context_parallel
+    def data(self) -> tuple[int, int]:
+        """Which share of a step's sequences is this process's, and of how many."""
+        return self.rank // self.context_parallel, self.data_size
 
     @property
     def main(self) -> bool:

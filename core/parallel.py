@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from attention import Ring
 from core.distributed import DistInfo
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
@@ -93,6 +94,19 @@ def shard(model: Any, distributed: DistInfo, setup: Setup, size: int | None) -> 
     fully_shard(model, mesh=mesh)
 
 
+def ring(distributed: DistInfo, T: int) -> Ring | None:
+    """The ring that this process shares sequences of T tokens with, if it does.
+
+    Raises:
+        UserError: they are too short for all to have a token.
+    """
+    if distributed.ring is None:
+        return None
+    if (n := distributed.context_parallel) > T:
+        raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
+    return Ring(distributed.ring)
+
+
 def no_sync(module: Any) -> AbstractContextManager[Any]:
     """A context in which backward adds up gradients and sends none: of all micro-batches of a step
     but the last."""
@@ -130,9 +144,11 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def held(model: nn.Module) -> int:
-    """Bytes of weights, gradients and AdamW's two moments that this process keeps."""
-    return sum(4 * local(p).numel() * p.element_size() for p in model.parameters())
+def held(model: nn.Module) -> str:
+    """A line that says what this process keeps, its gradients within a step only."""
+    n = sum(4 * local(p).numel() * p.element_size() for p in model.parameters())
+    how = " (fsdp)" if is_sharded(model) else ""
+    return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and AdamW's moments{how}"
 
 
 def _can_cut() -> bool:
