@@ -31,9 +31,10 @@ Sent    Forward K, V N - 1 times, each time while the block at hand is being com
         go round again, N - 1 times: to keep them would be the memory that the ring is there to
         save. The sums dK, dV of a block follow it in float32, N times, so that they end at home.
         All is sent whatever window and segments hide: no process may wait for another in vain.
-Memory  O(T / N): of K and V two blocks at any moment, the one at hand and the one that comes.
+Memory  O(T / N): of K and V two blocks beside its own, the one at hand and the one that comes.
 Numbers O_i, dQ_i, dK_j and dV_j stay float32 until all is added, then are rounded once: the error
-        does not grow with N.
+        does not grow with N. Both weights of O_i are sigmoids of a difference of two L: L_new is as
+        large as the scores, and its own rounding would be an error of all of O_i.
 Refuses dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv 2310.01889); for causal
         masks Brandon et al. 2023, Striped Attention (arXiv 2311.09431), which deals out single
@@ -184,8 +185,7 @@ class RingAttention(torch.autograd.Function):
                 pair = (segments[:, I], *seg_j) if segments is not None else None
                 with torch.autocast(q.device.type, enabled=False):
                     O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
-                # e^(L_ij - L_new) without L_new, whose rounding would be an error of all of O_i.
-                new = torch.sigmoid(L_ij - L[..., I]).mT[..., None]  # (B, rows, H, 1)
+                new = torch.sigmoid(L_ij - L[..., I]).mT[..., None]  # e^(L_ij - L_new)
                 old = torch.sigmoid(L[..., I] - L_ij).mT[..., None]
                 O[:, I] = old * O[:, I] + new * O_ij
                 L[..., I] = torch.logaddexp(L[..., I], L_ij)
@@ -215,9 +215,9 @@ class RingAttention(torch.autograd.Function):
                 dQ[:, I] += dQ_ij
                 dK[:, J] += dK_ij
                 dV[:, J] += dV_ij
-            for mine, theirs in zip((dK, dV), sums(), strict=False):  # at step 0 there are none
-                mine += theirs
-            sums = ring.pass_on([dK, dV])  # of this block, which left a step ago
+            if step:  # those of the processes that had this block before
+                dK, dV = map(torch.add, (dK, dV), sums())
+            sums = ring.pass_on([dK, dV])
             block = coming() if coming else block
         dK, dV = sums()
         return dQ, dK, dV, None, None, None, None  # autograd rounds them to the inputs' dtypes
