@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
@@ -291,6 +292,31 @@ def test_a_run_without_a_step_has_an_optimizer_of_zeros(tmp_path):
     assert not any(
         t.any() for name, t in Run(tmp_path, seed=5).load().whole().items() if "optimizer" in name
     )
+
+
+def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str]:
+    """Whether the random numbers go on where they were; and what is said where one cannot read."""
+    r = Run(out, "fsdp")
+    torch.manual_seed(rank)
+    r.save()
+    want = torch.rand(3)
+    r.load()
+    good = torch.equal(torch.rand(3), want)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as e:
+        if rank == 1:
+            patch.setattr(torch, "load", broken)
+        r.load()
+    return good, str(e.value)
+
+
+def test_where_one_process_cannot_read_none_goes_on(tmp_path):
+    (good, said), other = run(read_on_one, 2, str(tmp_path))
+    assert good and other == (good, said)
+    assert re.search(r"^process 1: .*optimizer.pt cannot be read \(OSError: .*error", said), said
 
 
 # --- a write that fails, a process that is killed ---
