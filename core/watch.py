@@ -95,7 +95,7 @@ class Watch:
         self.lock = threading.Lock()
         if self.size == 1:
             return
-        self.store = _connect()
+        self.store = self._connect()
         told = distributed.gather((machine(), os.getpid(), uuid.uuid4().hex))
         self.machines, self.pids = [t[0] for t in told], [t[1] for t in told]
         name = told[0][2]
@@ -179,25 +179,41 @@ class Watch:
 
     def _run(self) -> None:
         """A look at the others each beat, until there is a verdict or all are done."""
-        failures = 0
         while self.verdict is None and not self.closed.is_set():
             try:
                 self._look()
-                failures = 0
             except Exception as e:  # the store's: what it raises differs with the release
-                failures += 1
                 if self.done:  # process 0 had the store, and has left
                     self.closed.set()
-                elif 0 in self.neighbours and state(self.pids[0]) in DEAD:
-                    self.verdict = self._gone(0)
-                elif failures == 3:
-                    self.verdict = self._store_lost(first_line(e))
+                else:
+                    self.verdict = self._without_store(e)
             self.rounds += 1
             if self.verdict is None:
                 self.wake.wait(self.beat / 10 if self.done else self.beat)
                 self.wake.clear()
         if self.verdict is not None:
             self._act()
+
+    def _look_after_store(self) -> None:
+        """If the store's process is frozen or its machine lost, a look never returns (nor does
+        the store's own timeout help: it waits for a last word)."""
+        before, quiet = -1, 0
+        while not self.closed.is_set() and self.verdict is None:
+            quiet, before = (quiet + 1 if self.rounds == before else 0), self.rounds
+            if quiet > LOST:
+                self.verdict = self._without_store(TimeoutError("no answer"))
+                self._act()
+            time.sleep(self.beat)
+
+    def _connect(self) -> Any:
+        """A connection of its own to the store: the main thread may wait in the group's."""
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, dist.TCPStore):
+            return store
+        limit = timedelta(seconds=10 * LOST * self.beat)
+        return dist.TCPStore(store.host, store.port, is_master=False, timeout=limit)
 
     def _look(self) -> None:
         """Tell where the main thread is, and read where the others are."""
@@ -234,7 +250,7 @@ class Watch:
             return None
         for r in ranks:
             if self.missed[r] > LOST and not self._is_done(r):
-                return self._silent(r, self.missed[r])
+                return self._silent(r, self.missed[r] * self.beat)
         told = {r: self.beats[r] for r in ranks if not self._is_done(r)}
         if self.rank != 0 or not told or not all(beat.hung for beat in told.values()):
             return None
@@ -270,17 +286,6 @@ class Watch:
         if self.rank == 0 and not AGENT_STORE:
             time.sleep(5 * self.beat)
 
-    def _look_after_store(self) -> None:
-        """If the store's process is frozen or its machine lost, a look never returns."""
-        before, quiet = -1, 0
-        while not self.closed.is_set():
-            quiet, before = (quiet + 1 if self.rounds == before else 0), self.rounds
-            if quiet > LOST and self.verdict is None:
-                lost = self._store_lost(f"no answer for {quiet * self.beat:.0f} s")
-                self.verdict = lost if AGENT_STORE else self._silent(0, quiet)
-                self._act()
-            time.sleep(self.beat)
-
     # ------------------------------------------------------------------- words
 
     def _name(self, r: int) -> str:
@@ -298,15 +303,20 @@ class Watch:
     def _gone(self, r: int) -> str:
         return f"{self._name(r)} is gone{self._was(r)}: killed, out of memory, or crashed"
 
-    def _silent(self, r: int, beats: int) -> str:
-        stopped = r in self.neighbours and state(self.pids[r]) == "T"
-        why = "it is stopped (SIGSTOP)" if stopped else "it is frozen, or its machine is lost"
-        silent = f"has given no sign of life for {beats * self.beat:.0f} s"
-        return f"{self._name(r)} {silent}{self._was(r)}: {why}"
+    def _without_store(self, error: Exception) -> str:
+        """It has gone, or does not answer."""
+        if 0 in self.neighbours and state(self.pids[0]) in DEAD:
+            return self._gone(0)
+        if not AGENT_STORE:
+            return self._silent(0, LOST * self.beat)
+        by = f"torchrun on the machine of {self._name(0)}, which keeps the store"
+        return f"{by}, cannot be reached ({first_line(error)})"
 
-    def _store_lost(self, why: str) -> str:
-        by = f"torchrun on the machine of {self._name(0)}" if AGENT_STORE else self._name(0)
-        return f"{by}, which keeps the store of the run, cannot be reached ({why})"
+    def _silent(self, r: int, seconds: float) -> str:
+        stopped = r in self.neighbours and state(self.pids[r]) == "T"
+        why = "it is stopped (SIGSTOP)" if stopped else "frozen, or its machine is lost"
+        silent = f"has given no sign of life for {seconds:.0f} s"
+        return f"{self._name(r)} {silent}{self._was(r)}: {why}"
 
     def _stack(self) -> str:
         """Where the main thread is, in the project's own code."""
@@ -315,17 +325,6 @@ class Watch:
         own = [f for f in frames if ROOT in Path(f.filename).resolve().parents]
         own = [f for f in own if "site-packages" not in f.filename] or frames
         return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}"
-
-
-def _connect() -> Any:
-    """A connection of its own to the store: the main thread may wait in the group's."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return store
-    limit = timedelta(seconds=10)
-    return dist.TCPStore(store.host, store.port, is_master=False, timeout=limit)
 
 
 def _described(error: BaseException) -> str:

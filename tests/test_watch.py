@@ -229,13 +229,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def training(data_dir: Path, tmp_path: Path) -> Iterator[Any]:
-    """Starts train.py under torchrun, with two processes."""
+    """Starts train.py under torchrun."""
     jobs = []
 
-    def start(*how: str, line: tuple[str, ...] = (), **knobs: Any) -> Job:
+    def start(*how: str, processes: int = 2, **knobs: Any) -> Job:
         knobs = {"max_iters": 4000, "eval_interval": 20, "gradient_accumulation_steps": 2, **knobs}
-        line = ("train.py", *argv(data_dir, tmp_path / "out", **knobs), *line)
-        jobs.append(Job(tmp_path / f"{len(jobs)}.log", [*line], *how))
+        line = ["train.py", *argv(data_dir, tmp_path / "out", **knobs)]
+        jobs.append(Job(tmp_path / f"{len(jobs)}.log", line, *how, processes=processes))
         return jobs[-1]
 
     yield start
@@ -285,6 +285,31 @@ def test_torchrun_starts_the_run_again_and_it_goes_on(training, tmp_path, how):
     assert job.said().count("error (rank") == 2 and job.said().count("earlier run's") == 1
     assert list(losses(out)) == list(range(1, 201))
     assert json.loads((out / restarts.MARK).read_text())["torchrun"]
+
+
+@pytest.mark.slow
+def test_a_node_comes_and_is_lost(training, tmp_path, monkeypatch):
+    """Two torchrun, each a node of one process: the run goes on with two, then with one."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    out = tmp_path / "out"
+    how = ("--nnodes=1:2", "--max_restarts=5", "--rdzv_backend=c10d", "--rdzv_id=job",
+           f"--rdzv_endpoint=localhost:{free_port()}", "--local_addr=127.0.0.1")  # fmt: skip
+    conf = "--rdzv_conf=last_call_timeout=2,is_host="
+    first = training(*how, f"{conf}1", processes=1, max_iters=10**6)
+    trained(first, out)
+    second = training(*how, f"{conf}0", processes=1, max_iters=10**6)
+    first.wait_for(lambda: ", 2 processes" in first.said(), 90)
+    before = max(losses(out))
+    first.wait_for(lambda: max(losses(out)) > before + 40, 60)
+    second.close()
+    first.wait_for(lambda: first.said().count(", 1 process\n") == 2, 90)
+    assert first.said().count("it goes on from its last checkpoint") == 2
+    assert "error (rank 0): rank 1 (" in first.said()
+    first.wait_for(lambda: "\niter " in first.said().rpartition("resuming")[2], 60)
+    first.agent.terminate()
+    first.ended(60)
+    assert "stopped after step" in first.said()
+    assert list(losses(out)) == list(range(1, max(losses(out)) + 1))
 
 
 @pytest.mark.slow
