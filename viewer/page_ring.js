@@ -95,7 +95,7 @@ function drawGrowing() {
   const rows = ring.tiles.flatMap((t, n) => {
     if (t.queries !== Math.floor(i / C) || t.step >= done) return [];
     const at = n * C + (i % C);
-    const old = Number.isFinite(now[at]) ? Math.exp(before - now[at]) : 1;
+    const old = Number.isFinite(now[at]) ? 1 / (1 + Math.exp(part[at] - before)) : 1;
     before = now[at];
     const cells = [part[at], now[at], old].map((x) => td(num(x, real(x))));
     return [h("tr", {}, rowHead(`${t.step}`), td(ofChunk(t.keys)), cells,
