@@ -2,7 +2,7 @@
 
     python train.py config/train_shakespeare_cpu.py
     python train.py config/train_gpt2.py --attention_backend=sdpa
-    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
 `python train.py --help` lists every knob. A run writes to out_dir: checkpoints (step-N),
 metrics.jsonl and loss.png. One step is train_step(), near the end.
@@ -10,7 +10,6 @@ metrics.jsonl and loss.png. One step is train_step(), near the end.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import signal
@@ -18,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,8 +54,8 @@ class TrainConfig:
     # --- data ---
     dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
     data_dir: str = "data"  # where the prepared datasets lie
-    batch_size: PositiveInt = 12  # sequences in a micro-batch, per process
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step, over all processes
+    batch_size: PositiveInt = 12  # sequences in a micro-batch, per process: at most
+    gradient_accumulation_steps: PositiveInt = 1  # batches of that size in a step, of all together
     # --- model ---
     block_size: PositiveInt = 1024  # context length, tokens
     n_layer: PositiveInt = 12  # blocks
@@ -86,6 +86,12 @@ class TrainConfig:
     beta1: Fraction = 0.9  # AdamW
     beta2: Fraction = 0.95  # AdamW
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
+    # --- many processes (torchrun; docs/SCALE.md) ---
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # each has the whole model; or a part of it
+    shard_size: PositiveInt | None = None  # fsdp: processes that share one copy; none: all
+    context_parallel: PositiveInt = 1  # processes that share each sequence (attention/ring.py)
+    async_checkpoint: bool = False  # write checkpoints while the training goes on
+    hang_timeout: PositiveInt = 60  # seconds without a sign of a process until the others end
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
     dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
@@ -101,6 +107,8 @@ class TrainConfig:
         check_fields(self)
         if self.sdpa_flash_impl != "FA2" and self.dropout:
             raise ValueError(f"sdpa_flash_impl={self.sdpa_flash_impl} has no dropout (--dropout=0)")
+        if self.shard_size is not None and self.parallel != "fsdp":
+            raise ValueError(f"shard_size={self.shard_size} needs --parallel=fsdp")
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
@@ -126,14 +134,14 @@ if __name__ == "__main__":  # --help and mistakes are answered before torch take
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import attention
 import checkpoint
 import data
 from attention import Policy
-from core import flops, runtime
+from core import flops, parallel, runtime
 from core.distributed import DistInfo
+from core.loss import IGNORE
 from core.metrics import Metrics, believable, duration, log_line, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
@@ -158,7 +166,7 @@ class Run:
     scaler: torch.amp.GradScaler
     splits: dict[str, Any]  # "train" and "val" -> (N,) uint16 tokens
     peak: flops.Peak
-    micro_steps: int  # micro-batches of this process in a step
+    micro_steps: int  # micro-batches of a process in a step
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
     peak_from: int = 0  # the step before which the peak is not measured again
@@ -169,6 +177,20 @@ class Run:
         """Sequences in a step, over all processes and micro-batches."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
+    def mine(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's tokens and targets of (B, T) ones that it shares with its ring."""
+        ring = self.model.ring
+        return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
+
+    @property
+    def share(self) -> float:
+        """The weight of this process's mean loss, for the mean over a ring to be that over T."""
+        if self.model.ring is None:
+            return 1.0
+        positions = torch.arange(T := self.config.block_size)[None]
+        here = int((self.model.ring.shard(positions, IGNORE) != IGNORE).sum())
+        return here * self.distributed.context_parallel / T
+
     def speed(self, tokens_per_s: float) -> flops.Speed:
         T, devices = self.config.block_size, self.distributed.world_size
         return flops.Speed(self.model.config, T, tokens_per_s, self.peak, devices)
@@ -177,12 +199,7 @@ class Run:
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     """Everything before the first step: data, model, optimizer, kernel; and say what will run."""
     config, device, say = loaded.settings, distributed.device, distributed.say
-    micro_steps, rest = divmod(config.gradient_accumulation_steps, distributed.world_size)
-    if rest:
-        raise UserError(
-            f"gradient_accumulation_steps ({config.gradient_accumulation_steps}) is shared among "
-            f"all processes, so it must be a multiple of their number ({distributed.world_size})"
-        )
+    micro_steps = distributed.micro_steps(config.batch_size, config.gradient_accumulation_steps)
     if device.type == "cpu":
         runtime.keep_freed_memory()
     torch.manual_seed(config.seed)
@@ -190,14 +207,20 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     config = replace(config, dtype=runtime.dtype_name(setup.dtype))  # type: ignore[arg-type]
     folder, T = Path(config.data_dir) / config.dataset, config.block_size
     meta = data.read_meta(folder)
-    model = setup.place(checkpoint.build_model(loaded, meta))
+    model = checkpoint.build_model(loaded, meta)
+    if config.parallel == "fsdp":
+        parallel.shard(model, distributed, setup, config.shard_size)
+    model = setup.place(model)
+    if distributed.ring is not None:
+        model.ring = attention.Ring(distributed.ring)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
     step, best_loss = 0, math.inf
     if config.init_from == "resume":
         saved = checkpoint.load(checkpoint.latest(config.out_dir))
-        step, best_loss = checkpoint.restore(saved, optimizer, scaler, config.seed, distributed)
+        how = scaler, config.seed, distributed
+        step, best_loss = checkpoint.restore(saved, model, optimizer, *how)
         say(f"resuming {config.out_dir} after step {step}")
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
@@ -209,13 +232,18 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
             model.eval().attention(shape=(config.batch_size, T))
         model.train()
     peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
-    module = distributed.share(setup.compiled(model, micro_steps))
+    module: Any = model  # which FSDP has changed in place
+    if config.parallel == "ddp":
+        module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
               peak, micro_steps, step, best_loss)  # fmt: skip
 
     say("\n".join(setup.report(distributed.world_size)))
     counts = model.get_num_params(non_embedding=False), model.get_num_params()
     say("model: {:,} parameters, {:,} without positions".format(*counts))
+    if distributed.world_size > 1:
+        held = f"{parallel.held(model) / 1e6:,.1f} MB of weights, gradients and AdamW's moments"
+        say(f"parallel: {config.parallel}, this process holds {held}")
     say(f"peak: {peak}")
     tokens, n = run.global_batch * T, distributed.world_size
     work = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step)
@@ -235,7 +263,7 @@ def main(argv: list[str]) -> int:
     if loaded.settings.init_from == "resume":
         loaded = checkpoint.resumed(loaded)
     config = loaded.settings
-    distributed = DistInfo.join(config.device)
+    distributed = DistInfo.join(config.device, config.context_parallel)
     try:
         return train(loaded, distributed)
     except attention.BackendUnavailable as e:
@@ -275,14 +303,17 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     val_loss: float | None = None
     T, n_ranks = config.block_size, distributed.world_size
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
+    place, share = (distributed.data_rank, distributed.data_size), run.share
     runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
-    for x, y in batches.prefetch(run.step, config.max_iters, distributed.rank, n_ranks):
+    for x, y in batches.prefetch(run.step, config.max_iters, *place):
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                          run.micro_steps, config.grad_clip, found_inf)  # fmt: skip
+        weight = share * len(x) * distributed.data_size / run.global_batch
+        loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast,
+                          *run.mine(x, y), run.micro_steps, config.grad_clip, found_inf,
+                          weight=weight)  # fmt: skip
         run.step += 1
         if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
             runtime.synchronize(device)
@@ -328,8 +359,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if run.metrics:
         run.metrics.close()
     if run.step < config.max_iters:
-        start = "python" if n_ranks == 1 else f"torchrun --standalone --nproc_per_node={n_ranks}"
-        again = f"{start} train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
+        out_dir = f"--out_dir={shlex.quote(config.out_dir)}"
+        again = f"{distributed.launcher} train.py --init_from=resume {out_dir}"
         say(f"stopped after step {run.step}; to go on: {again}")
         return 128 + (stop.signal or signal.SIGTERM)
     if rates:
@@ -337,11 +368,12 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if "baselines" in run.meta:
         known = ", ".join(f"{name} model {x:.2f}" for name, x in run.meta["baselines"].items())
         say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
-    if config.sample_tokens and distributed.main:
+    alone = checkpoint.gathered(run.model) if config.sample_tokens else None
+    if alone is not None and distributed.main:
         torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
         tokenizer, n = data.from_meta(run.meta["tokenizer"]), config.sample_tokens
         how: Any = {"seed": config.seed, "temperature": 0.8, "top_k": 200}
-        text = continuation(run.model.eval(), tokenizer, "\n", n, **how)
+        text = continuation(alone.eval(), tokenizer, "\n", n, **how)
         say(f"--- {n} tokens of what it has learned ---\n{text.strip()}")
     return 0
 
@@ -350,16 +382,17 @@ def evaluate(run: Run) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, losses = run.config, run.distributed, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
-    place = distributed.rank, distributed.world_size, distributed.device
+    place, share = (distributed.data_rank, distributed.data_size, distributed.device), run.share
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=distributed.device), 0
-            for x, y in data.eval_batches(tokens, T, iters, B, *place):
-                total += run.module(x, y)[1] * len(x)  # the last batch may have fewer sequences
-                n += len(x)
+            for x, y, counted in data.eval_batches(tokens, T, iters, B, *place):
+                total += run.module(*run.mine(x, y))[1] * counted * share
+                n += counted
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences
+    parallel.reshard(run.model)
     run.model.train()
     shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
     distributed.say(f"step {run.step}: {shown}")
@@ -382,6 +415,7 @@ def train_step(
     clip: float,
     found_inf: Tensor,
     mark: Callable[[str], None] = lambda part: None,
+    weight: float = 1.0,
 ) -> Tensor:
     """One step of training: forward and backward of each micro-batch, clip, update.
 
@@ -391,19 +425,20 @@ def train_step(
         clip, found_inf: see update().
         mark: told what begins, "forward", "backward" and "update", and of the "end": for whoever
             measures.
+        weight: of this process's mean loss in the mean over all processes.
 
     Returns:
         the mean loss in nats a token, float32 (), perhaps not computed yet: on a GPU nothing here
         waits for the device.
     """
     loss = torch.zeros((), device=x.device)
-    for i, (mx, my) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps), strict=True)):
+    micro_batches = zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)
+    for i, (mx, my) in enumerate(micro_batches):
         # Gradients are averaged over processes once, in the last micro-step's backward.
-        not_last = isinstance(module, DistributedDataParallel) and i < micro_steps - 1
-        with module.no_sync() if not_last else contextlib.nullcontext():
+        with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
-                part = module(mx, my)[1] / micro_steps
+                part = module(mx, my)[1] * (weight * len(mx) / len(x))
                 # A loss that is not finite gets a gradient that is not: all will see it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")

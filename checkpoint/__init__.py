@@ -1,7 +1,7 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, restore, resumed, save_run
+from checkpoint.resume import Saving, build_model, finish, gathered, restore, resumed, save_run
 from checkpoint.store import (
     Checkpoint,
     best_folder,

@@ -6,6 +6,8 @@ A checkpoint is a folder, out_dir/step-00000250:
     optimizer.pt        optimizer, gradient scaler and random states (tensors and plain numbers)
     settings.json       the run's settings, the model's sizes, the tokenizer
     train_state.json    step, losses, data position, the attention backend and kernels that ran
+    shards/             of several processes: each one's part of the weights and of the optimizer's
+                        state, which the first two files then lack (checkpoint/shards.py)
 
 It is written under a temporary name, synced to disk, then renamed: a kill at any moment leaves the
 last good checkpoint. Loading never runs code from a file: the formats are safetensors, JSON, and
@@ -21,18 +23,19 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention import Policy, is_file
+from checkpoint.together import together
+from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
@@ -78,12 +81,34 @@ class Checkpoint:
         saved = todays_names(cls, self.settings["train"])
         return from_dict(cls, saved, str(self.folder / "settings.json"))
 
+    @property
+    def shards(self) -> Path | None:
+        """The folder with the tensors of several processes; None: they are in one file."""
+        folder = self.folder / "shards"
+        return folder if folder.exists() else None
+
     def weights(self) -> dict[str, Tensor]:
+        """All of them, on the CPU."""
+        if self.shards:
+            return read_shards(self.shards, "model.")
         return read_file(self.folder / "model.safetensors", load_file)
 
     def optimizer(self) -> dict[str, Any]:
-        """{"optimizer": ..., "scaler": ..., "rng": [one dict a rank]}"""
-        return read_file(self.folder / "optimizer.pt", load_torch)
+        """{"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]}, on the CPU."""
+        saved = self.rest()
+        if self.shards:
+            number = {name: i for i, name in enumerate(saved.pop("names"))}
+            state: dict[int, dict[str, Tensor]] = {i: {} for i in number.values()}
+            for name, tensor in read_shards(self.shards, "optimizer.").items():
+                parameter, _, key = name.rpartition(".")
+                state[number[parameter]][key] = tensor
+            saved["optimizer"]["state"] = state
+        return saved
+
+    def rest(self, mmap: bool = False) -> dict[str, Any]:
+        """optimizer.pt as it is. Of several processes it is small: the optimizer's "state" is in
+        the shards, and "names" are those of its parameters. mmap: read what is looked at."""
+        return read_file(self.folder / "optimizer.pt", lambda path: load_torch(path, mmap))
 
     def model(self, policy: Policy = Policy(), **changes: Any) -> GPT:
         """The model on the CPU, with `changes` to its config."""
@@ -155,43 +180,71 @@ def load(folder: str | Path) -> Checkpoint:
 def save(
     out_dir: str | Path,
     *,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None = None,
+    shards: Mapping[str, Tensor] | None = None,
     optimizer: dict[str, Any],
     settings: dict[str, Any],
     state: dict[str, Any],
     keep: int,
+    distributed: DistInfo | None = None,
 ) -> Path:
     """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
 
     state["step"] names the folder; the lowest state["val_loss"] is the best; else see Checkpoint.
+    Several processes (`distributed`) call this together, each with its part in `shards` in place
+    of `weights`; the rest is taken from the main one.
+
+    Raises:
+        UserError: it could not be written; on all processes.
     """
+    distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
     old = final.with_name(final.name + ".old")
     partial = out_dir / f".{final.name}.partial"
-    try:
+
+    def begin() -> None:
         for left in out_dir.glob(".step-*.partial"):  # by a save or deletion that was killed
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
-        tensors = {k: v.detach().contiguous() for k, v in weights.items()}
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+
+    def write_part() -> None:
+        from checkpoint.shards import write
+
+        write(partial / "shards", shards or {}, distributed.control)
+
+    def write_rest() -> None:
+        if weights is not None:
+            tensors = {k: v.detach().contiguous() for k, v in weights.items()}
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         torch.save(optimizer, partial / "optimizer.pt")
         for name, content in (("settings.json", settings), ("train_state.json", state)):
             (partial / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        _sync([*partial.iterdir(), partial])
+        _sync([*partial.rglob("*"), partial])
         if final.exists():
             _delete(old)
             final.rename(old)
         partial.rename(final)
         _sync([out_dir])
-    except (OSError, RuntimeError, SafetensorError) as e:  # torch and safetensors wrap disk errors
-        shutil.rmtree(partial, ignore_errors=True)
+
+    def on_main(step: Callable[[], None]) -> Callable[[], None]:
+        return step if distributed.main else lambda: None
+
+    try:
+        together(distributed, on_main(begin))
+        if shards is not None:
+            together(distributed, write_part)
+        together(distributed, on_main(write_rest))
+    except UserError as e:
+        if distributed.main:
+            shutil.rmtree(partial, ignore_errors=True)
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "there is none before it"
         there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
         free = f"{shutil.disk_usage(there).free / 1e9:.2f} GB free"
-        why = f"{first_line(e)}; {free}"
-        raise UserError(f"could not write checkpoint {final} ({why}): {still}") from e
+        raise UserError(f"could not write checkpoint {final} ({e}; {free}): {still}") from e
+    if not distributed.main:
+        return final
     try:
         best = best_folder(out_dir)
         for folder in [old, *(p for p in folders(out_dir)[: -max(1, keep)] if p != best)]:
@@ -235,20 +288,30 @@ def best_folder(out_dir: str | Path) -> Path | None:
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
     """Copy all weights into the model, whose names and shapes must be the same."""
     own = model.state_dict()
-    if missing := own.keys() - weights.keys():
+    check_shapes(shapes(own), shapes(weights), origin)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items()}
+
+
+def check_shapes(own: Mapping[str, Any], saved: Mapping[str, Any], origin: str) -> None:
+    """Raise a UserError where a model's tensors and the saved ones differ by a name or a shape."""
+    if missing := own.keys() - saved.keys():
         raise UserError(f"the weights in {origin} are of another model: it lacks {min(missing)}")
-    if unknown := weights.keys() - own.keys():
+    if unknown := saved.keys() - own.keys():
         raise UserError(
             f"the weights in {origin} are of another model: it has {min(unknown)}, which the "
             "model lacks"
         )
-    for name, tensor in own.items():
-        if tensor.shape != weights[name].shape:
+    for name, shape in own.items():
+        if saved[name] != shape:
             raise UserError(
                 f"the weights in {origin} are of another size: {name} is "
-                f"{tuple(weights[name].shape)}, the model's is {tuple(tensor.shape)}"
+                f"{saved[name]}, the model's is {shape}"
             )
-        tensor.copy_(weights[name])
 
 
 def tokenizer_meta(init_from: str) -> dict[str, Any] | None:
@@ -271,6 +334,8 @@ def read_file(path: Path, reader: Any) -> Any:
         return reader(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {_elsewhere(path.parent)}") from None
+    except UserError:
+        raise
     except Exception as e:  # each reader has its own errors for a damaged file
         raise UserError(
             f"{path} cannot be read ({type(e).__name__}: {first_line(e)}); "
@@ -291,9 +356,16 @@ def has_dicts(content: Any, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
-def load_torch(path: Path) -> Any:
+def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The whole tensors of this prefix, named without it."""
+    from checkpoint.shards import read_whole  # DCP takes most of a second to import
+
+    return read_file(folder, lambda path: read_whole(path, prefix))
+
+
+def load_torch(path: Path, mmap: bool = False) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
         # torch's own message suggests weights_only=False, which would run code from the file.
         raise ValueError(

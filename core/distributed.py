@@ -8,12 +8,9 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from core.runtime import pick_device
 from core.settings import UserError
-
-BUCKET_MB = 100  # of gradients that are sent at once; PyTorch's own is 25
 
 
 @dataclass(frozen=True)
@@ -24,10 +21,23 @@ class DistInfo:
     rank: int = 0
     world_size: int = 1
     control: Any = None  # a gloo group: agreeing on the CPU never waits for the GPU
+    context_parallel: int = 1  # processes that share each sequence, neighbours in rank
+    ring: Any = None  # their group; None: each has whole sequences
 
     @classmethod
-    def join(cls, wanted: str) -> DistInfo:
+    def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
+        """Join the other processes that torchrun started, if it did.
+
+        Raises:
+            UserError: no such device, or the processes do not divide into rings.
+        """
         device = pick_device(wanted)
+        n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
+        if n % N:
+            raise UserError(
+                f"--context_parallel={N} needs a multiple of {N} processes, here "
+                f"{'is' if n == 1 else 'are'} {n}: torchrun --nproc_per_node={N} train.py ..."
+            )
         if "RANK" not in os.environ:
             return cls(device=device)
         if device.type == "cuda":
@@ -40,27 +50,49 @@ class DistInfo:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         control = dist.new_group(backend="gloo")
-        return cls(device, dist.get_rank(), dist.get_world_size(), control)
+        rank, ring = dist.get_rank(), None
+        for first in range(0, n, N) if N > 1 else ():  # every process must make every group
+            group = dist.new_group(list(range(first, first + N)))
+            ring = group if first <= rank < first + N else ring
+        return cls(device, rank, n, control, N, ring)
 
-    def share(self, module: Any) -> Any:
-        """The module, plain or compiled, its gradients averaged over all processes in backward.
+    @property
+    def data_size(self) -> int:
+        """Among how many the sequences of a step are divided; those of a ring have the same."""
+        return self.world_size // self.context_parallel
 
-        PyTorch cuts a compiled module's graph at the borders of the buckets, so that a bucket is
-        sent while the rest of backward runs. Larger buckets are fewer and longer graphs.
-        """
-        if self.world_size == 1:
-            return module
-        if isinstance(module, torch._dynamo.OptimizedModule) and not _can_cut():
-            torch._dynamo.config.optimize_ddp = False
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
-        )
+    @property
+    def data_rank(self) -> int:
+        """Which share of the sequences is this process's."""
+        return self.rank // self.context_parallel
 
     @property
     def main(self) -> bool:
         """Whether this process is the one that prints and writes files."""
         return self.rank == 0
+
+    def micro_steps(self, batch_size: int, accumulated: int) -> int:
+        """In how many micro-batches a process takes its share of batch_size * accumulated
+        sequences: as many in each process, and none of more than batch_size.
+
+        Raises:
+            UserError: some process would have none.
+        """
+        least, more = divmod(batch_size * accumulated, self.data_size)
+        steps = -(-(least + bool(more)) // batch_size)
+        if least < steps:
+            raise UserError(
+                f"--batch_size={batch_size} times --gradient_accumulation_steps={accumulated} "
+                f"cannot be divided among {self.data_size} processes: make the second a multiple"
+            )
+        return steps
+
+    @property
+    def launcher(self) -> str:
+        """What train.py is started with, to be the same number of processes."""
+        if self.world_size == 1:
+            return "python"
+        return f"torchrun --standalone --nproc_per_node={self.world_size}"
 
     def sum(self, values: list[float]) -> list[float]:
         """The element-wise sum over all processes."""
@@ -86,11 +118,3 @@ class DistInfo:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
-
-
-def _can_cut() -> bool:
-    """Whether this PyTorch can cut a graph that holds an autograd.Function, as that of our loss
-    does: some releases refuse it (PyTorch issue 104674)."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    return "has_higher_order_op" not in DDPOptimizer.compile_fn.__code__.co_names

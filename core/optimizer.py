@@ -12,6 +12,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from core.parallel import whole
+
 
 def learning_rate(step: int, config: Any) -> float:
     """Linear warm-up, cosine decay to min_lr, then flat. step counts from 0."""
@@ -67,7 +69,7 @@ def update(
         scaler.update()
         return
     grads = [p.grad for p in params]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
     found_inf.copy_(torch.maximum(found_inf, (~(loss.isfinite() & norm.isfinite())).float()))
     divisor = (norm / clip).clamp(min=1.0) if clip else None
     if optimizer.defaults["fused"]:

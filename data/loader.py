@@ -127,8 +127,9 @@ class Batches:
         return drawn[1]
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """This process's sequences of a step and their targets, (global_batch / world, T) int64."""
-        mine = np.split(self.starts(step), world)[rank]
+        """This process's sequences of a step and their targets, (n, T) int64; n is global_batch /
+        world, for the first processes one more where that is no whole number."""
+        mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self._view, mine, self.device)
 
     def prefetch(
@@ -150,17 +151,19 @@ class Batches:
 
 def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
-                 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Evenly spaced windows of a split, the same ones every time.
+                 ) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
+    """Evenly spaced windows of a split and their targets, the same ones every time.
 
     Each process takes every world-th batch. A split too short for so many windows yields each of
-    its windows once.
+    its windows once. The third value is how many of the sequences count: all, or none of a batch
+    that is there because every process must run the model as often as the others (FSDP).
     """
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
     view = _windows(tokens, block_size)
-    for i in range(rank * batch_size, n, world * batch_size):
-        yield _gather(view, starts[i : i + batch_size], device)
+    for first in range(0, n, world * batch_size):
+        mine = starts[first + rank * batch_size :][:batch_size]
+        yield *_gather(view, mine if len(mine) else starts[:1], device), len(mine)
 
 
 def _windows(tokens: np.ndarray, T: int) -> np.ndarray:

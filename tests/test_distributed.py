@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.distributed import DDPOptimizer
 
-from core.distributed import BUCKET_MB, DistInfo
+from core.distributed import DistInfo
 from core.optimizer import build_optimizer
+from core.parallel import BUCKET_MB, replicate
 from core.runtime import Setup
 from model import GPT, GPTConfig
 from train import train_step
@@ -38,7 +39,7 @@ def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
     assert dist.is_initialized() and distributed.world_size == 1
     assert distributed.sum([2.0]) == [2.0] and distributed.gather("x") == ["x"]
     module = torch.nn.Linear(1, 1)
-    assert distributed.share(module) is module
+    assert replicate(module, distributed) is module
     distributed.leave()
     assert not dist.is_initialized()
 
@@ -62,7 +63,7 @@ def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, 
             return graph
 
         module = torch.compile(model, backend=backend)
-        module = DistInfo(device, world_size=2, control=dist.group.WORLD).share(module)
+        module = replicate(module, DistInfo(device, world_size=2, control=dist.group.WORLD))
         assert module.bucket_bytes_cap == BUCKET_MB * 2**20
     how: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
     optimizer, setup = build_optimizer(model, how, device), Setup.of(device, "float32")

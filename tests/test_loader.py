@@ -191,8 +191,8 @@ def windows_of(tokens: np.ndarray, n: int, world: int) -> list[int]:
     return sorted(
         int(first)
         for rank in range(world)
-        for x, _ in data.eval_batches(tokens, 8, n, 4, rank, world)
-        for first in x[:, 0]
+        for x, _, counted in data.eval_batches(tokens, 8, n, 4, rank, world)
+        for first in x[:counted, 0]
     )
 
 
@@ -209,7 +209,7 @@ def test_evaluation_windows_are_spread_over_the_whole_split() -> None:
     starts = np.array(windows_of(tokens, 6, 1))
     assert starts[0] == 0 and starts[-1] == 5000 - 9
     assert np.diff(starts).max() - np.diff(starts).min() <= 1
-    for x, y in data.eval_batches(tokens, 8, 6, 4):
+    for x, y, _ in data.eval_batches(tokens, 8, 6, 4):
         assert torch.equal(y, x + 1)
 
 

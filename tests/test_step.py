@@ -238,10 +238,10 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
     flags: list[int] = []
     at: list[int] = []  # how much was read when a step began
 
-    def step(*args: Any) -> Tensor:
+    def step(*args: Any, **how: Any) -> Tensor:
         flags.append(args[-1].data_ptr())
         at.append(len(watch.reads))
-        return train_step(*args)
+        return train_step(*args, **how)
 
     monkeypatch.setattr(train, "train_step", step)
     with watch:

@@ -374,7 +374,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
     model = checkpoint.load(checkpoint.latest(out)).model().eval()
     for split, told in zip(("train", "val"), r.evaluations()[8], strict=True):
         tokens = data.load(data_dir / "tiny", split, 16, model.config.vocab_size)
-        x, y = next(data.eval_batches(tokens, 16, 1, 3 * 4))
+        x, y, _ = next(data.eval_batches(tokens, 16, 1, 3 * 4))
         with torch.no_grad():
             assert told == pytest.approx(float(model(x, y)[1]), rel=1e-6)
 
@@ -589,7 +589,7 @@ def test_every_sequence_of_an_evaluation_weighs_the_same(data_dir, tmp_path):
     """Val has 5 batches of 3 and one of 1: the loss is the mean over all 16 windows."""
     short = {**TINY, "block_size": 4, "batch_size": 3, "eval_iters": 6}
     tokens = data.load(data_dir / "tiny", "val", 4, 100)[: 4 * 16 + 1]
-    shapes = [len(x) for x, _ in data.eval_batches(tokens, 4, 6, 3)]
+    shapes = [len(x) for x, *_ in data.eval_batches(tokens, 4, 6, 3)]
     assert shapes[-1] < 3 and len(set(shapes[:-1])) == 1, shapes
     config = TrainConfig(**{**short, "data_dir": str(data_dir), "dataset": "tiny"})
     loaded = Loaded(config, {})
@@ -598,8 +598,8 @@ def test_every_sequence_of_an_evaluation_weighs_the_same(data_dir, tmp_path):
         ready = train.set_up(loaded, DistInfo(torch.device("cpu")))
         ready.splits = {"train": tokens, "val": tokens}
         got = train.evaluate(ready)
-    x = torch.cat([x for x, _ in data.eval_batches(tokens, 4, 6, 3)])
-    y = torch.cat([y for _, y in data.eval_batches(tokens, 4, 6, 3)])
+    x = torch.cat([x for x, *_ in data.eval_batches(tokens, 4, 6, 3)])
+    y = torch.cat([y for _, y, _ in data.eval_batches(tokens, 4, 6, 3)])
     with torch.no_grad():
         logits = ready.model.eval()(x)[0]
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -625,7 +625,7 @@ def test_a_sample_of_a_text_without_line_breaks(tmp_path):
 def mean_loss(model: GPT, data_dir: Path, block: int = 16) -> float:
     """The validation loss of 2 batches of 4."""
     tokens = data.load(data_dir / "tiny", "val", block, model.config.vocab_size)
-    x, y = next(data.eval_batches(tokens, block, 1, 8))
+    x, y, _ = next(data.eval_batches(tokens, block, 1, 8))
     with torch.no_grad():
         return float(model.eval()(x, y)[1])
 
@@ -689,7 +689,7 @@ def test_from_a_folder_of_transformers(data_dir, tmp_path):
     theirs = transformers.GPT2LMHeadModel(size).eval()
     theirs.save_pretrained(tmp_path / "hf")
     tokens = data.load(data_dir / "tiny", "val", 16, size.vocab_size)
-    x, y = next(data.eval_batches(tokens, 16, 1, 8))
+    x, y, _ = next(data.eval_batches(tokens, 16, 1, 8))
     with torch.no_grad():
         logits = theirs(x).logits
     want = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))

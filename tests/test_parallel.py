@@ -1,0 +1,305 @@
+"""Training by several processes learns what one learns, however they share the work."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from core import metrics, parallel
+from core.distributed import DistInfo
+from core.optimizer import build_optimizer
+from core.runtime import Setup
+from core.settings import UserError
+from model import GPT, GPTConfig
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4,
+         "max_iters": 50, "eval_interval": 50, "eval_iters": 3, "log_interval": 1, "bias": True,
+         "device": "cpu", "dtype": "float32", "warmup_iters": 20}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 4,000 words of a small vocabulary, by character."""
+    from data.__main__ import main
+
+    folder = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    (folder / "text.txt").write_text(" ".join(draw.choice(words, 4000)))
+    source, out = f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"
+    assert main(["text", source, out, "--tokenizer=char"]) == 0
+    return folder
+
+
+def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
+    """Run train.py for each of these command lines, in this process of a group that is there."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    os.environ |= {k: str(v) for k, v in told.items()}
+    joined = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **how: None  # type: ignore
+    found: dict[str, tuple[int | str, str]] = {}
+    try:
+        for name, line in runs.items():
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                try:
+                    found[name] = train.main(line), ""
+                except UserError as e:
+                    found[name] = str(e), ""
+            found[name] = found[name][0], out.getvalue()
+    finally:
+        dist.init_process_group, dist.destroy_process_group = joined
+    return found
+
+
+def lines(data_dir: Path, out: Path, **runs: dict[str, Any]) -> dict[str, list[str]]:
+    shared = {**SMALL, "data_dir": data_dir, "dataset": "text"}
+    return {
+        name: [f"--{k}={v}" for k, v in {**shared, "out_dir": out / name, **run}.items()]
+        for name, run in runs.items()
+    }
+
+
+def losses(out: Path) -> dict[str, float]:
+    """Of every step, and of the evaluations."""
+    return {
+        f"{row['iter']} {key}": row[key]
+        for row in metrics.read(out / "metrics.jsonl")
+        for key in ("loss", "train_loss", "val_loss")
+        if key in row
+    }
+
+
+def ended_well(results: list[dict[str, tuple[int | str, str]]]) -> None:
+    for rank, found in enumerate(results):
+        for name, (code, out) in found.items():
+            assert code == 0, f"{name} on rank {rank}: {code}\n{out}"
+
+
+@pytest.fixture(scope="module")
+def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses of one process."""
+    out = tmp_path_factory.mktemp("alone")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train.main(lines(data_dir, out, one={})["one"]) == 0
+    found = losses(out / "one")
+    assert len(found) == 52 and found["50 loss"] < found["1 loss"] - 0.3
+    return found
+
+
+RUNS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ddp": {},
+        "fsdp": {"parallel": "fsdp"},
+        "ring": {"context_parallel": 2},
+        "recomputed": {"parallel": "fsdp", "gradient_checkpointing": True},
+    },
+    # Four sequences a step do not divide by three.
+    3: {
+        "ddp_uneven": {},
+        "fsdp_uneven": {"parallel": "fsdp"},
+        "ring_uneven": {"context_parallel": 3},
+    },
+    4: {
+        "ddp_and_ring": {"context_parallel": 2},
+        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
+        "hybrid": {"parallel": "fsdp", "shard_size": 2},
+        "ring_of_four": {"parallel": "fsdp", "context_parallel": 4},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", RUNS)
+def test_losses_are_those_of_one_process(
+    n: int, data_dir: Path, alone: Any, tmp_path: Path
+) -> None:
+    ended_well(processes.run(trained, n, lines(data_dir, tmp_path, **RUNS[n]), timeout=300))
+    for name in RUNS[n]:
+        found = losses(tmp_path / name)
+        assert found.keys() == alone.keys(), name
+        worst = max(found, key=lambda k: abs(found[k] - alone[k]))
+        assert abs(found[worst] - alone[worst]) < 1e-5, (name, worst, found[worst], alone[worst])
+
+
+# --- a run that goes on with another number of processes, sharing in another way ---
+
+HALF = {"max_iters": 30, "lr_decay_iters": 50}
+SAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {}),
+    "fsdp": (2, {"parallel": "fsdp"}),
+}
+RESUMED: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {"parallel": "ddp", "context_parallel": 1}},
+    3: {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}},
+    4: {
+        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
+        "hybrid": {"parallel": "fsdp", "shard_size": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def saved(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that stopped after 30 of 50 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, (n, how) in SAVED.items():
+        line = lines(data_dir, folder, **{name: {**HALF, **how}})
+        ended_well(processes.run(trained, n, line, timeout=300))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", RESUMED)
+def test_it_goes_on_as_if_nothing_had_happened(
+    n: int, saved: Path, data_dir: Path, alone: Any, tmp_path: Path
+) -> None:
+    runs = {}
+    for before in SAVED:
+        for now, how in RESUMED[n].items():
+            name = f"{before}_then_{now}"
+            shutil.copytree(saved / before, tmp_path / name)
+            runs[name] = [f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=50"]
+            runs[name] += [f"--{k}={v}" for k, v in how.items()]
+    ended_well(processes.run(trained, n, runs, timeout=300))
+    for name in runs:
+        found = losses(tmp_path / name)
+        assert {f"{step} loss" for step in range(31, 51)} < found.keys(), name
+        worst = max(found, key=lambda k: abs(found[k] - alone.get(k, found[k])))
+        assert abs(found[worst] - alone[worst]) < 1e-5, (name, worst, found[worst], alone[worst])
+
+
+# --- what is sent, and what is held ---
+
+
+# What FSDP calls, in today's and in older versions of PyTorch.
+NAMES = ("reduce_scatter_single", "all_gather_single")
+if not hasattr(dist, NAMES[0]):
+    NAMES = ("reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
+    """Two steps of a model that n processes share by FSDP: what each sends and holds."""
+    calls = dict.fromkeys(NAMES, 0)
+
+    def counted(name: str) -> None:
+        inner = getattr(dist, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            calls[name] += 1
+            return inner(*args, **how)
+
+        setattr(dist, name, call)
+
+    for name in calls:
+        counted(name)
+    device = torch.device("cpu")
+    everyone = DistInfo(device, rank, n, dist.group.WORLD)
+    setup = Setup.of(device, "float32")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 65, 3, 2, 32, attention_backend="sdpa"))
+    total = sum(p.numel() for p in model.parameters())
+    parallel.shard(model, everyone, setup, None)
+    config: Any = train.TrainConfig(learning_rate=1e-2)
+    optimizer, found_inf = build_optimizer(model, config, device), torch.zeros(())
+    norms = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x, y = torch.randint(65, (2, n * 2 * micro_steps, 16)).chunk(2)
+        x, y = (t[0].chunk(n)[rank] for t in (x, y))
+        train.train_step(model, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1e-3,
+                         found_inf)  # fmt: skip
+        norms.append(float(optimizer.grad_scale) * 1e-3)  # type: ignore[attr-defined]
+    moments = sum(parallel.local(t).numel() for s in optimizer.state.values()
+                  for k, t in s.items() if k != "step")  # fmt: skip
+    weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
+    kept = sum(parallel.local(p).numel() for p in model.parameters())
+    return {"calls": calls, "total": total, "held": parallel.held(model), "kept": kept,
+            "moments": moments, "norms": norms, "weights": weights}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_gradients_are_sent_once_a_step_and_a_process_holds_its_part() -> None:
+    one, two, three = (processes.run(shared, n, 6 // n) for n in (1, 2, 3))
+    for n, found in ((2, two), (3, three)):
+        steps, groups = 2, 4  # three blocks, and what lies outside of them
+        for mine in found:
+            assert mine["calls"][NAMES[0]] == steps * groups
+            # A block is gathered forward and backward of every micro-batch, the root once.
+            assert mine["calls"][NAMES[1]] >= steps * 6 // n * 2 * 3
+            assert mine["held"] == 16 * mine["kept"] and mine["moments"] == 2 * mine["kept"]
+            assert abs(mine["kept"] / (mine["total"] / n) - 1) < 0.05
+            assert mine["norms"] == pytest.approx(one[0]["norms"], rel=1e-5)
+            for name, t in one[0]["weights"].items():
+                torch.testing.assert_close(mine["weights"][name], t, rtol=1e-4, atol=1e-6)
+        assert sum(mine["kept"] for mine in found) == one[0]["total"]
+
+
+# --- how a step is divided ---
+
+
+def test_any_number_of_processes_shares_a_step() -> None:
+    for sequences, most in ((12, 12), (12, 5), (7, 2), (5, 1), (64, 3)):
+        for n in range(1, 9):
+            everyone = DistInfo(torch.device("cpu"), 0, n)
+            shares = [len(part) for part in np.array_split(np.arange(sequences * most), n)]
+            if (most == 1 and sequences % n) or sequences * most < n:
+                with pytest.raises(UserError, match="multiple"):
+                    everyone.micro_steps(most, sequences)
+                continue
+            steps = everyone.micro_steps(most, sequences)
+            assert steps == math.ceil(max(shares) / most)
+            for share in shares:
+                sizes = [len(t) for t in torch.arange(share).tensor_split(steps)]
+                assert min(sizes) > 0 and max(sizes) <= most
+
+
+def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
+    places = [DistInfo(torch.device("cpu"), rank, 6, context_parallel=3) for rank in range(6)]
+    assert [(p.data_rank, p.data_size) for p in places] == [(0, 2)] * 3 + [(1, 2)] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"shard_size": 2}, "shard_size=2 needs --parallel=fsdp"),
+        ({"parallel": "zero"}, "ddp"),
+        ({"context_parallel": 0}, "context_parallel"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        train.TrainConfig(**settings)
+
+
+def test_a_ring_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="needs a multiple of 2 processes, here is 1: torchrun"):
+        DistInfo.join("cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "said"),
+    [
+        ({}, 2, "--shard_size=2 does not divide the 3 processes"),
+        ({"dtype": "float16"}, None, "no loss scaling"),
+        ({"compile": True, "compile_mode": "reduce-overhead"}, None, "CUDA graphs"),
+    ],
+)
+def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said: str) -> None:
+    device = torch.device("cpu")
+    with pytest.raises(UserError, match=said):
+        parallel.shard(None, DistInfo(device, 0, 3), Setup.of(device, **how), size)
