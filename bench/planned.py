@@ -70,10 +70,11 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
-    for N in config.context_parallels:
+    one = (config.train.context_parallel,) * (config.train.context_parallel > 1)
+    for N in (asked := config.context_parallels or one):
         if gpus % N:
             raise UserError(f"--context_parallels: rings of {N} do not divide --gpus={gpus}")
-    rings = config.context_parallels or tuple(N for N in CONTEXTS if gpus % N == 0)
+    rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
     ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
 

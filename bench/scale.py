@@ -14,8 +14,8 @@ from functools import cached_property
 from bench import roofline
 from bench.fitting import SHARE
 from bench.links import Cluster, Sent, collective
-from core.distributed import BUCKET_MB
 from core.loss import chunk_rows
+from core.parallel import BUCKET_MB
 from model import GPTConfig
 
 
@@ -279,8 +279,9 @@ class Plan:
     def why_not(self) -> str:
         """Why it cannot be run at all, "" if it can."""
         shares = self.gpus // self.context
-        if self.job.sequences < shares:
-            return f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
+        if (least := self.job.sequences // shares) < self.micro:
+            how = f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
+            return how + f" in {self.micro} micro-batches" * (least > 0)
         if self.shard > 1 and self.at.dtype == "float16":
             return "fsdp has no loss scaling, which float16 needs"
         return ""
