@@ -567,17 +567,19 @@ def fsdp_walked(L: int, f: float, b: float, gather: float, first: float, scatter
     return link - L * (f + b)
 
 
+@pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("f, b", [(10, 20), (1e-6, 1e-6), (0.02, 0.03), (0.002, 0.01)])
-def test_what_fsdp_waits_for(f: float, b: float) -> None:
-    p = at_rates(plan(UNEVEN, "fsdp", 2, dtype="bfloat16"), f, b)
-    p = replace(p, at=replace(p.at, nvlink=1e6))
-    p.__dict__["computing"] = (3 * (f + b), f, b, 0, 0)
+def test_what_fsdp_waits_for(f: float, b: float, micro: int) -> None:
+    p = plan(UNEVEN, "fsdp", 2, dtype="bfloat16", sequences=4 * micro)
+    p = at_rates(replace(p, at=replace(p.at, nvlink=1e6)), f, b)
     block, root = (2 * n for n in p.numbers)  # of both ranks: half of each is sent
     gather, first, scatter, end = block / 1e6, 2 * root / 1e6, 2 * block / 1e6, 2 * root / 1e6
     want = fsdp_walked(3, f, b, gather, first, scatter, end)
-    assert want <= p.exposed * (1 + 1e-9) and p.exposed <= want + b  # the formula: see docs/PLAN.md
+    want += (micro - 1) * fsdp_walked(3, f, b, gather, first, 0, 0)  # without reductions
+    assert p.micro == micro and want <= p.exposed * (1 + 1e-9)
+    assert p.exposed <= (want + b) * (1 + 1e-9)  # what docs/PLAN.md says of the formula
     if b > gather + scatter and f > gather:
-        assert p.exposed == pytest.approx(first + 2 * gather + scatter + end)
+        assert p.exposed == pytest.approx(micro * (first + 2 * gather) + scatter + end)
     assert p.exposed <= p.communicating * (1 + 1e-9)
 
 
@@ -609,6 +611,8 @@ def test_what_a_ring_waits_for() -> None:
     assert at_rates(p, 1, 1).exposed - alone == pytest.approx(
         2 * (3 * kv + 3 * (kv + 2 * kv) + 2 * kv)
     )
+    some = at_rates(p, 1, 1, (3 * kv, 1)).exposed - alone  # a quarter of the scores at a time
+    assert some == pytest.approx(2 * (3 * kv / 4 + 2 * kv))
     over = replace(p, at=replace(p.at, node=2))  # its last GPU sends to the next node
     assert over.passed(2).network == kv * 1e9 and over.passed(2).nvlink == 0
     assert p.passed(2).nvlink == kv * 1e9 and p.passed(2).network == 0
