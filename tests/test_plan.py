@@ -326,7 +326,7 @@ def test_what_fsdp_holds_and_sends(
 THIN = GPTConfig(4, 32, 4, 4, 128, bias=False, attention_backend="sdpa_flash")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_what_fsdp_gathers_is_held(dtype: str) -> None:
     want = plan(THIN, "fsdp", 2, dtype=dtype)
     for process in processes.run(fsdp_step, 2, THIN, 2, dtype, 1):
@@ -626,6 +626,8 @@ def test_one_more_does_not_fit(parallel: str, gpus: int) -> None:
     p = on_h200(parallel, gpus)
     big, T = planned.largest(p), planned.longest(p)
     assert big is not None and big.n_head == big.n_layer == big.n_embd / 128
+
+    assert planned.alone(p).sequences == planned.alone(p).micro == 1 and p.sequences > 1
 
     def left(**sizes: Any) -> float:
         return -planned.alone(p, **sizes).over
