@@ -105,11 +105,13 @@ def run(config: BenchConfig) -> int:
     for n, ways in every.items():
         made = [row(p) for p in ways]
         content += made
-        print()
-        for r in made:
-            if "why" in r:
-                print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
-        for title, cells in sections([r for r in made if "why" not in r]):
+        for i, r in enumerate(r for r in made if "why" in r):
+            blank = "\n" * (i == 0)
+            print(
+                f"{blank}{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}"
+            )
+        good = [r for r in made if "why" not in r]
+        for title, cells in sections(good) if good else ():
             print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
     if config.json:
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
@@ -196,7 +198,7 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
 
     def memory(r: dict[str, Any]) -> list[str]:
         left = r["left_bytes"]
-        fits = gb(left) if left >= 0 else f"too large by {gb(-left)}"
+        fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
         return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
 
     def sent(r: dict[str, Any]) -> list[str]:

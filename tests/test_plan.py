@@ -677,7 +677,7 @@ def test_what_does_not_fit_is_told_with_the_amount() -> None:
         -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 9e9)
         and fsdp["left_bytes"] > 0
     )
-    assert f"too large by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
+    assert f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
 
 
 def test_what_is_given_counts() -> None:
