@@ -214,7 +214,7 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
         big, longest = r["largest_model"], f"{r['longest_context']:,}"
         if big is None:
             return ["-", "none", longest]
-        return [f"{big['N'] / 1e9:,.3g}", f"{big['n_layer']} x {big['n_embd']:,}", longest]
+        return [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}", longest]
 
     links = ["NVLink", "network"]
     return [
