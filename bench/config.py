@@ -60,7 +60,7 @@ class Knobs:
     gpu: str | None = None  # plan: on which GPU: "NVIDIA H200"
     gpus: tuple[PositiveInt, ...] = (8,)  # plan: how many, each number with tables of its own
     gpus_per_node: PositiveInt = 8  # plan: that NVLink joins
-    context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: 1, 2, 4 and 8 where they divide
+    context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: context_parallel; 1: also 2, 4, 8
     nvlink_gbs: PositiveFloat | None = None  # plan: GB/s each way of a GPU; none: datasheet
     network_gbs: PositiveFloat | None = None  # plan: the same between nodes; none: its server's
     roofline_times: PositiveFloat = 1.0  # plan: computing, in rooflines: 1: at best; see --profile

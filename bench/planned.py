@@ -70,10 +70,11 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
     """
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
-    for N in config.context_parallels:
+    one = (config.train.context_parallel,) * (config.train.context_parallel > 1)
+    for N in (asked := config.context_parallels or one):
         if gpus % N:
             raise UserError(f"--context_parallels: rings of {N} do not divide --gpus={gpus}")
-    rings = config.context_parallels or tuple(N for N in CONTEXTS if gpus % N == 0)
+    rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
     ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
 
@@ -104,11 +105,13 @@ def run(config: BenchConfig) -> int:
     for n, ways in every.items():
         made = [row(p) for p in ways]
         content += made
-        print()
-        for r in made:
-            if "why" in r:
-                print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
-        for title, cells in sections([r for r in made if "why" not in r]):
+        for i, r in enumerate(r for r in made if "why" in r):
+            blank = "\n" * (i == 0)
+            print(
+                f"{blank}{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}"
+            )
+        good = [r for r in made if "why" not in r]
+        for title, cells in sections(good) if good else ():
             print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
     if config.json:
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
@@ -195,7 +198,7 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
 
     def memory(r: dict[str, Any]) -> list[str]:
         left = r["left_bytes"]
-        fits = gb(left) if left >= 0 else f"too large by {gb(-left)}"
+        fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
         return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
 
     def sent(r: dict[str, Any]) -> list[str]:
@@ -211,7 +214,7 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
         big, longest = r["largest_model"], f"{r['longest_context']:,}"
         if big is None:
             return ["-", "none", longest]
-        return [f"{big['N'] / 1e9:,.3g}", f"{big['n_layer']} x {big['n_embd']:,}", longest]
+        return [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}", longest]
 
     links = ["NVLink", "network"]
     return [

@@ -279,8 +279,9 @@ class Plan:
     def why_not(self) -> str:
         """Why it cannot be run at all, "" if it can."""
         shares = self.gpus // self.context
-        if self.job.sequences < shares:
-            return f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
+        if (least := self.job.sequences // shares) < self.micro:
+            how = f"{self.job.sequences:,} sequences a step are too few for {shares:,} shares"
+            return how + f" in {self.micro} micro-batches" * (least > 0)
         if self.shard > 1 and self.at.dtype == "float16":
             return "fsdp has no loss scaling, which float16 needs"
         return ""

@@ -25,14 +25,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 import bench_mfu
 from bench import planned, roofline, scale
 from bench.links import Cluster, Sent, collective
 from bench.scale import Job, Plan
-from core import flops
+from core import flops, parallel
+from core.distributed import DistInfo
 from core.flops import Peak
 from core.optimizer import build_optimizer
-from core.parallel import BUCKET_MB
+from core.runtime import Setup
 from core.settings import UserError
 from docs import build
 from model import GPT, GPTConfig
@@ -173,13 +175,12 @@ def stepped(
                 [list(model.parameters()), [list(s.values()) for s in optimizer.state.values()]]
             )
             for i in range(micro):
-                if hasattr(module, "set_requires_gradient_sync"):
-                    module.set_requires_gradient_sync(i == micro - 1)
                 x = tokens(model.config, batch)
-                with autocast(dtype):
-                    loss = module(x, x)[1]
-                loss.backward()
-                del loss
+                with contextlib.nullcontext() if i == micro - 1 else parallel.no_sync(module):
+                    with autocast(dtype):
+                        loss = module(x, x)[1]
+                    loss.backward()
+                    del loss
                 if added is not None and i < micro - 1:
                     added.append(unreduced(model))
             optimizer.step()
@@ -247,21 +248,8 @@ def counted(calls: list[tuple[str, int, int]]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def sharded(model: GPT, n: int, size: int, dtype: str) -> None:
-    """As core/parallel.py does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh("cpu", (n // size, size), mesh_dim_names=("replicate", "shard"))
-    mesh = mesh["shard"] if size == n else mesh
-    half: dict[str, Any] = {}
-    if dtype == "bfloat16":
-        half["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, **half)
-    fully_shard(model, mesh=mesh)
+def group_of(rank: int, n: int) -> DistInfo:
+    return DistInfo(torch.device("cpu"), rank, n, dist.group.WORLD)
 
 
 def storages(tensors: Any) -> int:
@@ -275,7 +263,8 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
     """What a process of n holds, and sends in a step."""
     calls: list[tuple[str, int, int]] = []
     real = made(model, checkpointing)
-    sharded(real, n, size, dtype)
+    setup = Setup.of(torch.device("cpu"), dtype)
+    parallel.shard(real, group_of(rank, n), setup, size)
     added: list[int] = []  # numbers of the gradients that wait for the last micro-batch
     with counted(calls):
         peak, optimizer = stepped(real, real, dtype, 2, micro, added)
@@ -337,7 +326,7 @@ def test_what_fsdp_holds_and_sends(
 THIN = GPTConfig(4, 32, 4, 4, 128, bias=False, attention_backend="sdpa_flash")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_what_fsdp_gathers_is_held(dtype: str) -> None:
     want = plan(THIN, "fsdp", 2, dtype=dtype)
     for process in processes.run(fsdp_step, 2, THIN, 2, dtype, 1):
@@ -346,12 +335,8 @@ def test_what_fsdp_gathers_is_held(dtype: str) -> None:
 
 def ddp_step(rank: int, n: int, model: GPTConfig) -> tuple[list[int], int]:
     """The bytes of each bucket that a process reduces in a step, and of its gradients."""
-    from torch.nn.parallel import DistributedDataParallel
-
     real, sent = made(model), list[int]()
-    module = DistributedDataParallel(
-        real, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
-    )  # as core/distributed.py does
+    module = parallel.replicate(real, group_of(rank, n))
 
     def hook(state, bucket):  # DDP reads annotations, and strings are none
         sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
@@ -361,7 +346,7 @@ def ddp_step(rank: int, n: int, model: GPTConfig) -> tuple[list[int], int]:
     module.register_comm_hook(None, hook)
     x = tokens(model, 2)
     for last in (False, True):
-        with contextlib.nullcontext() if last else module.no_sync():
+        with contextlib.nullcontext() if last else parallel.no_sync(module):
             module(x, x)[1].backward()
     grads = {p.grad.untyped_storage()._cdata: p.grad.untyped_storage() for p in real.parameters()}
     return sent, sum(s.nbytes() for s in grads.values())
@@ -381,6 +366,76 @@ def test_ddp_sends_a_large_model_in_buckets() -> None:
     """124M parameters in float32 are 498 MB, and a bucket 100 MiB."""
     ((_, buckets, each),) = plan(GPTConfig(bias=False), "ddp", 2).sent()
     assert buckets == 5 and buckets * each.nvlink == 4 * 124_373_760
+
+
+def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bool) -> Any:
+    """The bytes that a process of a ring sends in a step, by the bytes of a number; how many
+    messages; the bytes that the forward pass saves; the most that is held."""
+    real, messages = made(model, checkpointing), list[tuple[int, int]]()
+    real.ring = attention.Ring(dist.group.WORLD)
+    send = dist.batch_isend_irecv
+
+    def noting(ops: list[Any]) -> Any:
+        out = [op.tensor for op in ops if op.op is dist.isend]
+        messages.extend((t.element_size(), t.numel() * t.element_size()) for t in out)
+        return send(ops)
+
+    dist.batch_isend_irecv = noting
+    try:
+        x = real.ring.shard(tokens(model, 2))
+        kept = saved(real, x, dtype)
+        messages.clear()
+        with autocast(dtype):
+            real(x, x)[1].backward()
+        sent = Counter[int]()
+        for width, size in messages:
+            sent[width] += size
+    finally:
+        dist.batch_isend_irecv = send
+    return sent, len(messages), kept
+
+
+@pytest.mark.parametrize(
+    "n, dtype, checkpointing",
+    [
+        (2, "bfloat16", False),
+        pytest.param(2, "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(3, "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(4, "float32", False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) -> None:
+    model = replace(UNEVEN, attention_backend="tiled")
+    how: Any = {"dtype": dtype, "batch": 2, "sequences": 2, "checkpointing": checkpointing}
+    want = plan(model, "ddp", n, n, **how)
+    assert want.tokens == 2 * 2 * math.ceil(17 / (2 * n))  # 17 tokens in 2 n chunks
+    (keys, k), (gradients, d) = ((m, each) for kind, m, each in want.sent() if kind == "ring")
+    planned_ = Counter({want.a: keys * (k.nvlink + k.network)})
+    planned_[4] += gradients * (d.nvlink + d.network)
+    for sent, messages, kept in processes.run(ring_step, n, model, dtype, checkpointing):
+        assert sent == planned_
+        assert messages == 2 * (keys + gradients)  # K and V
+        extra = 8 * want.tokens // 2 + 8 + model.vocab_size * model.n_embd * want.a
+        layer = want.tokens * want.per_token[0]
+        alone = plan(model, dtype=dtype).memory["gathered"]  # autocast's copies
+        assert kept == want.saved + extra + (-layer if checkpointing else alone)
+
+
+@pytest.mark.parametrize(
+    "batch, accumulated, gpus, context",
+    [(12, 40, 64, 1), (12, 40, 64, 8), (2, 5, 3, 1), (3, 1, 2, 2), (2, 3, 4, 1), (1, 3, 4, 1)],
+)
+def test_micro_batches_are_those_of_training(
+    batch: int, accumulated: int, gpus: int, context: int
+) -> None:
+    want = plan(UNEVEN, "ddp", gpus, context, sequences=batch * accumulated, batch=batch)
+    real = DistInfo(torch.device("cpu"), 0, gpus, None, context)
+    if want.why_not:
+        with pytest.raises(UserError, match="cannot be divided"):
+            real.micro_steps(batch, accumulated)
+    else:
+        assert want.micro == real.micro_steps(batch, accumulated)
+        assert want.sequences == -(-batch * accumulated // real.data_size)
 
 
 # --- over which link ---
@@ -512,17 +567,19 @@ def fsdp_walked(L: int, f: float, b: float, gather: float, first: float, scatter
     return link - L * (f + b)
 
 
+@pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("f, b", [(10, 20), (1e-6, 1e-6), (0.02, 0.03), (0.002, 0.01)])
-def test_what_fsdp_waits_for(f: float, b: float) -> None:
-    p = at_rates(plan(UNEVEN, "fsdp", 2, dtype="bfloat16"), f, b)
-    p = replace(p, at=replace(p.at, nvlink=1e6))
-    p.__dict__["computing"] = (3 * (f + b), f, b, 0, 0)
+def test_what_fsdp_waits_for(f: float, b: float, micro: int) -> None:
+    p = plan(UNEVEN, "fsdp", 2, dtype="bfloat16", sequences=4 * micro)
+    p = at_rates(replace(p, at=replace(p.at, nvlink=1e6)), f, b)
     block, root = (2 * n for n in p.numbers)  # of both ranks: half of each is sent
     gather, first, scatter, end = block / 1e6, 2 * root / 1e6, 2 * block / 1e6, 2 * root / 1e6
     want = fsdp_walked(3, f, b, gather, first, scatter, end)
-    assert want <= p.exposed * (1 + 1e-9) and p.exposed <= want + b  # the formula: see docs/PLAN.md
+    want += (micro - 1) * fsdp_walked(3, f, b, gather, first, 0, 0)  # without reductions
+    assert p.micro == micro and want <= p.exposed * (1 + 1e-9)
+    assert p.exposed <= (want + b) * (1 + 1e-9)  # what docs/PLAN.md says of the formula
     if b > gather + scatter and f > gather:
-        assert p.exposed == pytest.approx(first + 2 * gather + scatter + end)
+        assert p.exposed == pytest.approx(micro * (first + 2 * gather) + scatter + end)
     assert p.exposed <= p.communicating * (1 + 1e-9)
 
 
@@ -554,6 +611,8 @@ def test_what_a_ring_waits_for() -> None:
     assert at_rates(p, 1, 1).exposed - alone == pytest.approx(
         2 * (3 * kv + 3 * (kv + 2 * kv) + 2 * kv)
     )
+    some = at_rates(p, 1, 1, (3 * kv, 1)).exposed - alone  # a quarter of the scores at a time
+    assert some == pytest.approx(2 * (3 * kv / 4 + 2 * kv))
     over = replace(p, at=replace(p.at, node=2))  # its last GPU sends to the next node
     assert over.passed(2).network == kv * 1e9 and over.passed(2).nvlink == 0
     assert p.passed(2).nvlink == kv * 1e9 and p.passed(2).network == 0
@@ -567,6 +626,8 @@ def test_one_more_does_not_fit(parallel: str, gpus: int) -> None:
     p = on_h200(parallel, gpus)
     big, T = planned.largest(p), planned.longest(p)
     assert big is not None and big.n_head == big.n_layer == big.n_embd / 128
+
+    assert planned.alone(p).sequences == planned.alone(p).micro == 1 and p.sequences > 1
 
     def left(**sizes: Any) -> float:
         return -planned.alone(p, **sizes).over
@@ -616,7 +677,7 @@ def test_what_does_not_fit_is_told_with_the_amount() -> None:
         -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 9e9)
         and fsdp["left_bytes"] > 0
     )
-    assert f"too large by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
+    assert f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in out and "does not fit" in out
 
 
 def test_what_is_given_counts() -> None:
