@@ -64,7 +64,8 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         assert words[1] in targets
         return
     if words[0] == "torchrun":
-        words = ["python", *[w for w in words[1:] if not w.startswith(("--standalone", "--nproc"))]]
+        how = ("--standalone", "--nproc", "--max_restarts")
+        words = ["python", *[w for w in words[1:] if not w.startswith(how)]]
     if not words[0].endswith("python"):
         assert re.search(r"python3|pip|ruff|git", words[0]), f"unknown command: {line}"
         return

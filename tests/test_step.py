@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import core.watch
 import train
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -239,13 +240,14 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
     at: list[int] = []  # how much was read when a step began
 
     def step(*args: Any) -> Tensor:
-        flags.append(args[-1].data_ptr())
+        flags.append(args[8].data_ptr())
         at.append(len(watch.reads))
         return train_step(*args)
 
     monkeypatch.setattr(train, "train_step", step)
     with watch:
-        assert train.train(Loaded(config, {}), DistInfo(torch.device("cpu"))) == 0
+        alone = DistInfo(torch.device("cpu"))
+        assert train.train(Loaded(config, {}), alone, core.watch.Watch(alone)) == 0
     assert len(set(flags)) == 1 and len(at) == 12
     reads = [watch.reads[a:b] for a, b in pairwise(at)]  # after steps 1 to 11
     quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]
