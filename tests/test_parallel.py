@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from core import metrics, parallel
+from core import metrics, parallel, restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.runtime import Setup
@@ -49,6 +49,7 @@ def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[in
     os.environ |= {k: str(v) for k, v in told.items()}
     joined = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **how: None  # type: ignore
+    restarts.meet = lambda: (None, rank, n)
     found: dict[str, tuple[int | str, str]] = {}
     try:
         for name, line in runs.items():
