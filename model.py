@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Policy, Resolution, Spec
+from attention import Policy, Resolution, Ring, Spec
 from core.loss import Head
 
 Attend = Callable[..., Tensor]  # see attention.Backend
@@ -154,6 +154,7 @@ class GPT(nn.Module):
         self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
+        self.ring: Ring | None = None  # processes that share each sequence: a call gets a shard
         self._kernels: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
         self.transformer: Any = nn.ModuleDict()
         self.transformer["wte"] = nn.Embedding(config.vocab_size, config.n_embd)
@@ -195,19 +196,19 @@ class GPT(nn.Module):
             cache: one step of a KV cache (inference/cache.py): the tokens stored in it come before
                 idx, and idx joins them. It has positions and segments of its own.
         """
-        B, T = idx.shape
+        (B, T), device, ring = idx.shape, idx.device, self.ring
         kind, page_size = "none", None
         if cache is None:
-            if self.config.block_size < T:
-                raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
-            pos = torch.arange(T, device=idx.device)
+            if (size := self.config.block_size) < T and not ring:
+                raise ValueError(f"{T} tokens do not fit into block_size {size}")
+            pos = ring.positions(T, size - 1, device) if ring else torch.arange(T, device=device)
         elif segments is not None:
             raise ValueError("segments cannot be given with a cache, which keeps its own")
         else:
             kind, page_size = cache.kind, cache.page_size
             pos, segments = cache.positions(T), cache.segments
         chosen, spec = self.attention(segments is not None, (B, T), kind, page_size)
-        attend = chosen.backend.attend
+        attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
 
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
         if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
@@ -245,7 +246,8 @@ class GPT(nn.Module):
         grad = torch.is_grad_enabled()
         # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
         # anew when another one is added to it.
-        key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size
+        lse = self.ring is not None and cache == "none"
+        key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size, lse
         if key not in self._kernels:
             # Not as a decorator, which would import torch._dynamo, a second, for everyone.
             choose = torch.compiler.disable(self._choose) if compiled else self._choose
@@ -253,11 +255,11 @@ class GPT(nn.Module):
         return self._kernels[key]
 
     def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled, cache, page_size = key
+        device, dtype, training, grad, segments, compiled, cache, page_size, lse = key
         spec = self.config.spec(
             str(dtype).removeprefix("torch."), training=training, segments=segments, grad=grad,
             compiled=compiled, cache=cache, page_size=page_size,
-            hub_kernels=self.policy.hub_kernels,
+            hub_kernels=self.policy.hub_kernels, lse=lse,
         )  # fmt: skip
         if (name := self.config.attention_backend) == "fastest":
             B, T = shape

@@ -5,12 +5,14 @@ from .autotune import fastest
 from .flash_impl import use_flash_impl
 from .own import is_file
 from .probing import probe
+from .ring import Ring
 from .select import BACKENDS, RULES, announce, check_name, get, packages, resolve, select
 from .spec import (
     Backend,
     BackendUnavailable,
     Caps,
     Machine,
+    Partial,
     Policy,
     Refusal,
     Resolution,
@@ -25,9 +27,11 @@ __all__ = [
     "BackendUnavailable",
     "Caps",
     "Machine",
+    "Partial",
     "Policy",
     "Refusal",
     "Resolution",
+    "Ring",
     "Spec",
     "announce",
     "check_name",

@@ -57,7 +57,7 @@ ALIASES = {
 }
 # Options that are fields of Spec.
 SAME_IN_SPEC = (
-    "window", "dropout", "segments", "scale", "softcap", "sinks", "compiled", "hub_kernels",
+    "window", "dropout", "segments", "scale", "softcap", "sinks", "lse", "compiled", "hub_kernels",
 )  # fmt: skip
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -90,6 +90,7 @@ class Options:
     scale: float | None = None  # of the scores (None: 1/sqrt(head_dim))
     softcap: float | None = None  # c: scores become c * tanh(s / c) (None: they stay)
     sinks: bool = False  # a logit a head in the softmax's denominator, without a value
+    lse: bool = False  # in parts, joined by L: what --context_parallel of train.py needs
     inference: bool = False  # no backward pass
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "none"  # inference with this cache
     page_size: int | None = None  # tokens a page of the paged cache (None: 256)
@@ -294,6 +295,7 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
         f"scale {spec.softmax_scale:g}": spec.scale,
         f"softcap {spec.softcap or 0:g}": spec.softcap,
         "sinks": spec.sinks,
+        "in parts": spec.lse,
         "inference": not spec.grad,
         f"{spec.cache} cache{pages}": spec.cache != "none",
         "one query": options.shape[1] < options.seq_len,

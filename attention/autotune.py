@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .own import is_file
 from .probing import probe
+from .ring import Ring
 from .select import BACKENDS, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
 from .system import cache_folder, first_line, own_code, synchronize, write_at_once
@@ -305,7 +306,7 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
 def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     """One attention call as the model makes it, with the backward where spec.grad asks for it."""
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    attend = backend.attend
+    attend = Ring().attend(backend) if spec.lse else backend.attend
 
     def forward(
         qkv: Tensor, past: Any, segments: Tensor | None, view: Any, sinks: Tensor | None

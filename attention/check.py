@@ -30,7 +30,7 @@ from .system import first_line
 # Rows of the table, in this order; a case belongs to all that it has.
 FEATURES = ("causal", "lengths", "blind rows", "grouped heads", "window", "segments", "scale",
             "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients", "canary",
-            "dropout", "determinism", "torch.compile", "caches")  # fmt: skip
+            "dropout", "determinism", "torch.compile", "caches", "parts")  # fmt: skip
 # What refuses a dtype on a device whatever else is asked.
 THERE = ("device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels")
 

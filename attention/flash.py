@@ -22,6 +22,10 @@ Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with Py
 Hub     Building 2 or 3 takes long. With attention_hub_kernels, and only then, the package `kernels`
         downloads a prebuilt one at a fixed commit, which is run instead. 4 is a pure Python wheel:
         nothing to gain.
+Parts   (spec.Partial) Queries at any offset see a band of the keys, which is a window_size once the
+        rows and keys without a visible pair are cut off: band(). No segments: a run that two parts
+        share would need an offset of its own. L comes back by an argument; that of the whole row is
+        given to the function behind the backward pass. Out and gradients are rounded at each part.
 Refuses what the rows of Caps below say, float32 above all; only 2 has dropout, only 4 sinks. The
         rows follow the packages' sources; what those do not tell, the probe finds: their tanh is
         the processor's approximate one, so a softcap may be too inexact for float16.
@@ -31,7 +35,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,10 +45,38 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .spec import Backend, Caps, Spec
+from .spec import Backend, Caps, Partial, Spec
 from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
+
+
+# The functions that take L are private: flash_attn/flash_attn_interface.py from 2.7 on,
+# hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August 2026). Where a
+# release has others, the probe fails, and the package is refused in parts.
+
+
+def _backward_2(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+                scale: float, causal: bool, window: tuple[int, int], softcap: float,
+                deterministic: bool) -> None:  # fmt: skip
+    flash.flash_attn_interface._flash_attn_backward(
+        *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, deterministic)  # fmt: skip
+
+
+def _backward_3(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+                scale: float, causal: bool, window: tuple[int, int], softcap: float,
+                deterministic: bool) -> None:  # fmt: skip
+    flash._flash_attn_backward(
+        *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, deterministic)  # fmt: skip
+
+
+def _backward_4(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+                scale: float, causal: bool, window: tuple[int | None, int | None], softcap: float,
+                deterministic: bool) -> None:  # fmt: skip
+    dout, q, k, v, out = rows
+    flash.interface._flash_attn_bwd(
+        q, k, v, out, dout, L, scale, causal, softcap, *window, deterministic=deterministic,
+        dq=grads[0], dk=grads[1], dv=grads[2])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +88,10 @@ class Package:
     dropout: bool = False  # do its functions take dropout_p?
     kvcache: str | None = None  # the name of its page table in flash_attn_with_kvcache
     hub: tuple[str, str] | None = None  # repository and commit of the prebuilt kernel
+    lse: str = "return_attn_probs"  # what makes flash_attn_func return L too
+    backward: Callable[..., None] = field(
+        kw_only=True
+    )  # writes the gradients, by a private function
 
 
 # The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
@@ -66,14 +103,16 @@ FA2 = Package(
     dropout=True,
     kvcache="block_table",
     hub=("kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"),
+    backward=_backward_2,
 )
 FA3 = Package(
     "flash_attn_interface",
     unbounded=-1,
     kvcache="page_table",
     hub=("kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"),
+    backward=_backward_3,
 )
-FA4 = Package("flash_attn.cute", unbounded=None)
+FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse", backward=_backward_4)
 
 
 @zeros_before_the_first_key
@@ -139,6 +178,63 @@ def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | 
     if package.kvcache is None:
         return _tensor(flash.flash_attn_varlen_func(q, k, v, seqused_k=seen, **asked))
     return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **asked))
+
+
+# --- in parts (spec.Partial) ---
+
+
+def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slice, int, int] | None:
+    """The queries I that see a key and the keys J that are seen, and how many keys a query sees to
+    the left and to the right of the diagonal that ends in the last corner of I x J: what the
+    packages call a window. None: nothing is seen."""
+    W = max(offset + Tq, 1) if window is None else window
+    I = slice(max(0, -offset), min(Tq, Tk + W - 1 - offset))
+    J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset))
+    if I.start >= I.stop or J.start >= J.stop:
+        return None
+    right = offset + I.stop - J.stop
+    return I, J, W - 1 - right, right
+
+
+def _in_band(package: Package, rows: int, keys: int, left: int, right: int) -> dict[str, Any]:
+    """The band as arguments; a side that reaches the end of every row has none."""
+    window = (left if left < keys - 1 else package.unbounded,
+              right if right < rows - 1 else package.unbounded)  # fmt: skip
+    return {"causal": right == 0, "window": (window[0], 0) if right == 0 else window}
+
+
+def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None, *,
+                 package: Package) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (B, Tq, H, _), Tk = q.shape, k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    L = torch.full((B, H, Tq), -torch.inf, device=q.device)
+    if (found := band(Tq, Tk, offset, spec.window)) is not None:
+        I, J, *sides = found
+        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        asked = {"causal": asked["causal"], "window_size": asked["window"], package.lse: True}
+        given = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
+        out[:, I], L[..., I] = _load(package, spec.hub_kernels).flash_attn_func(
+            *given, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked
+        )[:2]
+    return out, L
+
+
+def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
+                  offset: int, segments: None = None, *,
+                  package: Package) -> tuple[Tensor, ...]:  # fmt: skip
+    sums = tuple(torch.zeros(t.shape, device=q.device) for t in (q, k, v))
+    if (found := band(q.shape[1], k.shape[1], offset, spec.window)) is not None:
+        I, J, *sides = found
+        cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
+        rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
+        grads = [torch.empty_like(t) for t in rows[1:4]]
+        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        package.backward(_load(package, spec.hub_kernels), rows, L[..., I].contiguous(), grads,
+                         scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked,
+                         deterministic=torch.are_deterministic_algorithms_enabled())  # fmt: skip
+        for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
+            total[:, at] = grad[..., : q.shape[3]]
+    return sums
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -221,11 +317,14 @@ def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
     return (*rows, *hub)
 
 
+_PARTS: dict[str, Any] = {"lse": True, "lse_segments": False}
+
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
-            caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",))  # fmt: skip
+            caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
+            **_PARTS)  # fmt: skip
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
@@ -242,7 +341,7 @@ FA2_CAPS = _or_hub(
 # all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             scale=True, softcap=True, deterministic=False, caches=CACHES,
-            packages=("flash_attn_interface",))  # fmt: skip
+            packages=("flash_attn_interface",), **_PARTS)  # fmt: skip
 FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
@@ -251,7 +350,7 @@ FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",))  # fmt: skip
+            packages=("flash_attn.cute>=4.0",), **_PARTS)  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around it
 # to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
@@ -279,6 +378,7 @@ V2 = Backend(
     title="FlashAttention-2, package flash-attn",
     attend=partial(attend, package=FA2),
     caps=FA2_CAPS,
+    partial=Partial(partial(forward_part, package=FA2), partial(backward_part, package=FA2)),
     fallback="sdpa",
     aliases=("flash_attention_2",),
     install=f"pip install flash-attn --no-build-isolation, or {_HUB}",
@@ -288,6 +388,7 @@ V3 = Backend(
     title="FlashAttention-3, package flash-attn-3",
     attend=partial(attend, package=FA3),
     caps=FA3_CAPS,
+    partial=Partial(partial(forward_part, package=FA3), partial(backward_part, package=FA3)),
     fallback="flash_attn_2",
     aliases=("flash_attention_3",),
     install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
@@ -298,6 +399,7 @@ V4 = Backend(
     title="FlashAttention-4, package flash-attn-4",
     attend=not_compiled(partial(attend, package=FA4)),
     caps=FA4_CAPS,
+    partial=Partial(partial(forward_part, package=FA4), partial(backward_part, package=FA4)),
     fallback="flash_attn_3",
     aliases=("flash_attention_4",),
     install="pip install --pre flash-attn-4",

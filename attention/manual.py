@@ -11,7 +11,7 @@ Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and
 FLOPs   4 * Tq * Tk * D a head forward (two matmuls of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
 Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-Refuses nothing but a paged cache.
+Refuses nothing but a paged cache, and L: whoever joins parts wants no O(Tq * Tk).
 """
 
 from __future__ import annotations

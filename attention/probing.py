@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
 from .flash_impl import flash_impl
+from .ring import Ring
 from .spec import Backend, Spec
 from .system import first_line, profiled
 from .views import filled_cache
@@ -77,11 +78,12 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     cached = spec.cache in ("static", "paged")
     run = run_cached if cached else _run
+    attend = Ring().attend(backend) if spec.lse else backend.attend
     out, plain, truth = [], [], []
     events: list[str] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
         # Inference also continues a prefix, with fewer queries than keys.
-        for Tq in (T,) if spec.grad or cached else (T // 3, T):
+        for Tq in (T,) if spec.grad or cached or spec.lse else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
             exact = [t.to(exact_on).double() for t in inputs]
             exact_seg = None if seg is None else seg.to(exact_on)
@@ -90,15 +92,15 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             try:
                 # The kernels are read from the last run: as many queries as keys, and dropout.
                 with nullcontext() if Tq < T or spec.dropout else profiled(events):
-                    out += run(backend.attend, inputs, seg, quiet)
+                    out += run(attend, inputs, seg, quiet)
                 if spec.dropout:  # random: only that it runs, and is finite, can be checked
                     with nullcontext() if Tq < T else profiled(events):
-                        tried = run(backend.attend, inputs, seg, spec)
+                        tried = run(attend, inputs, seg, spec)
                     if not all(bool(t.isfinite().all()) for t in tried):
                         raise FloatingPointError("not finite with dropout")
                 if Tq == T:
                     for _ in range(3):  # a library may round differently once, as under load
-                        leak = leakage(partial(run, backend.attend), inputs, seg, quiet)
+                        leak = leakage(partial(run, attend), inputs, seg, quiet)
                         if leak == 0:
                             break
             except Exception as e:  # whatever a kernel raises is the reason to refuse it

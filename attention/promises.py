@@ -2,8 +2,9 @@
 
 Causality and segments: nothing that a query does not see changes its output by a bit. Dropout: the
 share p, the same mask with the same seed and in the backward pass. The same bits twice where that
-is declared. torch.compile as declared. Caches read as their views say. promises() lists them all;
-the tests, `python -m attention check` and `bench_mfu.py qualify` ask them.
+is declared. torch.compile as declared. Caches read as their views say. Parts, joined by their L,
+make the whole. promises() lists them all; the tests, `python -m attention check` and
+`bench_mfu.py qualify` ask them.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def promises(dtype: str) -> Iterator[Item]:
         if w is None:
             more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
             yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
+    for w, seg in itertools.product(windows, (False, True)):
+        name = "in parts" + ", segments" * seg
+        yield item(name, "parts", heads(window=w, segments=seg, lse=True), in_parts)
+    spec = heads(scale=0.5, softcap=4.0, lse=True)
+    yield item("in parts, scale and softcap", "parts", spec, in_parts)
 
 
 # --- nothing unseen changes an output ---
@@ -389,3 +395,51 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
         if moved == 0:
             return
     require(False, f"a later token moves earlier outputs, by up to {moved:.2g}")
+
+
+def in_parts(backend: Backend, spec: Spec, device: str) -> None:
+    """Queries and keys cut into blocks of their own: the parts joined by their L, and the sums of
+    their gradients, are those of the whole. Where none of a part's keys is seen: 0, and L -inf."""
+    assert backend.partial is not None, "it declares lse, and has no partial"
+    T, case = 50, matrix.Case("in parts", 50, 50, spec.n_head, spec.n_kv_head, spec.head_dim,
+                              window=spec.window, scale=spec.scale, softcap=spec.softcap,
+                              segments="packed" if spec.segments else None)  # fmt: skip
+    q, k, v, dout = matrix.draw(case, spec.dtype, device)
+    seg, acc = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32)
+    parts = [
+        (slice(*I), slice(*J), I[0] - J[0])
+        for I in itertools.pairwise((0, 7, 29, T))
+        for J in itertools.pairwise((0, 13, 30, T))
+    ]
+
+    def segments_of(I: slice, J: slice) -> Any:
+        return None if seg is None else (seg[:, I], seg[:, J])
+
+    out = torch.zeros(q.shape, dtype=acc, device=device)
+    L = torch.full((*q.shape[:1], q.shape[2], T), torch.finfo(acc).min, dtype=acc, device=device)
+    with torch.no_grad():
+        for I, J, offset in parts:
+            pair = segments_of(I, J)
+            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
+            require(O_ij.dtype == L_ij.dtype == acc, f"a part is {O_ij.dtype}, its L {L_ij.dtype}")
+            i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
+            both = (None, None) if pair is None else (pair[0][:, :, None], pair[1][:, None])
+            blind = ~visible(i[:, None], j, offset, spec.window, *both).any(dim=-1)  # (B, or ,) Tq
+            blind = blind.expand(q.shape[0], -1)
+            require(not O_ij[blind].any(), "a row that sees none of a part's keys must give zeros")
+            nothing = L_ij.transpose(1, 2)[blind]
+            require((nothing == -torch.inf).all(), "and its L must be -inf")
+            L_new = torch.logaddexp(L[..., I], L_ij)
+            old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
+            out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
+        sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
+        whole = out.to(q.dtype)
+        for I, J, offset in parts:
+            of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
+            grads = backend.partial.backward(*of_row, spec, offset, segments_of(I, J))
+            for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
+                require(grad.dtype == acc, f"a gradient of a part is {grad.dtype}")
+                total[:, rows] += grad
+    got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
+    rough, exact = matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype)
+    oracle.check(got, rough, exact, getattr(torch, spec.dtype))

@@ -17,9 +17,8 @@ Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk,
         mask, but pinned flash on CUDA takes none: it gets torch's own bottom-right bias object.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
-Refuses a softcap, for which it has no argument; sinks, which need L and its gradient, and it gives
-        neither; and what the rows of Caps say (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-        and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the limits of older releases.
+Refuses a softcap and sinks, for which it has no argument, and what the rows of Caps say (sdp_utils
+        .cpp and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the limits of older releases.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .sdpa_partial import PARTIAL
 from .spec import Backend, Caps, Spec
 from .views import StaticView, mask, zeros_before_the_first_key
 
@@ -118,14 +118,14 @@ def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
 
-FLASH = _pinned(
+FLASH = replace(_pinned(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
     SDPBackend.FLASH_ATTENTION,
     Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.3", head_dim_max=256, window=False,
-         segments=False, scale=True),
-    Caps(("cpu",), min_torch="2.3", dropout=False, scale=True),
-)  # fmt: skip
+         segments=False, scale=True, lse=True),
+    Caps(("cpu",), min_torch="2.3", dropout=False, scale=True, lse=True),
+), partial=PARTIAL)  # fmt: skip
 _EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8, scale=True)
 EFFICIENT = _pinned(
     "sdpa_efficient",

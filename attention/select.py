@@ -79,11 +79,13 @@ def _first_of_auto(spec: Spec, machine: Machine) -> str:
     """The first name that "auto" tries: the latest FlashAttention that is installed and supports
     this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged. To train on a
     CPU with matrix units it is SDPA with another backward, where that supports it. With a softcap
-    or sinks it is what _without_sdpa() says."""
+    or sinks it is what _without_sdpa() says, in parts what _with_lse() says."""
     if machine.device == "cuda":
         for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
             if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
                 return name
+    if spec.lse:
+        return _with_lse(spec, machine)
     trains = spec.grad and not spec.compiled
     if machine.matrix_units and trains and not sdpa_bmm.BACKEND.why_not(spec, machine):
         return "sdpa_bmm"
@@ -99,6 +101,13 @@ def _without_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) ->
     able = (name for name in fused if not BACKENDS[name].why_not(spec, machine))
     on_cuda = (name for name in able if machine.device == "cuda" and name not in rejected)
     return next(on_cuda, "manual")
+
+
+def _with_lse(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
+    """What to try where L is asked for: the first of those that give it; tiled does everywhere."""
+    names = ("sdpa_flash", "triton") if machine.device == "cuda" else ("sdpa_flash",)
+    able = (name for name in names if not BACKENDS[name].why_not(spec, machine))
+    return next((name for name in able if name not in rejected), "tiled")
 
 
 def resolve(
@@ -133,6 +142,8 @@ def resolve(
             after = _without_sdpa(spec, machine, rejected)
         if after is None and spec.cache == "paged":  # the one thing manual cannot do
             after = "paged"
+        if spec.lse and not (after and get(after).partial):
+            after = _with_lse(spec, machine, rejected)
         if strict or after is None or after in rejected:
             reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
             raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")

@@ -87,6 +87,7 @@ class Spec:
     scale: float | None = None  # of the scores; None, which 1 / sqrt(head_dim) becomes: that
     softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
     sinks: bool = False  # will `sinks` be passed to attend()?
+    lse: bool = False  # will Backend.partial be called, for results that are joined by their L?
 
     def __post_init__(self) -> None:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
@@ -192,7 +193,7 @@ class Refusal(str):
 @dataclass(frozen=True)
 class Caps:
     """What a backend supports on some devices; by default what GPT-2's attention has and some
-    more. Two kinds of cache, `scale`, `softcap` and `sinks` have to be declared."""
+    more. Two kinds of cache, `scale`, `softcap`, `sinks` and `lse` have to be declared."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -208,6 +209,8 @@ class Caps:
     scale: bool = False
     softcap: bool = False
     sinks: bool = False
+    lse: bool = False  # has it a `partial`? It takes no dropout, sinks or cache
+    lse_segments: bool = True  # and does that take segments, where `segments` does?
     grad: bool = True
     deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
@@ -268,6 +271,18 @@ class Caps:
             refuse("dropout", f"it has no dropout, and {spec.dropout:g} is asked (--dropout=0)")
         elif (p := self.dropout_step) and spec.dropout % p:
             refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
+        if spec.lse and not self.lse:
+            refuse("lse", "it does not give L, by which the parts of a sequence are joined")
+        elif spec.lse:
+            parts = "over a sequence in parts it has no"
+            if spec.segments and self.segments and not self.lse_segments:
+                refuse("lse", f"{parts} segments")
+            if spec.dropout and self.dropout:
+                refuse("lse", f"{parts} dropout, and {spec.dropout:g} is asked (--dropout=0)")
+            if spec.sinks and self.sinks:
+                refuse("lse", f"{parts} attention sinks")
+            if spec.cache != "none":
+                refuse("lse", f"{parts} cache")
         if spec.grad and not self.grad:
             refuse("grad", "it has no backward pass")
         elif spec.grad and machine.deterministic and not self.deterministic:
@@ -280,6 +295,24 @@ class Caps:
         elif (size := spec.page_size) and size % (step := self.page_multiple):
             refuse("page_size", f"page_size must be a multiple of {step}, not {size}")
         return why
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention to a part of the keys, with what joins it to that to the others (ring.py): L, the
+    logsumexp of each row's scores. `offset` is that of visible(): the position of the first query
+    less that of the first key. `segments` is None or a pair, of the queries (B, Tq) and of the keys
+    (B, Tk). Every result is float32, or float64 for float64.
+
+    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalised over
+    these keys alone, and L (B, H, Tq), the natural logarithm. A row that sees none of these keys
+    has out 0 and L -inf.
+    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: with out and L of
+    the whole rows, what these keys add to dq, and these queries to dk and dv.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -302,6 +335,7 @@ class Backend:
     aliases: tuple[str, ...] = ()
     install: str | None = None  # the command that installs it
     fullgraph: bool = True  # does torch.compile trace it without a graph break?
+    partial: Partial | None = None  # what Caps.lse promises
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """Every reason why this cannot do `spec` on `machine`; empty means that it can.

@@ -69,6 +69,7 @@ def abilities(caps: Caps) -> dict[str, str]:
         "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "no",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
         "backward": yes[caps.grad] + ", not deterministic" * unordered,
+        "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "no",
         "caches": caches if "none" in caps.caches else f"only {caches}",
     }
 

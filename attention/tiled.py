@@ -26,7 +26,6 @@ Softcap S_ij = c tanh(tau Q_i K_j^T / c); its slope, 1 - (S_ij / c)^2, is a fact
 Sinks   are where the sums begin: m_i = sink, l_i = 1. L_i contains it, so P_ij is right as it is,
         and dsink = - sum_i exp(sink - L_i) D_i.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
-        Under torch.compile each call is a graph break: traced, the loops would be unrolled.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
         Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
 """
@@ -39,13 +38,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec, visible
+from .spec import Backend, Caps, Partial, Spec, visible
 from .views import not_compiled
 
+Segments = Tensor | tuple[Tensor, Tensor] | None  # of the keys; or of the queries, and of the keys
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
-@not_compiled
+@not_compiled  # but a graph break: traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
@@ -59,28 +59,30 @@ class Tiled(torch.autograd.Function):
                 segments: Tensor | None, spec: Spec, *tiles: int) -> Tensor:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
             out, L = forward_tiles(q, k, v, spec, segments, sinks, *tiles)
-        ctx.save_for_backward(q, k, v, out, L, sinks, segments)
+        ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, sinks, segments)
         ctx.options = spec, *tiles  # the seed, B_r, B_c
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(dout.device.type, enabled=False):
+        with torch.autocast(dout.device.type, enabled=False):  # rounded by autograd, to the inputs'
             return *backward_tiles(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
 @torch.no_grad()
-def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | None = None,
+def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Segments = None,
                   sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
-                  B_c: int = BLOCK_N, on_tile: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D) in q's dtype, and the
-    logsumexp L (B, Hkv, H/Hkv, Tq, 1) in float32, or float64 for float64. A tile's dropout mask has
-    the seed `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i."""
+                  B_c: int = BLOCK_N, offset: int | None = None,
+                  on_tile: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D), and the logsumexp L
+    (B, Hkv, H/Hkv, Tq, 1), in float32, or float64 for float64. A tile's dropout mask has the seed
+    `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
+    offset = Tk - Tq if offset is None else offset
     Q, K, V = (by_kv_head(t, Hkv) for t in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=acc, device=q.device)
     O, L = by_kv_head(out, Hkv), torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
     cols = blocks(Tk, B_c)
     for i, I in enumerate(blocks(Tq, B_r)):
@@ -92,13 +94,13 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
         if sinks is not None:
             m_i, l_i = torch.maximum(m_i, sinks.to(acc).view(Hkv, -1, 1, 1)), l_i + 1
         for j, J in enumerate(cols):
-            if wholly_masked(I, J, Tk - Tq, spec.window):
+            if wholly_masked(I, J, offset, spec.window):
                 continue
             K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            S_ij = masked(S_ij, I, J, Tq, Tk, spec.window, segments)
+            S_ij = masked(S_ij, I, J, offset, spec.window, segments)
             m_new = torch.maximum(m_i, S_ij.amax(dim=-1, keepdim=True))
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
@@ -109,19 +111,20 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor 
             if on_tile is not None:
                 on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
         l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
-        O[..., I, :] = (O_i / l_i).to(q.dtype)
+        O[..., I, :] = O_i / l_i
         L[..., I, :] = m_i + torch.log(l_i)
     return out, L
 
 
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   sinks: Tensor | None, segments: Tensor | None, spec: Spec, seed: int,
-                   B_r: int, B_c: int) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The backward pass: FlashAttention-2, Algorithm 2. Gradients like q, k, v and sinks."""
+                   sinks: Tensor | None, segments: Segments, spec: Spec, seed: int = 0,
+                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
+                   offset: int | None = None) -> tuple[Any, ...]:  # fmt: skip
+    """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and sinks like L."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
-    dq = torch.zeros(q.shape, dtype=acc, device=q.device)  # each key block adds to it
-    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+    offset = Tk - Tq if offset is None else offset
+    dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
     D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1)
@@ -129,13 +132,13 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
         K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
         dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
         for i, I in enumerate(rows):
-            if wholly_masked(I, J, Tk - Tq, spec.window):
+            if wholly_masked(I, J, offset, spec.window):
                 continue
             Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
-            P_ij = torch.exp(masked(S_ij, I, J, Tq, Tk, spec.window, segments) - L[..., I, :])
+            P_ij = torch.exp(masked(S_ij, I, J, offset, spec.window, segments) - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
@@ -147,11 +150,23 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             dS_ij = dS_ij.to(q.dtype).to(acc)
             dQ[..., I, :] += tau * (dS_ij @ K_j)
             dK_j += tau * (dS_ij.mT @ Q_i).sum(dim=2, keepdim=True)
-        dK[..., J, :], dV[..., J, :] = dK_j.to(k.dtype), dV_j.to(v.dtype)
+        dK[..., J, :], dV[..., J, :] = dK_j, dV_j
     if sinks is None:
-        return dq.to(q.dtype), dk, dv, None
+        return dq, dk, dv, None
     P_sink = torch.exp(sinks.to(acc).view(Hkv, -1, 1, 1) - L)
-    return dq.to(q.dtype), dk, dv, -(P_sink * D).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
+    return dq, dk, dv, -(P_sink * D).sum(dim=(0, 3, 4)).flatten()
+
+
+def forward_partial(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+                    segments: Segments = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, L = forward_tiles(q, k, v, spec, segments, offset=offset)
+    return out, L.masked_fill(L.eq(torch.finfo(L.dtype).min), -torch.inf).flatten(1, 2)[..., 0]
+
+
+def backward_partial(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                     spec: Spec, offset: int, segments: Segments = None) -> Any:  # fmt: skip
+    L = L.unflatten(1, (k.shape[2], -1))[..., None]
+    return backward_tiles(dout, q, k, v, out, L, None, segments, spec, offset=offset)[:3]
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
@@ -171,19 +186,18 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
     return not visible(0, nearest, offset, window)
 
 
-def masked(S_ij: Tensor, I: slice, J: slice, Tq: int, Tk: int, window: int | None,
-           segments: Tensor | None) -> Tensor:  # fmt: skip
+def masked(S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None,
+           segments: Segments) -> Tensor:  # fmt: skip
     """S_ij with -inf where the query does not see the key."""
     corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
-    if segments is None and all(visible(*corner, Tk - Tq, window) for corner in corners):
+    if segments is None and all(visible(*corner, offset, window) for corner in corners):
         return S_ij
+    if isinstance(segments, Tensor):  # for Tq > Tk the first queries have none, and see nothing
+        segments = F.pad(segments, (-offset, 0)), segments
     i, j = (torch.arange(x.start, x.stop, device=S_ij.device) for x in (I, J))
-    if segments is None:
-        seen = visible(i[:, None], j, Tk - Tq, window)
-    else:  # of the last Tq positions; where Tq > Tk the first have none, and see nothing anyway
-        seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, I, None], segments[:, None, J]
-        seen = visible(i[:, None], j, Tk - Tq, window, seg_i, seg_j)[:, None, None]
-    return S_ij.masked_fill(~seen, -torch.inf)
+    seg = (segments[0][:, I, None], segments[1][:, None, J]) if segments else (None, None)
+    seen = visible(i[:, None], j, offset, window, *seg)
+    return S_ij.masked_fill(~(seen[:, None, None] if segments else seen), -torch.inf)
 
 
 def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
@@ -196,5 +210,5 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
 
 
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
-                  (Caps(scale=True, softcap=True, sinks=True),), fallback="manual",
-                  fullgraph=False)  # fmt: skip
+                  (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback="manual",
+                  fullgraph=False, partial=Partial(forward_partial, backward_partial))  # fmt: skip

@@ -35,11 +35,15 @@ Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Two bac
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec
+from .spec import Backend, Caps, Partial, Spec
+
+Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
@@ -50,10 +54,51 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     from .triton_kernels import flash_forward  # imports triton, which is optional
 
     first, last = (None, None) if segments is None else borders(segments)
+    if first is not None:  # of the queries; for Tq > Tk the first see nothing whatever it is
+        first = F.pad(first, (q.shape[1] - k.shape[1], 0)).contiguous()
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
     return flash_forward(q, k, v, first, last, seed, sinks, spec.window, spec.dropout,
                          spec.softmax_scale, spec.softcap)[0]  # fmt: skip
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
+            segments: Pair = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from .triton_kernels import LOWEST, flash_forward
+
+    numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
+    borders_ = borders_of_pair(segments, k.shape[1], offset)
+    out, L = flash_forward(q, k, v, *borders_, None, None, *numbers)
+    return out, torch.where(L.eq(LOWEST.value), -torch.inf, L * math.log(2))
+
+
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
+             offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
+    from .triton_kernels import flash_backward
+
+    numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
+    borders_ = borders_of_pair(segments, k.shape[1], offset)
+    rows = dout, q, k, v, out.contiguous(), (L / math.log(2)).contiguous()
+    return tuple(flash_backward(*rows, *borders_, None, *numbers)[:3])
+
+
+def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
+    """flash_forward's `first` and `last` for keys and queries `offset` apart.
+
+    The queries past the last key follow the keys at once, whatever lies between: a run of one
+    segment that both have is one run all the same.
+    """
+    if segments is None:
+        return None, None
+    seg_q, seg_k = segments
+    Tq, gap = seg_q.shape[1], max(offset - Tk, 0)
+    past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
+    first, last = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
+    i = torch.arange(Tq, device=seg_q.device) + offset - gap
+    # A query that stands before all keys sees none, whatever `first` is.
+    first = first[:, i.clamp(0, first.shape[1] - 1)]
+    last = last[:, :Tk]
+    return first.contiguous(), torch.where(last < Tk, last, last + gap).contiguous()
 
 
 def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +118,7 @@ def _caps(
     device: str, *dtypes: str, capability: tuple[int, int] | None = None, interpreted: bool = False
 ) -> Caps:
     return Caps((device,), dtypes, min_capability=capability, min_torch="2.5", head_dim_max=128,
-                scale=True, softcap=True, sinks=True, packages=("triton>=3.1",),
+                scale=True, softcap=True, sinks=True, lse=True, packages=("triton>=3.1",),
                 interpreted=interpreted)  # fmt: skip
 
 
@@ -88,4 +133,5 @@ BACKEND = Backend(
     ),
     fallback="sdpa",
     install="pip install triton",
+    partial=Partial(forward, backward),
 )

@@ -120,23 +120,25 @@ def store_rows(
 
 
 @triton.jit
-def first_key(p, window, First):
-    """The first key that a query at position p sees, p = i + Tk - Tq; p is a scalar or a block.
+def first_key(i, offset, window, First):
+    """The first key that query i sees, a scalar or a block; it stands at position i + offset.
 
-    First[j] is where j's segment begins. A negative p lies before all keys and sees none.
+    First[i] is the first key of its segment, Tk or more where that has none. A query at a negative
+    position lies before all keys and sees none.
     """
-    first = p * 0
+    first = i * 0
     if window is not None:
-        first = tl.maximum(first, p - window + 1)
+        first = tl.maximum(first, i + offset - window + 1)
     if First is not None:
-        first = tl.maximum(first, tl.load(First + tl.maximum(p, 0)))
+        first = tl.maximum(first, tl.load(First + i))
     return first
 
 
 @triton.jit
-def last_position(j, Tk, window, Last):
-    """The last query position that sees key j; Last[j] is where j's segment ends."""
-    last = j * 0 + Tk - 1
+def last_position(j, end, window, Last):
+    """The last query position that sees key j; Last[j] is where j's segment ends, and `end` where
+    the queries do."""
+    last = j * 0 + end - 1
     if window is not None:
         last = tl.minimum(last, j + window - 1)
     if Last is not None:
@@ -157,21 +159,23 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 
 @triton.jit
-def keys_seen(i0, Tq, Tk, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def keys_seen(i0, Tq, Tk, offset, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """For a block of queries: the first and the last key of each, and the tiles as above.
 
     Rows past the end get the last row's keys: their results are not stored.
     """
-    last = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1) + Tk - Tq
-    p_first, p_last = i0 + Tk - Tq, tl.minimum(i0 + BLOCK_M, Tq) - 1 + Tk - Tq
+    i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
+    i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
+    last = tl.minimum(i + offset, Tk - 1)
+    first_end, last_end = tl.minimum(i0 + offset + 1, Tk), tl.minimum(i_last + offset + 1, Tk)
     if window is None and First is None:
         first = last * 0
-        begin, inner_begin, inner_end, end = visible_tiles(0, p_first + 1, 0, p_last + 1, BLOCK_N)
+        begin, inner_begin, inner_end, end = visible_tiles(0, first_end, 0, last_end, BLOCK_N)
     else:
-        first = first_key(last, window, First)
+        first = first_key(i, offset, window, First)
         begin, inner_begin, inner_end, end = visible_tiles(
-            first_key(p_first, window, First), p_first + 1,
-            first_key(p_last, window, First), p_last + 1, BLOCK_N)  # fmt: skip
+            first_key(i0, offset, window, First), first_end,
+            first_key(i_last, offset, window, First), last_end, BLOCK_N)  # fmt: skip
     return first, last, begin, inner_begin, inner_end, end
 
 
@@ -200,7 +204,7 @@ def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: t
 def forward_kernel(
     Q, K, V, O, L, First, Seed, Sinks,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    Tq, Tk, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -212,12 +216,12 @@ def forward_kernel(
     O += (b * Tq * H + h) * HEAD_DIM
     L += bh.to(tl.int64) * Tq
     if First is not None:
-        First += b * Tk
+        First += b * Tq
     if Seed is not None:
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N
+        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
     )
     i = i0 + tl.arange(0, BLOCK_M)
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -271,7 +275,7 @@ def forward_kernel(
 def dq_kernel(
     Q, K, V, O, dO, L, D, dQ, First, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -286,12 +290,12 @@ def dq_kernel(
     L += bh.to(tl.int64) * Tq
     D += bh.to(tl.int64) * Tq
     if First is not None:
-        First += b * Tk
+        First += b * Tq
     if Seed is not None:
         seed = tl.load(Seed)
 
     first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, window, First, BLOCK_M, BLOCK_N
+        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
     )
     i = i0 + tl.arange(0, BLOCK_M)
     dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
@@ -339,7 +343,7 @@ def dq_kernel(
 def dkdv_kernel(
     Q, K, V, dO, L, D, dK, dV, Last, Seed,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    Tq, Tk, H, window, tau, softcap, threshold, keep,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -365,11 +369,12 @@ def dkdv_kernel(
     # Keys past the end get the last key's interval of rows: their results are not stored.
     j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
-    seen_to = last_position(j, Tk, window, Last)
-    offset = Tk - Tq
+    p_end = Tq + offset
+    seen_to = last_position(j, p_end, window, Last)
     begin, inner_begin, inner_end, end = visible_tiles(
-        j0 - offset, last_position(j0, Tk, window, Last) + 1 - offset,
-        j_last - offset, last_position(j_last, Tk, window, Last) + 1 - offset, BLOCK_M)  # fmt: skip
+        j0 - offset, last_position(j0, p_end, window, Last) + 1 - offset,
+        j_last - offset, last_position(j_last, p_end, window, Last) + 1 - offset,
+        BLOCK_M)  # fmt: skip
 
     K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -511,12 +516,24 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: float,
-             softcap: float | None) -> tuple[Any, ...]:  # fmt: skip
-    """Tq, Tk, H, window, tau, softcap, threshold, keep and GROUP, in the kernels' order."""
+             softcap: float | None, offset: int | None) -> tuple[Any, ...]:  # fmt: skip
+    """Tq, Tk, offset, H, window, tau, softcap, threshold, keep and GROUP, in the kernels' order."""
     Tq, H, _ = q.shape[1:]
+    offset = k.shape[1] - Tq if offset is None else offset
     # A random word, read as a signed integer, is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
-    return Tq, k.shape[1], H, window, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
+    return (
+        Tq,
+        k.shape[1],
+        offset,
+        H,
+        window,
+        scale,
+        softcap,
+        threshold,
+        1 - dropout,
+        H // k.shape[2],
+    )
 
 
 # --- Operators: what torch.compile sees ---
@@ -530,21 +547,24 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
     "nanoattn::flash_forward",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, Tensor? seed, "
-    "Tensor? sinks, int? window, float dropout, float scale, float? softcap) -> (Tensor, Tensor)",
+    "Tensor? sinks, int? window, float dropout, float scale, float? softcap, int? offset=None)"
+    " -> (Tensor, Tensor)",
 )
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
                   seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
-                  scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  scale: float, softcap: float | None,
+                  offset: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention, with a gradient.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
-        first, last: (B, Tk) int32, where each position's segment begins and ends; None without
-            segments. Only the backward pass uses `last`.
+        first: (B, Tq) int32, where each query's segment begins among the keys; last: (B, Tk) int32,
+            where each key's ends; None without segments. Only the backward pass uses `last`.
         seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
         sinks: (H,) float32, or None.
         window, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
+        offset: as in visible(); then the results are float32, and without a gradient.
 
     Returns:
         out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
@@ -552,35 +572,40 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = _result(q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
         "forward", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
         q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
-        *_numbers(q, k, window, dropout, scale, softcap)
+        *_numbers(q, k, window, dropout, scale, softcap, offset)
     )  # fmt: skip
     return out, L
+
+
+def _result(x: Tensor, offset: int | None) -> Tensor:
+    """A contiguous tensor like x; float32 where an offset says that it is to be added up."""
+    return torch.empty(x.shape, dtype=x.dtype if offset is None else torch.float32, device=x.device)
 
 
 @torch.library.custom_op(
     "nanoattn::flash_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor L, Tensor? first, "
-    "Tensor? last, Tensor? seed, int? window, float dropout, float scale, float? softcap)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? last, Tensor? seed, int? window, float dropout, float scale, float? softcap, "
+    "int? offset=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    first: Tensor | None, last: Tensor | None, seed: Tensor | None,
-                   window: int | None, dropout: float, scale: float,
-                   softcap: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+                   window: int | None, dropout: float, scale: float, softcap: float | None,
+                   offset: int | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the sums over dO * O; out
     and L are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dq, dk, dv = (_result(t, offset) for t in (q, k, v))
     D = torch.empty_like(L)
-    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap)
+    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap, offset)
     _launch(
         "dq", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
         q, k, v, out, dout, L, D, dq, first, seed, *numbers
@@ -593,19 +618,25 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 
 @flash_forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, Tq, H, _D = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
+    return _result(q, _offset(10, rest)), q.new_empty((B, H, Tq), dtype=torch.float32)
+
+
+def _offset(at: int, rest: tuple[Any, ...]) -> int | None:
+    """The last argument of an operator; torch.library leaves it out where it is None."""
+    return rest[at] if len(rest) > at else None
 
 
 @flash_backward.register_fake
 def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
-      *_: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, L))
+      *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    return *(_result(t, _offset(7, rest)) for t in (q, k, v)), torch.empty_like(L)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, last, seed, sinks, *ctx.numbers = inputs
+    q, k, v, first, last, seed, sinks, *numbers = inputs
+    ctx.numbers = numbers[:4]  # without an offset: with one there is no gradient
     ctx.save_for_backward(sinks, q, k, v, *output, first, last, seed)
     ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never used
 
@@ -617,7 +648,7 @@ def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:
     if sinks is not None:  # -P_sink D_i, summed over all rows; where no key is seen D_i is 0
         P_sink = torch.exp2(sinks[:, None] * math.log2(math.e) - saved[4])  # (B, H, Tq)
         dsinks = -(P_sink * D).sum(dim=(0, 2))
-    return *grads, None, None, None, dsinks, None, None, None, None
+    return *grads, None, None, None, dsinks, None, None, None, None, None
 
 
 flash_forward.register_autograd(_gradients, setup_context=_keep)

@@ -19,16 +19,21 @@ from .spec import Spec, visible
 
 
 def mask(
-    Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
-) -> Tensor:
-    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments."""
+    Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
+    device: torch.device, offset: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments, of the keys
+    (B, Tk) or a pair, of the queries and of the keys. offset None: Tk - Tq."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
+    offset = Tk - Tq if offset is None else offset
     if segments is None:
-        return visible(i, j, Tk - Tq, window)[None, None]
-    # Where Tq > Tk the first queries have no segment: they come before every key and see nothing.
-    seg_i, seg_j = F.pad(segments, (Tq - Tk, 0))[:, :, None], segments[:, None, :]
-    return visible(i, j, Tk - Tq, window, seg_i, seg_j)[:, None]
+        return visible(i, j, offset, window)[None, None]
+    if isinstance(segments, Tensor):
+        # Where Tq > Tk the first queries have none: they come before every key and see nothing.
+        segments = F.pad(segments, (Tq - Tk, 0)), segments
+    seg_i, seg_j = segments[0][:, :, None], segments[1][:, None, :]
+    return visible(i, j, offset, window, seg_i, seg_j)[:, None]
 
 
 def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

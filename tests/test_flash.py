@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +39,9 @@ from attention import (
     matrix,
     oracle,
     probe,
+    promises,
     resolve,
+    visible,
 )
 from attention.matrix import CASES, Case
 from attention.views import PagedView, StaticView
@@ -137,6 +139,33 @@ def cached(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, seqlens: Tenso
                         for b in range(len(q))])  # fmt: skip
 
 
+def in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int | None, right: int | None,
+             scale: float | None, softcap: float, L: Tensor | None = None,
+             out: Tensor | None = None, dout: Tensor | None = None) -> Any:  # fmt: skip
+    """L (B, H, Tq) as documented; with that of a whole row, its out and dout the gradients: P is
+    exp(S - L), and each is that of softmax, rounded once."""
+    (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
+    high = 0 if causal else Tq + Tk if right is None else right
+    at, j = torch.arange(Tq)[:, None] + Tk - Tq, torch.arange(Tk)
+    seen = (j <= at + high) & (j >= at - (Tq + Tk if left is None else left))
+    keys, values = (t.double().repeat_interleave(H // Hkv, dim=2).transpose(1, 2) for t in (k, v))
+    tau = D**-0.5 if scale is None else scale
+    S = tau * q.double().transpose(1, 2) @ keys.mT
+    if softcap > 0:
+        S = softcap * torch.tanh(S / softcap)
+    slope = 1 - (S / softcap) ** 2 if softcap > 0 else 1
+    S = S.masked_fill(~seen, -torch.inf)
+    if L is None or out is None or dout is None:
+        return S.logsumexp(dim=-1).nan_to_num(neginf=torch.inf).float()
+    assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == (len(q), H, Tq)
+    assert out.shape == dout.shape == q.shape and out.dtype == dout.dtype == q.dtype
+    P, dO = (S - L[..., None]).exp(), dout.double().transpose(1, 2)
+    dS = P * (dO @ values.mT - (dout.double() * out.double()).sum(-1).mT[..., None]) * slope
+    dk, dv = ((x.mT @ y).unflatten(1, (Hkv, -1)).sum(dim=2)
+              for x, y in ((tau * dS, q.double().transpose(1, 2)), (P, dO)))  # fmt: skip
+    return tuple(t.transpose(1, 2).to(q.dtype) for t in (tau * dS @ keys, dk, dv))
+
+
 def limits(window: tuple[Any, Any], unbounded: int | None) -> tuple[int | None, int | None]:
     """A window's sides, None where there is no end."""
     assert isinstance(window, tuple) and len(window) == 2
@@ -153,6 +182,12 @@ def record(module: ModuleType, locals_: dict[str, Any]) -> None:
     module.calls.append({n: x for n, x in locals_.items() if not isinstance(x, Tensor)})
 
 
+def write(into: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    for tensor, grad in zip(into, grads, strict=True):
+        assert tensor.is_contiguous() and tensor.dtype == grad.dtype
+        tensor.copy_(grad)
+
+
 def flash_attn_2() -> ModuleType:
     """flash_attn/flash_attn_interface.py, 2.6.2 to 2.8.3."""
     module: Any = ModuleType("flash_attn")
@@ -164,7 +199,20 @@ def flash_attn_2() -> ModuleType:
         record(module, locals())
         check_inputs(q, k, v)
         assert not (softcap > 0 and dropout_p), "Softcapping does not support dropout for now"
-        return dense(q, k, v, causal, *limits(window_size, -1), softmax_scale, softcap, dropout_p)
+        how = causal, *limits(window_size, -1), softmax_scale, softcap
+        out = dense(q, k, v, *how, dropout_p)
+        return (out, in_parts(q, k, v, *how), None) if return_attn_probs else out
+
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
+                             causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                             deterministic, rng_state=None):  # fmt: skip
+        record(module, locals())
+        check_inputs(q, k, v, step=8)
+        assert not dropout_p and alibi_slopes is None
+        how = causal, *limits((window_size_left, window_size_right), -1), softmax_scale, softcap
+        write((dq, dk, dv), in_parts(q, k, v, *how, softmax_lse, out, dout))
+
+    module.flash_attn_interface = SimpleNamespace(_flash_attn_backward=_flash_attn_backward)
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                dropout_p=0.0, softmax_scale=None, causal=False,
@@ -212,11 +260,25 @@ def flash_attn_3(with_lse: bool = False) -> ModuleType:
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None,
                         k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
                         softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-                        sm_margin=0):  # fmt: skip
+                        sm_margin=0, return_attn_probs=False):  # fmt: skip
         record(module, locals())
         check_inputs(q, k, v, step=8)
         how = causal, *limits(window_size, -1), softmax_scale, softcap
+        if return_attn_probs:
+            return dense(q, k, v, *how), in_parts(q, k, v, *how)
         return given(dense(q, k, v, *how))
+
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
+                             sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                             dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+                             window_size_left=-1, window_size_right=-1, softcap=0.0,
+                             deterministic=False, sm_margin=0):  # fmt: skip
+        record(module, locals())
+        check_inputs(q, k, v, step=8)
+        how = is_causal, *limits((window_size_left, window_size_right), -1), softmax_scale, softcap
+        write((dq, dk, dv), in_parts(q, k, v, *how, softmax_lse, out, dout))
+
+    module._flash_attn_backward = _flash_attn_backward
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                seqused_q=None, seqused_k=None, softmax_scale=None, causal=False,
@@ -264,7 +326,18 @@ def flash_attn_4() -> ModuleType:
         check_inputs(q, k, v, step=8)
         check_sink(q, learnable_sink)
         how = causal, *limits(window_size, None), softmax_scale, softcap, 0.0, learnable_sink
-        return dense(q, k, v, *how), None
+        return dense(q, k, v, *how), in_parts(q, k, v, *how[:5]) if return_lse else None
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+                        window_size_left=None, window_size_right=None, deterministic=False,
+                        dq=None, dk=None, dv=None):  # fmt: skip
+        record(module, locals())
+        check_inputs(q, k, v, step=8)
+        sides = limits((window_size_left, window_size_right), None)
+        how = causal, *sides, softmax_scale, softcap
+        write((dq, dk, dv), in_parts(q, k, v, *how, lse, out, dout))
+
+    module.interface = SimpleNamespace(_flash_attn_bwd=_flash_attn_bwd)
 
     def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None,
                                max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
@@ -1133,3 +1206,43 @@ def test_the_matrix_covers_what_the_calls_differ_in() -> None:
     has: list[Case] = CALLED
     assert any(c.Tq < c.Tk and c.segments for c in has) and any(c.Tq > c.Tk for c in has)
     assert any(c.window and c.segments for c in has) and any(c.Tq == 1 < c.H // c.Hkv for c in has)
+
+
+# --- in parts ---
+
+
+def test_a_band_is_all_that_is_visible_and_every_row_of_it_sees_a_key() -> None:
+    for Tq, Tk, offset, window in itertools.product(
+        range(1, 6), range(1, 6), range(-7, 9), (None, 1, 2, 3, 6)
+    ):
+        want = visible(torch.arange(Tq)[:, None], torch.arange(Tk), offset, window)
+        got = torch.zeros(Tq, Tk, dtype=torch.bool)
+        if (found := flash.band(Tq, Tk, offset, window)) is not None:
+            I, J, left, right = found
+            assert left >= 0 and right >= 0
+            rows, cols = I.stop - I.start, J.stop - J.start
+            at, j = torch.arange(rows)[:, None] + cols - rows, torch.arange(cols)
+            got[I, J] = (j <= at + right) & (j >= at - left)
+            assert got[I].any(dim=1).all()
+        assert torch.equal(got, want), (Tq, Tk, offset, window)
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+@pytest.mark.parametrize("window", [None, 9])
+def test_parts_make_the_whole(name, window, installed) -> None:
+    D = 20 if name == "flash_attn_2" else 32
+    for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):
+        spec = Spec(4, Hkv, D, "float16", window=window, lse=True, **more)
+        promises.in_parts(BACKENDS[name], spec, "cpu")
+    assert not probe(BACKENDS[name], Spec(4, 2, 32, "float16", window=window, lse=True), "cpu").why
+
+
+def test_parts_take_no_segments_and_the_newest_generation_comes_first() -> None:
+    spec = Spec(4, 4, 64, "bfloat16", lse=True)
+    for name in GENERATIONS:
+        there = machine("NVIDIA H100", 9, 0)
+        assert not BACKENDS[name].why_not(spec, there)
+        (why_,) = BACKENDS[name].why_not(replace(spec, segments=True), there)
+        assert why_.kind == "lse" and "no segments" in why_
+    assert resolve("auto", spec, there).backend.name == "flash_attn_4"
+    assert resolve("auto", replace(spec, segments=True), there).backend.name in ("triton", "tiled")

@@ -17,7 +17,7 @@ BELOW: dict[str, set[str]] = {  # what each may import of the project
     "checkpoint": {"attention", "core", "data", "model"},
 }
 BUDGETS = {"model.py": 320, "train.py": 420, "attention/manual.py": 70, "attention/sdpa.py": 150,
-           "attention/tiled.py": 200}  # fmt: skip
+           "attention/tiled.py": 215}  # fmt: skip
 
 
 def sources() -> list[Path]:

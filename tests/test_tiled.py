@@ -279,7 +279,7 @@ def test_masking_is_left_out_only_where_all_is_visible() -> None:
     for window in (None, 7):
         for I, J in product(tiled.blocks(23, 4), tiled.blocks(31, 3)):
             S_ij = torch.zeros(I.stop - I.start, J.stop - J.start)
-            seen = tiled.masked(S_ij, I, J, 23, 31, window, None) == 0
+            seen = tiled.masked(S_ij, I, J, 31 - 23, window, None) == 0
             want = [[visible(i, j, 8, window) for j in range(J.start, J.stop)]
                     for i in range(I.start, I.stop)]  # fmt: skip
             assert seen.tolist() == want

@@ -79,7 +79,7 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | Non
 
     with torch.autocast(q.device.type, enabled=False):
         out, _ = tiled.forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, on_tile=on_tile)
-    return trace, out
+    return trace, out.to(q.dtype)
 
 
 def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:

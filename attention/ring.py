@@ -1,0 +1,216 @@
+"""ring: attention over a sequence that N processes share: tiled.py, processes in place of tiles.
+
+Each process holds the queries, keys and values of its own positions alone. Its queries stay; the
+keys and values of all go round in a ring, a block at each process at each step, and are taken as
+tiled.py takes tiles: the same online softmax, with its two sums written as one. Over the keys seen
+so far let O_i be a row's output, normalised, and L_i = m_i + log l_i its logsumexp. A block of keys
+j gives O_ij and L_ij (spec.Partial, by whichever kernel can), and
+
+    L_new = log(e^L_i + e^L_ij)
+    O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij      the old sum, rescaled to the new total
+
+After the last block O_i is exactly softmax(S) V, and L_i what the backward pass needs.
+
+Zigzag  A late query sees more keys than an early one, so N equal runs would be unequal work. The
+        sequence is cut into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a
+        digit is the step at which that tile is computed, and what a point hides is skipped:
+
+                          K_0 K_1 K_2 K_3 K_4 K_5 K_6 K_7
+            process 0 Q_0 [0   .   .   .   .   .   .   . ]
+            process 1 Q_1 [1   0   .   .   .   .   .   . ]      K, V at hand, by step
+            process 2 Q_2 [2   1   0   .   .   .   .   . ]       0      1      2      3
+            process 3 Q_3 [3   2   1   0   .   .   .   . ]
+            process 3 Q_4 [3   2   1   0   0   .   .   . ]  3:  3 4    2 5    1 6    0 7
+            process 2 Q_5 [2   1   0   3   3   0   .   . ]  2:  2 5    1 6    0 7    3 4
+            process 1 Q_6 [1   0   3   2   2   3   0   . ]  1:  1 6    0 7    3 4    2 5
+            process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
+
+        At step 0 each process has two tiles on the diagonal and a whole one, at any other two whole
+        ones. At the end of a step it sends the K, V at hand to the next process: r to r + 1.
+Sent    Forward K, V N - 1 times, each time while the block at hand is being computed. Backward they
+        go round again, N - 1 times: to keep them would be the memory that the ring is there to
+        save. The sums dK, dV of a block follow it in float32, N times, so that they end at home.
+        All is sent whatever window and segments hide: no process may wait for another in vain.
+Memory  O(T / N): of K and V two blocks beside its own, the one at hand and the one that comes.
+Numbers O_i, dQ_i, dK_j and dV_j stay float32 until all is added, then are rounded once: the error
+        does not grow with N. Both weights of O_i are sigmoids of a difference of two L: L_new is as
+        large as the scores, and its own rounding would be an error of all of O_i.
+Refuses dropout, sinks and a cache. Under torch.compile each call is a graph break.
+Source  Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv 2310.01889); for causal
+        masks Brandon et al. 2023, Striped Attention (arXiv 2311.09431), which deals out single
+        tokens where the zigzag deals out chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .spec import Backend, Partial, Spec
+from .tiled import wholly_masked
+from .views import not_compiled
+
+
+class Ring:
+    """The processes that share each sequence, and this one's place among them.
+
+    Args:
+        group: of torch.distributed, in the order of the ring; None: this process alone, which cuts
+            its sequence into two chunks all the same.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.rank, self.size = group, 0, 1
+        if group is not None:
+            import torch.distributed as dist
+
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """The two of 2 N chunks that a process holds."""
+        return rank, 2 * self.size - 1 - rank
+
+    def shard(self, t: Tensor, pad: float = 0) -> Tensor:
+        """This process's part (B, T_r, ...) of t (B, T, ...), which is filled up with `pad` at the
+        end, where no query of the T sees it, to a multiple of 2 N."""
+        c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
+        filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
+        cut = F.pad(t, filling, value=pad).split(c, dim=1)
+        return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
+
+    def gather(self, t: Tensor, T: int) -> Tensor:
+        """The whole (B, T, ...) of each process's part t (B, T_r, ...): the inverse of shard()."""
+        parts = [t.contiguous()]
+        if self.size > 1:
+            import torch.distributed as dist
+
+            parts = [torch.empty_like(parts[0]) for _ in range(self.size)]
+            dist.all_gather(parts, t.contiguous(), group=self.group)
+        early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+        return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
+
+    def positions(self, T_r: int, last: int, device: Any = None) -> Tensor:
+        """Where this process's tokens stand in the sequence, (T_r,) int64. Filling stands past the
+        end, and gets `last` where there is no such position.
+
+        Raises:
+            ValueError: there are tokens past `last`, and not only filling.
+        """
+        c = T_r // 2
+        if 2 * self.size * (c - 1) > last:  # of T <= last + 1 tokens shard() cuts shorter chunks
+            got = f"{self.size} processes with {T_r} tokens each"
+            raise ValueError(f"{got} have more than fit into block_size {last + 1}")
+        starts = torch.tensor(self.chunks(self.rank), device=device) * c
+        return (starts[:, None] + torch.arange(c, device=device)).flatten().clamp(max=last)
+
+    def attend(self, backend: Backend) -> Callable[..., Tensor]:
+        """An attend() as in spec.Backend, by that backend's kernel, whose tensors are this
+        process's parts of the sequence: all processes call it alike, and its backward pass."""
+        assert backend.partial is not None, f"{backend.name} gives no L"
+        return partial(attend, ring=self, kernel=backend.partial)
+
+    def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[tuple[slice, slice, int]]:
+        """What this process computes at a step: a chunk of its queries and one of the keys at hand,
+        both as slices of T_r positions, and the offset between them, as in visible()."""
+        c = T_r // 2
+        halves = slice(0, c), slice(c, T_r)
+        for I, a in zip(halves, self.chunks(self.rank), strict=True):
+            for J, b in zip(halves, self.chunks((self.rank - step) % self.size), strict=True):
+                if not wholly_masked(halves[0], halves[0], (a - b) * c, window):
+                    yield I, J, (a - b) * c
+
+    def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send tensors to the next process; what is returned waits, and gives those that
+        came from the one before."""
+        if self.size == 1:
+            return lambda: tensors
+        import torch.distributed as dist
+
+        after, before = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        sent = [t.contiguous() for t in tensors]
+        came = [torch.empty_like(t) for t in sent]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, t, after, self.group) for t in sent]
+            + [dist.P2POp(dist.irecv, t, before, self.group) for t in came]
+        )
+
+        def wait(_until_sent: list[Tensor] = sent) -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return came
+
+        return wait
+
+
+@not_compiled
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+           cache: None = None, ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
+    """Attention over the ring's sequence: q (B, T_r, H, D), k, v (B, T_r, Hkv, D) and segments
+    (B, T_r) are this process's parts, made as by Ring.shard(), and so is the output, like q."""
+    assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
+    if q.shape[1] != k.shape[1] or q.shape[1] % 2:
+        got = f"{q.shape[1]} queries and {k.shape[1]} keys"
+        raise ValueError(f"a ring takes parts of two equal chunks (Ring.shard), got {got}")
+    return RingAttention.apply(q, k, v, segments, spec, ring, kernel)
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
+                ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
+        B, T_r, H, _ = q.shape
+        acc = torch.promote_types(q.dtype, torch.float32)
+        O = torch.zeros(q.shape, dtype=acc, device=q.device)
+        # The least finite number, not -inf: where nothing is seen yet, L_i - L_new is 0.
+        L = torch.full((B, H, T_r), torch.finfo(acc).min, dtype=acc, device=q.device)
+        block = [k, v] if segments is None else [k, v, segments]
+        for step in range(ring.size):
+            coming = ring.pass_on(block) if step < ring.size - 1 else None
+            for I, J, offset in ring.tiles(step, T_r, spec.window):
+                K_j, V_j, *seg_j = (t[:, J] for t in block)
+                pair = (segments[:, I], *seg_j) if segments is not None else None
+                with torch.autocast(q.device.type, enabled=False):
+                    O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
+                new = torch.sigmoid(L_ij - L[..., I]).mT[..., None]  # e^(L_ij - L_new)
+                old = torch.sigmoid(L[..., I] - L_ij).mT[..., None]
+                O[:, I] = old * O[:, I] + new * O_ij
+                L[..., I] = torch.logaddexp(L[..., I], L_ij)
+            block = coming() if coming else block
+        out = O.to(q.dtype)
+        ctx.save_for_backward(q, k, v, segments, out, L)
+        ctx.options = spec, ring, kernel
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, segments, out, L = ctx.saved_tensors
+        spec, ring, kernel = ctx.options
+        dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
+        block = [k, v] if segments is None else [k, v, segments]
+        sums: Callable[[], list[Tensor]] = list
+        for step in range(ring.size):
+            coming = ring.pass_on(block) if step < ring.size - 1 else None
+            dK, dV = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (k, v))
+            for I, J, offset in ring.tiles(step, q.shape[1], spec.window):
+                K_j, V_j, *seg_j = (t[:, J] for t in block)
+                pair = (segments[:, I], *seg_j) if segments is not None else None
+                of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
+                with torch.autocast(q.device.type, enabled=False):
+                    dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)
+                dQ[:, I] += dQ_ij
+                dK[:, J] += dK_ij
+                dV[:, J] += dV_ij
+            if step:  # those of the processes that had this block before
+                dK, dV = map(torch.add, (dK, dV), sums())
+            sums = ring.pass_on([dK, dV])
+            block = coming() if coming else block
+        dK, dV = sums()
+        return dQ, dK, dV, None, None, None, None  # autograd rounds them to the inputs' dtypes

@@ -1,0 +1,510 @@
+"""ring.py: one sequence over 1, 2 and 4 processes against the oracle, and what it sends and keeps.
+
+One run of processes answers many questions: starting them takes most of the time.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import Tensor
+
+from attention import (
+    BACKENDS,
+    BackendUnavailable,
+    Machine,
+    Partial,
+    Ring,
+    Spec,
+    matrix,
+    oracle,
+    packages,
+    probe,
+    promises,
+    resolve,
+    sdpa_partial,
+    visible,
+)
+from attention.matrix import Case
+from model import GPT, GPTConfig
+
+SIZES = (1, 2, 4)
+INNER = ("tiled", "sdpa_flash")  # the kernels that run on any CPU
+CASES = [
+    Case("64", 64, 64),
+    Case("97-gqa", 97, 97, H=4),  # 7 positions of filling at 4 processes
+    Case("61-window1", 61, 61, window=1),
+    Case("90-window16-gqa", 90, 90, H=4, window=16),
+    Case("96-window13-mqa-split", 96, 96, H=3, Hkv=1, window=13, layout="split"),
+    Case("97-packed", 97, 97, segments="packed"),
+    Case("77-padded-window20-BHTD", 77, 77, window=20, segments="padded", layout="BHTD"),
+    Case("33-D20-scale", 33, 33, D=20, scale=0.4),
+    Case("64-large", 64, 64, D=64, size=30),
+    Case("3", 3, 3),  # most processes have filling alone
+    Case("1", 1, 1),
+]
+DTYPES = ("float32", "bfloat16")
+
+
+def ring_of(n: int, rank: int = 0) -> Ring:
+    """A ring of all processes; of another process's place where none is started."""
+    return Ring(dist.group.WORLD) if n > 1 else Ring()
+
+
+def place(rank: int, n: int) -> Ring:
+    """A place in a ring that sends nothing."""
+    ring = Ring()
+    ring.rank, ring.size = rank, n
+    return ring
+
+
+def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: float = 0) -> Any:
+    """out, dq, dk, dv, as if there were no ring; `pad` fills up q, k and v."""
+    q, k, v, dout = inputs
+    seg = matrix.segments(case)
+    leaves = [ring.shard(t, pad).detach().requires_grad_() for t in (q, k, v)]
+    part = None if seg is None else ring.shard(seg, -1)
+    out = ring.attend(BACKENDS[name])(*leaves, case.spec(dtype, lse=True), segments=part)
+    grads = torch.autograd.grad(out, leaves, ring.shard(dout))
+    return [ring.gather(t, case.Tq) for t in (out.detach(), *grads)]
+
+
+# --- numbers ---
+
+
+def all_cases(rank: int, n: int, names: tuple[str, ...], cases: list[Case], dtypes: Any) -> Any:
+    """What each case gives, the same bits twice, whatever the filling is."""
+    ring, found = ring_of(n), {}
+    for name, case, dtype in itertools.product(names, cases, dtypes):
+        spec, here = case.spec(dtype, lse=True), Machine.here("cpu", packages())
+        assert not BACKENDS[name].why_not(spec, here)
+        inputs = matrix.draw(case, dtype)
+        got = attention(ring, name, case, inputs, dtype)
+        again = attention(ring, name, case, inputs, dtype, pad=3.0)
+        assert all(map(torch.equal, got, again)), f"not the same bits: {case.name}"
+        found[name, case.name, dtype] = got
+    return found if rank == 0 else None  # the others have the same, by gather()
+
+
+@lru_cache
+def found(n: int) -> Any:
+    """All that n processes give."""
+    what = INNER, CASES, DTYPES
+    return run(all_cases, n, *what)[0] if n > 1 else all_cases(0, 1, *what)
+
+
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> None:
+    """The bound knows nothing of the number of processes: it is the same at 4 as at 1."""
+    for dtype in DTYPES:
+        got = oracle.Result(*found(n)[name, case.name, dtype])
+        exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
+        oracle.check(got, rough, exact, getattr(torch, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_error_does_not_grow_with_the_number_of_processes(name, dtype) -> None:
+    """In the mean. Sums that are rounded at each process show, and a rounded L in large scores."""
+    for case in CASES[:8]:
+        exact = matrix.truth(case, dtype)
+        for i, field in enumerate(("out", "dq", "dk", "dv")):
+            off = [found(n)[name, case.name, dtype][i].double() - getattr(exact, field)
+                   for n in SIZES]  # fmt: skip
+            one, two, four = (float(x.square().mean().sqrt()) for x in off)
+            if case.size == 1 or field == "out":
+                assert max(two, four) <= 1.25 * one, (case.name, field, one, two, four)
+
+
+# --- what an output depends on ---
+
+
+def borders(rank: int, n: int, T: int) -> list[str]:
+    """A later token moves no earlier output, nor an output before it a gradient, on any process."""
+    ring, wrong = ring_of(n), []
+    for name, window in itertools.product(INNER, (None, 5)):
+        case = Case("canary", T, T, H=4, window=window)
+        q, k, v, dout = matrix.draw(case, "float32")
+        before = attention(ring, name, case, (q, k, v, dout), "float32")[0]
+        c = -(-T // (2 * n))
+        for t in {*range(c - 1, T, c), *range(c, T, c), T - 1}:
+            changed = [x.clone() for x in (q, k, v)]
+            for x in changed:
+                x[:, t] = 3 - x[:, t]
+            after = attention(ring, name, case, (*changed, dout), "float32")[0]
+            moved = (after != before).flatten(2).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+            last = T - 1 if window is None else min(t + window - 1, T - 1)
+            if moved != list(range(t, last + 1)):
+                wrong.append(f"{name}, window {window}: {t} moves {moved}")
+            early = dout.clone()
+            early[:, t:] = 0
+            grads = attention(ring, name, case, (q, k, v, early), "float32")[1:]
+            if any(x[:, t:].any() for x in grads):
+                wrong.append(f"{name}, window {window}: gradients from {t} on")
+    return wrong
+
+
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_nothing_leaks_across_the_borders_of_chunks_and_processes(n) -> None:
+    assert not any(run(borders, n, 29) if n > 1 else borders(0, 1, 29))
+
+
+def layers(rank: int, n: int) -> bool:
+    """Two layers, and two passes at once: each backward pass uses the K and V of its own forward,
+    though another one came since, and its inputs were overwritten nowhere."""
+    ring = ring_of(n)
+    spec = Spec(2, 2, 16, "float64", lse=True)
+    attend = ring.attend(BACKENDS["tiled"])
+    draw = torch.Generator().manual_seed(rank)
+    calls = [[torch.randn(2, 6, 2, 16, generator=draw, dtype=torch.float64).requires_grad_()
+              for _ in range(3)] for _ in range(3)]  # fmt: skip
+    alone = [torch.autograd.grad(attend(*x, spec).square().sum(), x) for x in calls]
+    outs = [attend(*x, spec).square().sum() for x in calls]
+    mixed = {i: torch.autograd.grad(outs[i], calls[i]) for i in (0, 2, 1)}
+    return all(torch.equal(a, b) for i in range(3) for a, b in zip(alone[i], mixed[i], strict=True))
+
+
+def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass() -> None:
+    assert all(run(layers, 2))
+
+
+# --- what is sent, and what is kept ---
+
+
+def traffic(rank: int, n: int, T: int, segments: bool, dtype: str, window: int | None) -> Any:
+    """Messages and bytes that this process sends forward and backward; the order of events."""
+    ring, spec = ring_of(n), Spec(4, 2, 16, dtype, window=window, segments=segments, lse=True)
+    log: list[Any] = []
+    send = dist.batch_isend_irecv
+
+    def counted(ops: list[Any]) -> Any:
+        sent = [op.tensor for op in ops if op.op is dist.isend]
+        assert all(op.group == ring.group for op in ops) and len(ops) == 2 * len(sent)
+        log.append(("send", len(sent), sum(t.nbytes for t in sent)))
+        works = send(ops)
+        return [SimpleNamespace(wait=lambda w=w: (log.append(("wait",)), w.wait())) for w in works]
+
+    dist.batch_isend_irecv = counted
+    came: list[Any] = []  # of the blocks and sums that came: which are alive
+    pass_on = ring.pass_on
+
+    def watched(tensors: list[Tensor]) -> Any:
+        wait = pass_on(tensors)
+
+        def waited() -> list[Tensor]:
+            found = wait()
+            came.append([weakref.ref(t) for t in found])
+            return found
+
+        return waited
+
+    ring.pass_on = watched  # type: ignore[method-assign]
+    most = [0]
+
+    def at_a_tile(f: Any) -> Any:
+        def called(*args: Any) -> Any:
+            log.append(("compute",))
+            most[0] = max(most[0], sum(any(t() is not None for t in block) for block in came))
+            return f(*args)
+
+        return called
+
+    tiled = BACKENDS["tiled"]
+    assert tiled.partial
+    kernel = Partial(at_a_tile(tiled.partial.forward), at_a_tile(tiled.partial.backward))
+    whole = [torch.randn(2, T, h, 16, dtype=getattr(torch, dtype)) for h in (4, 2, 2)]
+    q, k, v = (ring.shard(t).requires_grad_() for t in whole)
+    seg = ring.shard(torch.zeros(2, T, dtype=torch.int32), -1) if segments else None
+    kept: list[Tensor] = []
+    gc.collect()
+    objects = [t for t in gc.get_objects() if type(t) is Tensor]
+    before = {t.untyped_storage().data_ptr() for t in objects}
+    del objects
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = ring.attend(replace(tiled, partial=kernel))(q, k, v, spec, segments=seg)
+    forward, log[:] = list(log), []
+    gc.collect()
+    objects = [t for t in gc.get_objects() if type(t) is Tensor]
+    now = {t.untyped_storage().data_ptr(): t.nbytes for t in (*objects, *kept)}
+    new = sum(size for place, size in now.items() if place not in before)
+    kept.clear()
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return forward, log, most[0], new, q.shape[1]
+
+
+@pytest.mark.parametrize(
+    "segments, dtype, window", [(False, "float32", None), (True, "bfloat16", 2)]
+)
+def test_messages_bytes_overlap_and_memory_are_those_of_the_docstring(
+    segments, dtype, window
+) -> None:
+    n, T, B, H, Hkv, D = 3, 31, 2, 4, 2, 16
+    for forward, backward, alive, new, T_r in run(traffic, n, T, segments, dtype, window):
+        assert T_r == 2 * -(-T // (2 * n))
+        item = torch.finfo(getattr(torch, dtype)).bits // 8
+        kv, ids, sums = 2 * B * T_r * Hkv * D * item, 4 * B * T_r * segments, 8 * B * T_r * Hkv * D
+        blocks = 2 + segments
+        sent = [e for e in forward if e[0] == "send"]
+        assert sent == [("send", blocks, kv + ids)] * (n - 1)
+        sent = [e for e in backward if e[0] == "send"]
+        assert sorted(sent) == sorted([("send", blocks, kv + ids)] * (n - 1)
+                                      + [("send", 2, sums)] * n)  # fmt: skip
+        if window is None:  # else there are steps at which nothing is computed
+            # A block is on its way before the one at hand is computed, and awaited after. Sums go
+            # on when a block's tiles are done, and are awaited when those of the next one are.
+            order = [[name for name, _ in itertools.groupby(e[0] for e in events)]
+                     for events in (forward, backward)]  # fmt: skip
+            assert order[0] == [*["send", "compute", "wait"] * 2, "compute"]
+            assert order[1] == ["send", "compute", "send", "wait",
+                                "send", "compute", "wait", "send", "wait",
+                                "compute", "wait", "send", "wait"]  # fmt: skip
+        # Alive at a tile: the block at hand; in the backward pass no sums that came before.
+        assert alive == 1
+        # Kept for the backward pass, beside this process's own q, k, v: out and L.
+        assert new == B * T_r * H * (D * item + 4)
+
+
+# --- without processes ---
+
+
+@pytest.mark.parametrize("n, T", [(1, 8), (2, 16), (2, 13), (4, 24), (4, 5), (3, 1), (5, 23)])
+def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
+    t = torch.arange(T).expand(2, T)[:, :, None, None] + torch.tensor([0, 100])[:, None]
+    c = -(-T // (2 * n))
+    for r in range(n):
+        ring = place(r, n)
+        part = ring.shard(t, -7)
+        assert part.shape == (2, 2 * c, 2, 1)
+        at = torch.tensor([*range(r * c, r * c + c), *range((2 * n - 1 - r) * c, (2 * n - r) * c)])
+        assert torch.equal(ring.positions(2 * c, 2 * n * c), at)
+        assert torch.equal(ring.positions(2 * c, T - 1), at.clamp(max=T - 1))
+        real = at < T
+        assert torch.equal(part[:, real], t[:, at[real]]) and (part[:, ~real] == -7).all()
+        if c > 1:
+            with pytest.raises(ValueError, match=f"fit into block_size {2 * n * (c - 1)}"):
+                ring.positions(2 * c, 2 * n * (c - 1) - 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 5, 9])
+def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window) -> None:
+    c, times = 3, torch.zeros(6 * n, 6 * n)
+    work = []
+    for r in range(n):
+        at = place(r, n).positions(2 * c, 6 * n)
+        for step in range(n):
+            keys = place((r - step) % n, n).positions(2 * c, 6 * n)
+            for I, J, offset in place(r, n).tiles(step, 2 * c, window):
+                i, j = torch.arange(c)[:, None], torch.arange(c)
+                seen = visible(i, j, offset, window)
+                assert seen.any()
+                times[at[I, None], keys[J]] += seen
+        work.append(int(times[at].sum()))
+    i, j = torch.arange(6 * n)[:, None], torch.arange(6 * n)
+    assert torch.equal(times.bool(), visible(i, j, 0, window)) and times.max() == 1
+    if window is None:
+        assert len(set(work)) == 1, "causal work is even"
+
+
+def test_one_process_needs_no_torch_distributed(monkeypatch) -> None:
+    for name in ("get_rank", "get_world_size", "batch_isend_irecv", "all_gather"):
+        monkeypatch.delattr(dist, name)
+    attention(Ring(), "tiled", CASES[1], matrix.draw(CASES[1], "float32"), "float32")
+
+
+def test_queries_and_keys_of_other_lengths_than_shards_have() -> None:
+    attend, spec = Ring().attend(BACKENDS["tiled"]), Spec(2, 2, 8, "float32", lse=True)
+    q = torch.randn(1, 5, 2, 8)
+    with pytest.raises(ValueError, match=r"two equal chunks \(Ring.shard\), got 5 queries and 5 "):
+        attend(q, q, q, spec)
+    with pytest.raises(ValueError, match="got 4 queries and 5 keys"):
+        attend(q[:, :4], q, q, spec)
+
+
+# --- the choice of a kernel ---
+
+
+def chosen(name: str, machine: Machine, **asked: Any) -> str:
+    return resolve(name, Spec(4, 2, 64, "bfloat16", lse=True, **asked), machine).backend.name
+
+
+def test_auto_takes_the_newest_that_gives_L() -> None:
+    cpu, mps = Machine("cpu", "a CPU", torch="2.13.0"), Machine("mps", "M3", torch="2.13.0")
+    assert chosen("auto", cpu) == chosen("sdpa", cpu) == chosen("manual", cpu) == "sdpa_flash"
+    assert chosen("auto", cpu, softcap=3.0) == chosen("auto", mps) == "tiled"
+    assert chosen("tiled", cpu) == "tiled"
+    bare = Machine("cuda", "H100", (9, 0), "2.13.0")
+    assert chosen("auto", bare) == chosen("flash_attn_3", bare) == "sdpa_flash"
+    assert chosen("auto", bare, window=5) == chosen("auto", bare, segments=True) == "tiled"
+
+
+def test_what_has_no_L_is_refused_and_what_has_takes_no_dropout_sinks_or_cache() -> None:
+    cpu = Machine("cpu", "a CPU", torch="2.13.0")
+    for name, backend in BACKENDS.items():
+        assert (backend.partial is not None) == any(caps.lse for caps in backend.caps), name
+    why = BACKENDS["manual"].why_not(Spec(2, 2, 8, "float32", lse=True), cpu)
+    assert [w.kind for w in why] == ["lse"] and "it does not give L" in why[0]
+    for more, text in (({"dropout": 0.5}, "no dropout"), ({"sinks": True}, "no attention sinks"),
+                       ({"cache": "dynamic"}, "no cache")):  # fmt: skip
+        (why,) = BACKENDS["tiled"].why_not(Spec(2, 2, 8, "float32", lse=True, **more), cpu)
+        assert why.kind == "lse" and text in why
+    with pytest.raises(BackendUnavailable, match=r"dropout, and 0\.5 is asked"):
+        resolve("auto", Spec(2, 2, 8, "float32", lse=True, dropout=0.5), cpu)
+
+
+def test_the_probe_runs_the_parts() -> None:
+    tiled, spec = BACKENDS["tiled"], Spec(4, 2, 16, "float32", lse=True, window=40)
+    assert tiled.partial and not probe(tiled, spec, "cpu").why
+
+    def off(*args: Any) -> Any:
+        out, L = tiled.partial.forward(*args)
+        return out, L + 1e-3 * (args[4] > 0)
+
+    broken = replace(tiled, partial=Partial(off, tiled.partial.backward))
+    assert "out is off" in probe(broken, spec, "cpu").why[0]
+    assert not probe(broken, replace(spec, lse=False), "cpu").why
+
+
+# --- sdpa_flash on CUDA: its operators' documented masks, in float64 ---
+
+
+def test_aligned_parts_are_all_visible_pairs() -> None:
+    for Tq, Tk, offset in itertools.product(range(1, 6), range(1, 6), range(-7, 8)):
+        times = torch.zeros(Tq, Tk)
+        for I, J, causal in sdpa_partial.aligned(Tq, Tk, offset):
+            rows, cols = I.stop - I.start, J.stop - J.start
+            assert rows > 0 and cols > 0
+            corner = cols - rows if causal else cols
+            times[I, J] += visible(torch.arange(rows)[:, None], torch.arange(cols), corner)
+        want = visible(torch.arange(Tq)[:, None], torch.arange(Tk), offset)
+        assert torch.equal(times, want.float()), (Tq, Tk, offset)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool, *,
+           scale: float) -> Any:  # fmt: skip
+    """aten._scaled_dot_product_flash_attention: (B, H, T, D), causal to the bottom-right corner."""
+    assert q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and not (p or debug)
+    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    S = scale * q.double() @ k.mT
+    if causal:
+        i, j = torch.arange(S.shape[2])[:, None], torch.arange(S.shape[3])
+        S = S.masked_fill(j > i + S.shape[3] - S.shape[2], -torch.inf)
+    return (S.softmax(dim=-1) @ v).to(q.dtype), S.logsumexp(dim=-1).float(), S, v, k
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                    cum_q: None, cum_k: None, max_q: int, max_k: int, p: float, causal: bool,
+                    seed: Tensor, offset: Tensor, *, scale: float) -> Any:  # fmt: skip
+    assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.dtype == dout.dtype == q.dtype
+    assert L.dtype == torch.float32 and L.is_contiguous() and L.shape == q.shape[:3]
+    S, values, keys = _flash(q, k, v, p, causal, False, scale=scale)[2:]
+    P = (S - L[..., None]).exp()
+    D = (dout.double() * out.double()).sum(dim=-1, keepdim=True)
+    dS = P * (dout.double() @ values.mT - D)
+    group = q.shape[1] // k.shape[1]
+    dk, dv = ((x.mT @ y.double()).unflatten(1, (-1, group)).sum(dim=2)
+              for x, y in ((scale * dS, q), (P, dout)))  # fmt: skip
+    return tuple(t.to(q.dtype) for t in (scale * dS @ keys, dk, dv))
+
+
+def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
+    monkeypatch.setattr(sdpa_partial, "aten", SimpleNamespace(
+        _scaled_dot_product_flash_attention=_flash,
+        _scaled_dot_product_flash_attention_backward=_flash_backward))  # fmt: skip
+
+    def forward(*args: Any) -> Any:
+        return sdpa_partial._cuda_forward(*args[:5])
+
+    def backward(*args: Any) -> Any:
+        return sdpa_partial._cuda_backward(*args[:8])
+
+    backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
+    for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):
+        promises.in_parts(backend, Spec(4, Hkv, D, "float16", scale=scale, lse=True), "cpu")
+
+
+# --- the model ---
+
+
+def trained(rank: int, n: int, context: int, asked: dict[str, Any], how: dict[str, bool]) -> Any:
+    """Loss and gradients of one batch, its sequences over rings of `context` of the n processes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=37, vocab_size=50, n_layer=2, n_head=4, n_kv_head=2,
+                          n_embd=32, bias=False, **asked))  # fmt: skip
+    idx, targets = torch.randint(50, (2, 4, 37))
+    segments = (torch.arange(37) >= torch.tensor([[9], [20], [21], [36]])).int()
+    if n > 1:  # each ring has its own share of the sequences
+        groups = [dist.new_group(list(range(r, r + context))) for r in range(0, n, context)]
+        model.ring = Ring(groups[rank // context])
+        share = slice(rank // context * 4 * context // n, (rank // context + 1) * 4 * context // n)
+        idx, targets, segments = (
+            model.ring.shard(t[share], pad) for t, pad in ((idx, 0), (targets, -1), (segments, -1))
+        )
+    elif context:
+        model.ring = Ring()
+        idx, targets, segments = (
+            model.ring.shard(t, pad) for t, pad in ((idx, 0), (targets, -1), (segments, -1))
+        )
+    model.gradient_checkpointing = how.get("checkpointing", False)
+    call: Any = model
+    if how.get("compiled"):
+        model.compiled = True
+        model.attention(True)
+        call = torch.compile(model, backend="aot_eager")
+    loss = call(idx, targets, segments)[1] * (targets >= 0).sum() / (4 * 37)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    for t in found:
+        if n > 1:
+            dist.all_reduce(t)
+    chosen, spec = model.attention(True)
+    assert spec.lse == bool(n > 1 or context) and chosen.backend.name == asked["attention_backend"]
+    return found
+
+
+MODELS: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    ({"attention_backend": "tiled"}, {}),
+    ({"attention_backend": "sdpa_flash", "attention_window": 7}, {"checkpointing": True}),
+]
+
+
+def assert_the_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("n, context", [(1, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asked, how", MODELS, ids=["tiled", "window-checkpointing"])
+def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(
+    n, context, asked, how
+) -> None:
+    want = trained(0, 1, 0, asked, {})
+    for got in run(trained, n, context, asked, how) if n > 1 else [trained(0, 1, 1, asked, how)]:
+        assert_the_same(got, want)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_over_a_ring() -> None:
+    asked = MODELS[1][0]
+    assert_the_same(run(trained, 2, 2, asked, {"compiled": True})[0], trained(0, 1, 0, asked, {}))
+
+
+def test_a_cache_is_read_without_the_ring() -> None:
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16))
+    model.ring = Ring()
+    assert model.attention()[1].lse and not model.attention(cache="dynamic")[1].lse
+    with pytest.raises(ValueError, match="1 processes with 12 tokens each have more than fit"):
+        model(torch.zeros(1, 12, dtype=torch.int64))
