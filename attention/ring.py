@@ -66,6 +66,7 @@ class Ring:
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
+        self.on_tile: Any = None  # gets step, I, J, L_ij, O and L after each tile, forward
         if group is not None:
             import torch.distributed as dist
 
@@ -189,6 +190,8 @@ class RingAttention(torch.autograd.Function):
                 old = torch.sigmoid(L[..., I] - L_ij).mT[..., None]
                 O[:, I] = old * O[:, I] + new * O_ij
                 L[..., I] = torch.logaddexp(L[..., I], L_ij)
+                if ring.on_tile is not None:
+                    ring.on_tile(step, I, J, L_ij, O, L)
             block = coming() if coming else block
         out = O.to(q.dtype)
         ctx.save_for_backward(q, k, v, segments, out, L)
