@@ -24,7 +24,7 @@ from core.runtime import Setup
 from core.settings import UserError
 from model import GPT, GPTConfig
 
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4,
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 8,
          "max_iters": 50, "eval_interval": 50, "eval_iters": 3, "log_interval": 1, "bias": True,
          "device": "cpu", "dtype": "float32", "warmup_iters": 20}  # fmt: skip
 
@@ -107,11 +107,12 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "ring": {"context_parallel": 2},
         "recomputed": {"parallel": "fsdp", "gradient_checkpointing": True},
     },
-    # Four sequences a step do not divide by three.
+    # Eight sequences a step do not divide by three, nor three by two.
     3: {
         "ddp_uneven": {},
         "fsdp_uneven": {"parallel": "fsdp"},
         "ring_uneven": {"context_parallel": 3},
+        "micro": {"parallel": "fsdp", "batch_size": 2, "gradient_accumulation_steps": 4},
     },
     4: {
         "ddp_and_ring": {"context_parallel": 2},
