@@ -112,7 +112,12 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "ddp_uneven": {},
         "fsdp_uneven": {"parallel": "fsdp"},
         "ring_uneven": {"context_parallel": 3},
-        "micro": {"parallel": "fsdp", "batch_size": 2, "gradient_accumulation_steps": 4},
+        "micro": {
+            "parallel": "fsdp",
+            "batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "eval_iters": 12,
+        },
     },
     4: {
         "ddp_and_ring": {"context_parallel": 2},
@@ -249,6 +254,31 @@ def test_gradients_are_sent_once_a_step_and_a_process_holds_its_part() -> None:
             for name, t in one[0]["weights"].items():
                 torch.testing.assert_close(mine["weights"][name], t, rtol=1e-4, atol=1e-6)
         assert sum(mine["kept"] for mine in found) == one[0]["total"]
+
+
+def dtypes(rank: int, n: int) -> list[str]:
+    """In bfloat16: of a block's and the embedding's weights in use, and of what is kept."""
+    device = torch.device("cpu")
+    model: Any = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="sdpa"))
+    setup = Setup.of(device, "bfloat16")
+    parallel.shard(model, DistInfo(device, rank, n, dist.group.WORLD), setup, None)
+    block, seen = model.transformer.h[0], []
+    block.attn.register_forward_pre_hook(
+        lambda module, args: seen.extend(str(t.dtype) for t in (args[0], module.c_attn.weight))
+    )
+    block.register_forward_pre_hook(lambda module, args: seen.append(str(args[0].dtype)))
+    block.register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+    with setup.autocast:
+        loss = model(*torch.randint(65, (2, 2, 16)))[1]
+    loss.backward()
+    weight = block.attn.c_attn.weight
+    return [*seen, str(weight.dtype), str(weight.grad.dtype)]
+
+
+def test_in_bfloat16_blocks_are_gathered_so_and_the_stream_between_them_stays_float32() -> None:
+    stream, inside, weight, out, kept, grad = processes.run(dtypes, 2)[0]
+    assert weight == "torch.bfloat16"
+    assert [stream, inside, out, kept, grad] == ["torch.float32"] * 5
 
 
 # --- how a step is divided ---
