@@ -55,6 +55,7 @@ CASES = [
     Case("3", 3, 3),  # most processes have filling alone
     Case("1", 1, 1),
 ]
+OF_THREE = [case for case in CASES if case.name in ("64", "97-packed")]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -73,6 +74,7 @@ def answers(rank: int, n: int) -> dict[str, Any]:
     elif rank:
         found["models"] = [trained(ring, group, slice(4), *m) for m in MODELS[2]]
     if n == 3:
+        found["of three"] = all_cases(Ring(dist.group.WORLD), OF_THREE)
         found["traffic"] = [traffic(Ring(dist.group.WORLD), *how) for how in TRAFFIC]
     return found
 
@@ -114,10 +116,10 @@ def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: f
 # --- numbers ---
 
 
-def all_cases(ring: Ring) -> Any:
+def all_cases(ring: Ring, cases: list[Case] = CASES) -> Any:
     """What each case gives, the same bits twice, whatever the filling is."""
     found = {}
-    for name, case, dtype in itertools.product(INNER, CASES, DTYPES):
+    for name, case, dtype in itertools.product(INNER, cases, DTYPES):
         spec, here = case.spec(dtype, lse=True), Machine.here("cpu", packages())
         assert not BACKENDS[name].why_not(spec, here)
         inputs = matrix.draw(case, dtype)
@@ -143,6 +145,15 @@ def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> 
         got = oracle.Result(*found(n)[name, case.name, dtype])
         exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
         oracle.check(got, rough, exact, getattr(torch, dtype))
+
+
+def test_three_processes_which_know_the_next_from_the_one_before() -> None:
+    by_rank = answer(3, "of three")
+    for name, case, dtype in itertools.product(INNER, OF_THREE, DTYPES):
+        exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
+        for found in by_rank:
+            got = oracle.Result(*found[name, case.name, dtype])
+            oracle.check(got, rough, exact, getattr(torch, dtype))
 
 
 @pytest.mark.slow
