@@ -343,3 +343,10 @@ def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said:
     device = torch.device("cpu")
     with pytest.raises(UserError, match=said):
         parallel.shard(None, DistInfo(device, 0, 3), Setup.of(device, **how), size)
+
+
+def test_every_process_of_a_ring_has_a_token() -> None:
+    four = DistInfo(torch.device("cpu"), 0, 4, context_parallel=4, ring=object())
+    with pytest.raises(UserError, match="4 processes cannot share --block_size=3 tokens"):
+        parallel.ring(four, 3)
+    assert parallel.ring(DistInfo(torch.device("cpu")), 3) is None
