@@ -25,7 +25,6 @@ import torch.distributed as dist
 from core.restarts import DEAD, machine, state
 from core.settings import UserError, first_line
 
-PHASES = ("start", "data", "forward", "backward", "update", "agree", "evaluate", "checkpoint")
 LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
@@ -43,6 +42,7 @@ class Beat(NamedTuple):
     phase: str = "start"
     quiet: int = 0  # beats since its main thread was last heard of
     hung: bool = False  # that is too long
+    marks: int = 0  # phases that it has begun, the same ones in every process
 
 
 class Pace:
@@ -116,7 +116,7 @@ class Watch:
     # ------------------------------------------------------------------- for the main thread
 
     def mark(self, step: int, phase: str) -> None:
-        """The main thread begins a phase of a step (PHASES, in their order)."""
+        """The main thread begins a phase of a step; in all processes the same phases, in order."""
         if self.size > 1:
             self.pace.begin(step, phase)
             self.marks += 1
@@ -222,7 +222,7 @@ class Watch:
         if self.done:
             phase = "over" if self.rank == 0 and self._others_are_done() else "done"
         hung = self.quiet * self.beat > self.pace.limit()
-        beat = Beat(self.rounds, self.pace.step, phase, self.quiet, hung)
+        beat = Beat(self.rounds, self.pace.step, phase, self.quiet, hung, self.marks)
         gone = [r for r in self.neighbours if state(self.pids[r]) in DEAD]
         self.store.set(self.keys[1 + self.rank], json.dumps(beat))
         # Process 0 reads all beats, the others its own: not N times N.
@@ -255,8 +255,8 @@ class Watch:
         if self.rank != 0 or not told or not all(beat.hung for beat in told.values()):
             return None
         # Nothing moves. Who waits in a collective has got further than the one that hangs.
-        places = {r: (b.step, [*PHASES, b.phase].index(b.phase)) for r, b in told.items()}
-        behind = [r for r in told if places[r] == min(places.values())]
+        least = min(beat.marks for beat in told.values())
+        behind = [r for r in told if told[r].marks == least]
         still = f"for {min(b.quiet for b in told.values()) * self.beat:.0f} s"
         if len(behind) == len(told):
             return f"none has moved {still}{self._was(behind[0])}: which one hangs is not known"
