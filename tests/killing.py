@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python tests/killing.py --kills=20               # each time it is resumed by hand
     PYTHONPATH=. python tests/killing.py --kills=20 --restarts    # torchrun starts it again
+    PYTHONPATH=. python tests/killing.py --processes=4 --parallel=fsdp --dropout=0
 
 train.py runs as it is, a tiny model under torchrun. After each kill the others must end within
 60 s, each with the sentence of core/watch.py if the training had begun; what is on the disk must
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def prove(
     seed: int,
     steps: int,
     say: Any = print,
+    settings: Sequence[str] = (),
 ) -> None:
     """Raises AssertionError if anything was lost."""
     from test_train import argv, make_data
@@ -206,7 +208,7 @@ def prove(
     }  # fmt: skip
 
     def line(out: str, *more: str) -> list[str]:
-        return ["train.py", *argv(data_dir, folder / out, **knobs), *more]
+        return ["train.py", *argv(data_dir, folder / out, **knobs), *settings, *more]
 
     began = time.monotonic()
     job = Job(folder / "straight.log", line("straight"), processes=processes)
@@ -260,6 +262,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--restarts", action="store_true")
-    given = vars(parser.parse_args())
+    given, settings = parser.parse_known_args()  # the rest is train.py's
     with tempfile.TemporaryDirectory() as place:
-        prove(Path(place), **given)
+        prove(Path(place), **vars(given), settings=settings)

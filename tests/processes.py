@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+PRELOAD = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "train"]
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -30,7 +32,9 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
         AssertionError: with the traceback of a process that failed, or ended without a word, or
             the ranks that were not done in `timeout` seconds.
     """
-    context = mp.get_context("spawn")
+    # Forked from one process that has imported what takes seconds, and started no threads.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         told = [str(Path(folder) / f"result-{rank}") for rank in range(n)]
         store = f"file://{folder}/store"

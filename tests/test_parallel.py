@@ -24,7 +24,7 @@ from core.runtime import Setup
 from core.settings import UserError
 from model import GPT, GPTConfig
 
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4,
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 8,
          "max_iters": 50, "eval_interval": 50, "eval_iters": 3, "log_interval": 1, "bias": True,
          "device": "cpu", "dtype": "float32", "warmup_iters": 20}  # fmt: skip
 
@@ -107,11 +107,17 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "ring": {"context_parallel": 2},
         "recomputed": {"parallel": "fsdp", "gradient_checkpointing": True},
     },
-    # Four sequences a step do not divide by three.
+    # Eight sequences a step do not divide by three, nor three by two.
     3: {
         "ddp_uneven": {},
         "fsdp_uneven": {"parallel": "fsdp"},
         "ring_uneven": {"context_parallel": 3},
+        "micro": {
+            "parallel": "fsdp",
+            "batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "eval_iters": 12,
+        },
     },
     4: {
         "ddp_and_ring": {"context_parallel": 2},
@@ -248,6 +254,38 @@ def test_gradients_are_sent_once_a_step_and_a_process_holds_its_part() -> None:
             for name, t in one[0]["weights"].items():
                 torch.testing.assert_close(mine["weights"][name], t, rtol=1e-4, atol=1e-6)
         assert sum(mine["kept"] for mine in found) == one[0]["total"]
+
+
+def dtypes(rank: int, n: int) -> list[str]:
+    """In bfloat16: of what a block gets, weighs with and gives; of what is summed, and kept."""
+    device = torch.device("cpu")
+    model: Any = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="sdpa"))
+    setup = Setup.of(device, "bfloat16")
+    parallel.shard(model, DistInfo(device, rank, n, dist.group.WORLD), setup, None)
+    block, seen = model.transformer.h[0], []
+    block.attn.register_forward_pre_hook(
+        lambda module, args: seen.extend(str(t.dtype) for t in (args[0], module.c_attn.weight))
+    )
+    block.register_forward_pre_hook(lambda module, args: seen.append(str(args[0].dtype)))
+    block.register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+    inner = getattr(dist, NAMES[0])
+
+    def summed(*args: Any, **how: Any) -> Any:
+        seen.extend(str(t.dtype) for t in (*args, *how.values()) if isinstance(t, torch.Tensor))
+        return inner(*args, **how)
+
+    setattr(dist, NAMES[0], summed)
+    with setup.autocast:
+        loss = model(*torch.randint(65, (2, 2, 16)))[1]
+    loss.backward()
+    weight = block.attn.c_attn.weight
+    return [*seen, str(weight.dtype), str(weight.grad.dtype)]
+
+
+def test_in_bfloat16_blocks_are_gathered_so_and_the_stream_between_them_stays_float32() -> None:
+    stream, inside, weight, *others = processes.run(dtypes, 2)[0]
+    assert weight == "torch.bfloat16"
+    assert [stream, inside, *others] == ["torch.float32"] * (2 + len(others)) and len(others) >= 7
 
 
 # --- how a step is divided ---

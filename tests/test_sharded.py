@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import re
@@ -13,14 +12,13 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,16 +43,6 @@ TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=2, n_embd=6,
                  attention_backend="manual")  # fmt: skip
 HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    """Processes that need not import torch anew: most of their time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "mp", SimpleNamespace(get_context=lambda _: context))
-        yield
 
 
 @dataclass
