@@ -279,6 +279,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0
+    distributed.gather(None)  # all are ready: not before then is an earlier run touched
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")

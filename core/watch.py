@@ -68,7 +68,7 @@ class Pace:
 
 
 class Watch:
-    """Looks after the processes of a run, from here to close(), or as a context:
+    """Looks after the processes of a run:
 
     with Watch(distributed, timeout) as watch:
         watch.mark(step, "forward")  # at the beginning of each phase
@@ -121,33 +121,6 @@ class Watch:
             self.pace.begin(step, phase)
             self.marks += 1
 
-    def explain(self, error: BaseException) -> str:
-        """Why a collective failed: the verdict, waited for; or the error's own first line."""
-        self.ending.set()
-        if self.size > 1 and self.known.wait(EXPLAIN * self.beat):
-            return str(self.verdict)
-        return first_line(error)
-
-    def fail(self, text: str) -> None:
-        """This process ends with an error of its own: the others will say so."""
-        if self.size == 1:
-            return
-        self.own_error = text
-        self.ending.set()
-        self.wake.set()
-        self.known.wait(5 * self.beat)
-        self._linger()
-
-    def close(self) -> None:
-        """This process is done. It waits for the others a while: torchrun stops all processes as
-        soon as one ends with an exit code, and one may still be writing a checkpoint."""
-        if self.size == 1:
-            return
-        self.done = True
-        self.ending.set()
-        self.wake.set()
-        self.closed.wait(CLOSE * self.beat)
-
     def __enter__(self) -> Watch:
         """With more than one process SIGTERM waits for a verdict, until StopSignal takes it."""
         if self.size > 1:
@@ -162,18 +135,23 @@ class Watch:
         os.kill(os.getpid(), signum)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tell the others that this process is done, or what it ends with, and wait for them a
+        while; where a collective has failed, end by saying who was lost."""
         if self.size == 1:
             return
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if error is None:
-            self.close()
-        elif not _of_collective(error):
-            self.fail(_described(error))
-        elif (text := self.explain(error)) and self.known.is_set():
-            self._exit(text)
+        self.ending.set()
+        if _of_collective(error) and self.known.wait(EXPLAIN * self.beat):
+            self._exit(str(self.verdict))
+        self.done = error is None
+        self.own_error = None if error is None else _described(error)
+        self.wake.set()
+        if self.done:  # torchrun stops all as soon as one fails, and one may still be writing
+            self.closed.wait(CLOSE * self.beat)
         else:
-            self.fail(text)
+            self.known.wait(5 * self.beat)
+            self._linger()
 
     # ------------------------------------------------------------------- the thread
 

@@ -313,6 +313,16 @@ def test_settings_with_the_names_of_version_0_1(out):
     assert r.code == 0 and max(r.losses()) == 12, r.err
 
 
+def test_a_run_in_parts_goes_on_whole(out):
+    path = checkpoint.latest(out) / "settings.json"
+    settings = json.loads(path.read_text())
+    train = {**settings["train"], "parallel": "fsdp", "shard_size": 2}
+    path.write_text(json.dumps({**settings, "train": train}))
+    assert "one alone takes --parallel=ddp" in refusal(resume(out, "--max_iters=12"))
+    r = resume(out, "--max_iters=12", "--parallel=ddp")
+    assert r.code == 0 and max(r.losses()) == 12, r.err
+
+
 def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
     """As many characters, but others: the ids would mean something else."""
     other = make_data(tmp_path / "other", TEXT.replace("q", "Q"))
