@@ -1,6 +1,7 @@
 """ring.py: one sequence over 1, 2 and 4 processes against the oracle, and what it sends and keeps.
 
-One run of processes answers many questions: starting them takes most of the time.
+To start processes takes most of the time. Three and four are started once, and asked everything
+(`answers`): of the three, two are a ring, whose ranks are not the global ones.
 """
 
 from __future__ import annotations
@@ -50,15 +51,48 @@ CASES = [
     Case("77-padded-window20-BHTD", 77, 77, window=20, segments="padded", layout="BHTD"),
     Case("33-D20-scale", 33, 33, D=20, scale=0.4),
     Case("64-large", 64, 64, D=64, size=30),
+    Case("128-gqa-size3", 128, 128, H=4, size=3),
     Case("3", 3, 3),  # most processes have filling alone
     Case("1", 1, 1),
 ]
+OF_THREE = [case for case in CASES if case.name in ("64", "97-packed")]
 DTYPES = ("float32", "bfloat16")
 
 
-def ring_of(n: int, rank: int = 0) -> Ring:
-    """A ring of all processes; of another process's place where none is started."""
-    return Ring(dist.group.WORLD) if n > 1 else Ring()
+def answers(rank: int, n: int) -> dict[str, Any]:
+    """All that the tests ask of three processes, of which the last two are a ring; or of four."""
+    found: dict[str, Any] = {}
+    group = dist.new_group([1, 2]) if n == 3 else dist.group.WORLD
+    if n == 4 or rank:
+        ring = Ring(group)
+        found["cases"] = all_cases(ring) if ring.rank == 0 else all_cases(ring) and None
+        found["borders"], found["layers"] = borders(ring), layers(ring)
+    if n == 4:  # two rings of two, each with its own share of the sequences
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        share = slice(2, 4) if rank > 1 else slice(0, 2)
+        found["models"] = [trained(Ring(pairs[rank // 2]), group, share, *m) for m in MODELS[4]]
+    elif rank:
+        found["models"] = [trained(ring, group, slice(4), *m) for m in MODELS[2]]
+    if n == 3:
+        found["of three"] = all_cases(Ring(dist.group.WORLD), OF_THREE)
+        found["traffic"] = [traffic(Ring(dist.group.WORLD), *how) for how in TRAFFIC]
+    return found
+
+
+@lru_cache
+def told(n: int) -> Any:
+    try:
+        return run(answers, n, timeout=300)
+    except AssertionError as e:
+        return e  # for each of the tests, of one start
+
+
+def answer(n: int, what: str) -> list[Any]:
+    """What each process found: rings of 2 are asked in a start of 3 processes."""
+    start = {2: 3}.get(n, n)
+    if isinstance(told(start), AssertionError):
+        raise told(start)
+    return [found[what] for found in told(start) if what in found]
 
 
 def place(rank: int, n: int) -> Ring:
@@ -82,10 +116,10 @@ def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: f
 # --- numbers ---
 
 
-def all_cases(rank: int, n: int, names: tuple[str, ...], cases: list[Case], dtypes: Any) -> Any:
+def all_cases(ring: Ring, cases: list[Case] = CASES) -> Any:
     """What each case gives, the same bits twice, whatever the filling is."""
-    ring, found = ring_of(n), {}
-    for name, case, dtype in itertools.product(names, cases, dtypes):
+    found = {}
+    for name, case, dtype in itertools.product(INNER, cases, DTYPES):
         spec, here = case.spec(dtype, lse=True), Machine.here("cpu", packages())
         assert not BACKENDS[name].why_not(spec, here)
         inputs = matrix.draw(case, dtype)
@@ -93,14 +127,13 @@ def all_cases(rank: int, n: int, names: tuple[str, ...], cases: list[Case], dtyp
         again = attention(ring, name, case, inputs, dtype, pad=3.0)
         assert all(map(torch.equal, got, again)), f"not the same bits: {case.name}"
         found[name, case.name, dtype] = got
-    return found if rank == 0 else None  # the others have the same, by gather()
+    return found  # by gather(), the same on each process
 
 
 @lru_cache
 def found(n: int) -> Any:
-    """All that n processes give."""
-    what = INNER, CASES, DTYPES
-    return run(all_cases, n, *what)[0] if n > 1 else all_cases(0, 1, *what)
+    """All that a ring of n processes gives."""
+    return answer(n, "cases")[0] if n > 1 else all_cases(Ring())
 
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -114,61 +147,72 @@ def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> 
         oracle.check(got, rough, exact, getattr(torch, dtype))
 
 
+def test_three_processes_which_know_the_next_from_the_one_before() -> None:
+    by_rank = answer(3, "of three")
+    for name, case, dtype in itertools.product(INNER, OF_THREE, DTYPES):
+        exact, rough = matrix.truth(case, dtype), matrix.plain(case, dtype)
+        for found in by_rank:
+            got = oracle.Result(*found[name, case.name, dtype])
+            oracle.check(got, rough, exact, getattr(torch, dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_does_not_grow_with_the_number_of_processes(name, dtype) -> None:
-    """In the mean. Sums that are rounded at each process show, and a rounded L in large scores."""
-    for case in CASES[:8]:
+    """In the mean. Sums that are rounded at each process show, and joined L that are. Among the
+    largest scores one row, by chance, is most of the gradients' error."""
+    for case in (case for case in CASES if case.Tq > 3):
         exact = matrix.truth(case, dtype)
         for i, field in enumerate(("out", "dq", "dk", "dv")):
             off = [found(n)[name, case.name, dtype][i].double() - getattr(exact, field)
                    for n in SIZES]  # fmt: skip
             one, two, four = (float(x.square().mean().sqrt()) for x in off)
-            if case.size == 1 or field == "out":
-                assert max(two, four) <= 1.25 * one, (case.name, field, one, two, four)
+            if case.size < 30 or field == "out":
+                assert max(two, four) <= 1.2 * one, (case.name, field, one, two, four)
 
 
 # --- what an output depends on ---
 
 
-def borders(rank: int, n: int, T: int) -> list[str]:
+def borders(ring: Ring, T: int = 29) -> list[str]:
     """A later token moves no earlier output, nor an output before it a gradient, on any process."""
-    ring, wrong = ring_of(n), []
+    wrong, c = [], -(-T // (2 * ring.size))
+    tokens = sorted({*range(c - 1, T, c), *range(c, T, c), T - 1})
+    rows = torch.arange(len(tokens))  # a row of the batch for each
     for name, window in itertools.product(INNER, (None, 5)):
-        case = Case("canary", T, T, H=4, window=window)
+        case = Case("canary", T, T, H=4, B=len(tokens), window=window)
         q, k, v, dout = matrix.draw(case, "float32")
         before = attention(ring, name, case, (q, k, v, dout), "float32")[0]
-        c = -(-T // (2 * n))
-        for t in {*range(c - 1, T, c), *range(c, T, c), T - 1}:
-            changed = [x.clone() for x in (q, k, v)]
-            for x in changed:
-                x[:, t] = 3 - x[:, t]
-            after = attention(ring, name, case, (*changed, dout), "float32")[0]
-            moved = (after != before).flatten(2).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[rows, tokens] = 3 - x[rows, tokens]
+        after = attention(ring, name, case, (*changed, dout), "float32")[0]
+        moved = (after != before).flatten(2).any(dim=2)
+        early = dout.clone()
+        for b, t in enumerate(tokens):
+            early[b, t:] = 0
+        grads = attention(ring, name, case, (q, k, v, early), "float32")[1:]
+        for b, t in enumerate(tokens):
             last = T - 1 if window is None else min(t + window - 1, T - 1)
-            if moved != list(range(t, last + 1)):
-                wrong.append(f"{name}, window {window}: {t} moves {moved}")
-            early = dout.clone()
-            early[:, t:] = 0
-            grads = attention(ring, name, case, (q, k, v, early), "float32")[1:]
-            if any(x[:, t:].any() for x in grads):
+            if moved[b].nonzero().flatten().tolist() != list(range(t, last + 1)):
+                wrong.append(f"{name}, window {window}: {t} moves {moved[b].tolist()}")
+            if any(x[b, t:].any() for x in grads):
                 wrong.append(f"{name}, window {window}: gradients from {t} on")
     return wrong
 
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_nothing_leaks_across_the_borders_of_chunks_and_processes(n) -> None:
-    assert not any(run(borders, n, 29) if n > 1 else borders(0, 1, 29))
+    assert not any(answer(n, "borders") if n > 1 else borders(Ring()))
 
 
-def layers(rank: int, n: int) -> bool:
+def layers(ring: Ring) -> bool:
     """Two layers, and two passes at once: each backward pass uses the K and V of its own forward,
     though another one came since, and its inputs were overwritten nowhere."""
-    ring = ring_of(n)
     spec = Spec(2, 2, 16, "float64", lse=True)
     attend = ring.attend(BACKENDS["tiled"])
-    draw = torch.Generator().manual_seed(rank)
+    draw = torch.Generator().manual_seed(ring.rank)
     calls = [[torch.randn(2, 6, 2, 16, generator=draw, dtype=torch.float64).requires_grad_()
               for _ in range(3)] for _ in range(3)]  # fmt: skip
     alone = [torch.autograd.grad(attend(*x, spec).square().sum(), x) for x in calls]
@@ -177,16 +221,20 @@ def layers(rank: int, n: int) -> bool:
     return all(torch.equal(a, b) for i in range(3) for a, b in zip(alone[i], mixed[i], strict=True))
 
 
-def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass() -> None:
-    assert all(run(layers, 2))
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass(n) -> None:
+    assert all(answer(n, "layers"))
 
 
 # --- what is sent, and what is kept ---
 
 
-def traffic(rank: int, n: int, T: int, segments: bool, dtype: str, window: int | None) -> Any:
+TRAFFIC = (31, False, "float32", None), (31, True, "bfloat16", 2)
+
+
+def traffic(ring: Ring, T: int, segments: bool, dtype: str, window: int | None) -> Any:
     """Messages and bytes that this process sends forward and backward; the order of events."""
-    ring, spec = ring_of(n), Spec(4, 2, 16, dtype, window=window, segments=segments, lse=True)
+    spec = Spec(4, 2, 16, dtype, window=window, segments=segments, lse=True)
     log: list[Any] = []
     send = dist.batch_isend_irecv
 
@@ -242,17 +290,15 @@ def traffic(rank: int, n: int, T: int, segments: bool, dtype: str, window: int |
     new = sum(size for place, size in now.items() if place not in before)
     kept.clear()
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    dist.batch_isend_irecv = send
     return forward, log, most[0], new, q.shape[1]
 
 
-@pytest.mark.parametrize(
-    "segments, dtype, window", [(False, "float32", None), (True, "bfloat16", 2)]
-)
-def test_messages_bytes_overlap_and_memory_are_those_of_the_docstring(
-    segments, dtype, window
-) -> None:
-    n, T, B, H, Hkv, D = 3, 31, 2, 4, 2, 16
-    for forward, backward, alive, new, T_r in run(traffic, n, T, segments, dtype, window):
+@pytest.mark.parametrize("which", range(len(TRAFFIC)))
+def test_messages_bytes_overlap_and_memory_are_those_of_the_docstring(which) -> None:
+    n, B, H, Hkv, D = 3, 2, 4, 2, 16
+    T, segments, dtype, window = TRAFFIC[which]
+    for forward, backward, alive, new, T_r in (found[which] for found in answer(n, "traffic")):
         assert T_r == 2 * -(-T // (2 * n))
         item = torch.finfo(getattr(torch, dtype)).bits // 8
         kv, ids, sums = 2 * B * T_r * Hkv * D * item, 4 * B * T_r * segments, 8 * B * T_r * Hkv * D
@@ -292,6 +338,7 @@ def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
         assert torch.equal(ring.positions(2 * c, 2 * n * c), at)
         assert torch.equal(ring.positions(2 * c, T - 1), at.clamp(max=T - 1))
         real = at < T
+        assert ring.weight(T) * T == int(real.sum()) * n  # so that means add up to the mean
         assert torch.equal(part[:, real], t[:, at[real]]) and (part[:, ~real] == -7).all()
         if c > 1:
             with pytest.raises(ValueError, match=f"fit into block_size {2 * n * (c - 1)}"):
@@ -439,67 +486,58 @@ def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
 # --- the model ---
 
 
-def trained(rank: int, n: int, context: int, asked: dict[str, Any], how: dict[str, bool]) -> Any:
-    """Loss and gradients of one batch, its sequences over rings of `context` of the n processes."""
+def trained(ring: Ring | None, group: Any, share: slice, asked: dict[str, Any],
+            checkpointing: bool = False, compiled: bool = False) -> Any:  # fmt: skip
+    """Loss and gradients of one batch, of which this ring has a share, summed over the group."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=37, vocab_size=50, n_layer=2, n_head=4, n_kv_head=2,
                           n_embd=32, bias=False, **asked))  # fmt: skip
     idx, targets = torch.randint(50, (2, 4, 37))
     segments = (torch.arange(37) >= torch.tensor([[9], [20], [21], [36]])).int()
-    if n > 1:  # each ring has its own share of the sequences
-        groups = [dist.new_group(list(range(r, r + context))) for r in range(0, n, context)]
-        model.ring = Ring(groups[rank // context])
-        share = slice(rank // context * 4 * context // n, (rank // context + 1) * 4 * context // n)
+    model.ring = ring
+    if ring:
         idx, targets, segments = (
-            model.ring.shard(t[share], pad) for t, pad in ((idx, 0), (targets, -1), (segments, -1))
+            ring.shard(t[share], pad) for t, pad in ((idx, 0), (targets, -1), (segments, -1))
         )
-    elif context:
-        model.ring = Ring()
-        idx, targets, segments = (
-            model.ring.shard(t, pad) for t, pad in ((idx, 0), (targets, -1), (segments, -1))
-        )
-    model.gradient_checkpointing = how.get("checkpointing", False)
+    model.gradient_checkpointing = checkpointing
     call: Any = model
-    if how.get("compiled"):
+    if compiled:
         model.compiled = True
         model.attention(True)
         call = torch.compile(model, backend="aot_eager")
     loss = call(idx, targets, segments)[1] * (targets >= 0).sum() / (4 * 37)
     loss.backward()
     found = [loss.detach(), *(p.grad for p in model.parameters())]
-    for t in found:
-        if n > 1:
-            dist.all_reduce(t)
+    if group is not None:
+        for t in found:
+            dist.all_reduce(t, group=group)
     chosen, spec = model.attention(True)
-    assert spec.lse == bool(n > 1 or context) and chosen.backend.name == asked["attention_backend"]
+    assert spec.lse == bool(ring) and chosen.backend.name == asked["attention_backend"]
     return found
 
 
-MODELS: list[tuple[dict[str, Any], dict[str, bool]]] = [
-    ({"attention_backend": "tiled"}, {}),
-    ({"attention_backend": "sdpa_flash", "attention_window": 7}, {"checkpointing": True}),
-]
+TILED = {"attention_backend": "tiled"}
+WINDOW = {"attention_backend": "sdpa_flash", "attention_window": 7}
+MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
+    1: [(TILED,), (WINDOW, True)],
+    2: [(TILED,), (WINDOW, True)],
+    4: [(TILED,), (WINDOW, False, True)],
+}
 
 
-def assert_the_same(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("n, context", [(1, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asked, how", MODELS, ids=["tiled", "window-checkpointing"])
-def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(
-    n, context, asked, how
-) -> None:
-    want = trained(0, 1, 0, asked, {})
-    for got in run(trained, n, context, asked, how) if n > 1 else [trained(0, 1, 1, asked, how)]:
-        assert_the_same(got, want)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_over_a_ring() -> None:
-    asked = MODELS[1][0]
-    assert_the_same(run(trained, 2, 2, asked, {"compiled": True})[0], trained(0, 1, 0, asked, {}))
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(n, which) -> None:
+    """The second with checkpointing, and at 4, where there are two rings, compiled."""
+    asked, *how = MODELS[n][which]
+    want = trained(None, None, slice(4), asked)
+    if n == 1:
+        all_found = [trained(Ring(), None, slice(4), asked, *how)]
+    else:
+        all_found = [found[which] for found in answer(n, "models")]
+    for got in all_found:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_cache_is_read_without_the_ring() -> None:
