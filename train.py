@@ -272,13 +272,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     """Train as the settings say; the exit code."""
     distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
-    config, device, say = run.config, distributed.device, distributed.say
+    config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
     if config.eval_only:
         evaluate(run)
         return 0
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0
+    distributed.gather(None)  # all are ready: not before then is an earlier run touched
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
@@ -292,44 +293,43 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
-    T = config.block_size
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     runtime.synchronize(device)
     began, began_step = time.perf_counter(), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
+        mark = partial(watch.mark, run.step + 1)
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         weight = run.weight * len(x) * distributed.data_size / run.global_batch
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast,
                           *run.mine(x, y), run.micro_steps, config.grad_clip, found_inf,
-                          partial(watch.mark, run.step), weight)  # fmt: skip
-        watch.mark(run.step, "agree")
+                          mark, weight)  # fmt: skip
+        mark("agree")
         run.step += 1
         if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
             runtime.synchronize(device)
             began, began_step = time.perf_counter(), run.step
-
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
-        silent = time.perf_counter() - began > 30
-        stopping, overdue = distributed.sum([float(stop.signal is not None), float(silent)])
+        # On a GPU no look at found_inf: it would wait for the device.
+        due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
+        stopping, overdue = distributed.sum([float(stop.signal is not None), float(due)])
+        watch.mark(run.step + 1, "data")
         last = bool(stopping) or run.step == config.max_iters
         logging_now = last or overdue or run.step == 1 or run.step % config.log_interval == 0
-        # Not on a GPU: a look at found_inf would wait for the device.
-        logging_now = logging_now or (device.type == "cpu" and bool(found_inf))
         evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
 
-        # From here on the device is synchronized.
+        mark("evaluate" if evaluating else "log")  # from here on the device is synchronized
         mean_loss, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss /= distributed.world_size
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
-        watch.mark(run.step, "evaluate")
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
             backend = run.chosen.backend.name
             say(not_finite(run.step, mean_loss, val_loss, lr, backend), file=sys.stderr)
+            mark("finish")
             checkpoint.finish(run)
             return 1
         if logging_now:
@@ -344,13 +344,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
             if run.metrics:
                 run.metrics.log(**row)
         if evaluating or last:
-            watch.mark(run.step, "checkpoint")
+            mark("checkpoint")
             checkpoint.save_run(run, val_loss)
         if stopping:
             break
         runtime.synchronize(device)
         began, began_step = time.perf_counter(), run.step
 
+    watch.mark(run.step, "finish")  # which may take long, and once
     checkpoint.finish(run)
     if run.metrics:
         run.metrics.close()
@@ -375,14 +376,13 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
 
 def evaluate(run: Run) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
-    config, distributed, losses = run.config, run.distributed, {}
+    config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
-    share = *distributed.data, distributed.device
     run.model.eval()
     with torch.no_grad(), run.setup.autocast:
         for split, tokens in run.splits.items():
-            total, n = torch.zeros((), device=distributed.device), 0
-            for x, y, counted in data.eval_batches(tokens, T, iters, B, *share):
+            total, n = torch.zeros((), device=device), 0
+            for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
                 total += run.module(*run.mine(x, y))[1] * counted * run.weight
                 n += counted
             loss, sequences = distributed.sum([float(total), n])

@@ -106,8 +106,8 @@ class Ring:
         if 2 * self.size * (c - 1) > last:  # of T <= last + 1 tokens shard() cuts shorter chunks
             got = f"{self.size} processes with {T_r} tokens each"
             raise ValueError(f"{got} have more than fit into block_size {last + 1}")
-        starts = torch.tensor(self.chunks(self.rank), device=device) * c
-        return (starts[:, None] + torch.arange(c, device=device)).flatten().clamp(max=last)
+        here = [torch.arange(a * c, (a + 1) * c, device=device) for a in self.chunks(self.rank)]
+        return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
         """An attend() as in spec.Backend, of parts of the sequence, by that backend's kernel: all

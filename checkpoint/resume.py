@@ -41,6 +41,8 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         changes["attention_hub_kernels"] = False
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
         changes.setdefault("lr_decay_iters", before.max_iters)
+    if changes.get("parallel") == "ddp":  # which has no parts
+        changes.setdefault("shard_size", None)
     if before.dtype == "auto":  # an older version's: by the rule of then
         there = pick_device(changes.get("device", before.device))
         changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))

@@ -58,7 +58,7 @@ def save_run(run: Any, val_loss: float | None) -> None:
         "torch": torch.__version__,
     }
     how = {"out_dir": run.config.out_dir, "keep": run.config.keep_checkpoints}
-    if not getattr(run.config, "async_checkpoint", False):
+    if not run.config.async_checkpoint:
         save(**how, **contents, distributed=distributed)
         return
     run.saving = getattr(run, "saving", None) or Saving(distributed)
@@ -89,6 +89,8 @@ class Saving:
     def begin(self, **contents: Any) -> None:
         def work() -> None:
             try:
+                if (device := self.distributed.device).type == "cuda":
+                    torch.cuda.set_device(device)  # a new thread starts on device 0
                 save(**contents, distributed=self.distributed)
             except BaseException as e:
                 self.failure = e

@@ -43,10 +43,10 @@ class DistInfo:
             return cls(device=device)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            if device.index >= torch.cuda.device_count():
+            here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+            if here > gpus:  # on all of them: process 0 is the one that prints
                 raise UserError(
-                    f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs, here are "
-                    f"{torch.cuda.device_count()}; lower --nproc_per_node"
+                    f"{here} processes need as many GPUs, here are {gpus}; lower --nproc_per_node"
                 )
             torch.cuda.set_device(device)
         store, rank, size = restarts.meet()
@@ -95,7 +95,10 @@ class DistInfo:
         """What train.py is started with, to be the same number of processes."""
         if self.world_size == 1:
             return "python"
-        return f"torchrun --standalone --nproc_per_node={self.world_size}"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if here < self.world_size:
+            return f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} ..."
+        return f"torchrun --standalone --nproc_per_node={here}"
 
     def sum(self, values: list[float]) -> list[float]:
         """The element-wise sum over all processes."""

@@ -62,6 +62,11 @@ def shard(model: Any, distributed: DistInfo, setup: Setup, size: int | None) -> 
         UserError: for what does not go together.
     """
     n = distributed.world_size
+    if distributed.control is None:
+        raise UserError(
+            "--parallel=fsdp shares the weights among processes: torchrun --nproc_per_node=2 "
+            "train.py ...; one alone takes --parallel=ddp"
+        )
     size = n if size is None else size
     if n % size:
         raise UserError(f"--shard_size={size} does not divide the {n} processes")

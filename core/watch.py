@@ -25,7 +25,6 @@ import torch.distributed as dist
 from core.restarts import DEAD, machine, state
 from core.settings import UserError, first_line
 
-PHASES = ("start", "data", "forward", "backward", "update", "agree", "evaluate", "checkpoint")
 LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
@@ -43,6 +42,7 @@ class Beat(NamedTuple):
     phase: str = "start"
     quiet: int = 0  # beats since its main thread was last heard of
     hung: bool = False  # that is too long
+    marks: int = 0  # phases that it has begun, the same ones in every process
 
 
 class Pace:
@@ -68,7 +68,7 @@ class Pace:
 
 
 class Watch:
-    """Looks after the processes of a run, from here to close(), or as a context:
+    """Looks after the processes of a run:
 
     with Watch(distributed, timeout) as watch:
         watch.mark(step, "forward")  # at the beginning of each phase
@@ -116,37 +116,10 @@ class Watch:
     # ------------------------------------------------------------------- for the main thread
 
     def mark(self, step: int, phase: str) -> None:
-        """The main thread begins a phase of a step (PHASES, in their order)."""
+        """The main thread begins a phase of a step; in all processes the same phases, in order."""
         if self.size > 1:
             self.pace.begin(step, phase)
             self.marks += 1
-
-    def explain(self, error: BaseException) -> str:
-        """Why a collective failed: the verdict, waited for; or the error's own first line."""
-        self.ending.set()
-        if self.size > 1 and self.known.wait(EXPLAIN * self.beat):
-            return str(self.verdict)
-        return first_line(error)
-
-    def fail(self, text: str) -> None:
-        """This process ends with an error of its own: the others will say so."""
-        if self.size == 1:
-            return
-        self.own_error = text
-        self.ending.set()
-        self.wake.set()
-        self.known.wait(5 * self.beat)
-        self._linger()
-
-    def close(self) -> None:
-        """This process is done. It waits for the others a while: torchrun stops all processes as
-        soon as one ends with an exit code, and one may still be writing a checkpoint."""
-        if self.size == 1:
-            return
-        self.done = True
-        self.ending.set()
-        self.wake.set()
-        self.closed.wait(CLOSE * self.beat)
 
     def __enter__(self) -> Watch:
         """With more than one process SIGTERM waits for a verdict, until StopSignal takes it."""
@@ -162,18 +135,23 @@ class Watch:
         os.kill(os.getpid(), signum)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tell the others that this process is done, or what it ends with, and wait for them a
+        while; where a collective has failed, end by saying who was lost."""
         if self.size == 1:
             return
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if error is None:
-            self.close()
-        elif not _of_collective(error):
-            self.fail(_described(error))
-        elif (text := self.explain(error)) and self.known.is_set():
-            self._exit(text)
+        self.ending.set()
+        if _of_collective(error) and self.known.wait(EXPLAIN * self.beat):
+            self._exit(str(self.verdict))
+        self.done = error is None
+        self.own_error = None if error is None else _described(error)
+        self.wake.set()
+        if self.done:  # torchrun stops all as soon as one fails, and one may still be writing
+            self.closed.wait(CLOSE * self.beat)
         else:
-            self.fail(text)
+            self.known.wait(5 * self.beat)
+            self._linger()
 
     # ------------------------------------------------------------------- the thread
 
@@ -222,7 +200,7 @@ class Watch:
         if self.done:
             phase = "over" if self.rank == 0 and self._others_are_done() else "done"
         hung = self.quiet * self.beat > self.pace.limit()
-        beat = Beat(self.rounds, self.pace.step, phase, self.quiet, hung)
+        beat = Beat(self.rounds, self.pace.step, phase, self.quiet, hung, self.marks)
         gone = [r for r in self.neighbours if state(self.pids[r]) in DEAD]
         self.store.set(self.keys[1 + self.rank], json.dumps(beat))
         # Process 0 reads all beats, the others its own: not N times N.
@@ -255,8 +233,8 @@ class Watch:
         if self.rank != 0 or not told or not all(beat.hung for beat in told.values()):
             return None
         # Nothing moves. Who waits in a collective has got further than the one that hangs.
-        places = {r: (b.step, [*PHASES, b.phase].index(b.phase)) for r, b in told.items()}
-        behind = [r for r in told if places[r] == min(places.values())]
+        least = min(beat.marks for beat in told.values())
+        behind = [r for r in told if told[r].marks == least]
         still = f"for {min(b.quiet for b in told.values()) * self.beat:.0f} s"
         if len(behind) == len(told):
             return f"none has moved {still}{self._was(behind[0])}: which one hangs is not known"

@@ -16,6 +16,7 @@ from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.parallel import BUCKET_MB, replicate
 from core.runtime import Setup
+from core.settings import UserError
 from model import GPT, GPTConfig
 from train import train_step
 
@@ -42,6 +43,25 @@ def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
     assert replicate(module, distributed) is module
     distributed.leave()
     assert not dist.is_initialized()
+
+
+def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr("core.distributed.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="3 processes need as many GPUs, here are 2; lower"):
+        DistInfo.join("auto")
+
+
+def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
+    def launcher(n: int) -> str:
+        return DistInfo(torch.device("cpu"), world_size=n).launcher
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert launcher(4) == "torchrun --standalone --nproc_per_node=4"
+    assert launcher(8) == "torchrun --nnodes=2 --nproc_per_node=4 ..."
 
 
 # More than 1 MB of parameters in a block, where PyTorch cuts first.

@@ -325,6 +325,12 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> Non
         train.TrainConfig(**settings)
 
 
+def test_parts_need_processes() -> None:
+    device = torch.device("cpu")
+    with pytest.raises(UserError, match="shares the weights among processes: torchrun"):
+        parallel.shard(None, DistInfo(device), Setup.of(device), None)
+
+
 def test_a_ring_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="needs a multiple of 2 processes, here is 1: torchrun"):
@@ -342,7 +348,7 @@ def test_a_ring_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said: str) -> None:
     device = torch.device("cpu")
     with pytest.raises(UserError, match=said):
-        parallel.shard(None, DistInfo(device, 0, 3), Setup.of(device, **how), size)
+        parallel.shard(None, DistInfo(device, 0, 3, "group"), Setup.of(device, **how), size)
 
 
 def test_every_process_of_a_ring_has_a_token() -> None:

@@ -313,6 +313,16 @@ def test_settings_with_the_names_of_version_0_1(out):
     assert r.code == 0 and max(r.losses()) == 12, r.err
 
 
+def test_a_run_in_parts_goes_on_whole(out):
+    path = checkpoint.latest(out) / "settings.json"
+    settings = json.loads(path.read_text())
+    train = {**settings["train"], "parallel": "fsdp", "shard_size": 2}
+    path.write_text(json.dumps({**settings, "train": train}))
+    assert "one alone takes --parallel=ddp" in refusal(resume(out, "--max_iters=12"))
+    r = resume(out, "--max_iters=12", "--parallel=ddp")
+    assert r.code == 0 and max(r.losses()) == 12, r.err
+
+
 def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
     """As many characters, but others: the ids would mean something else."""
     other = make_data(tmp_path / "other", TEXT.replace("q", "Q"))
@@ -404,6 +414,8 @@ def spoiled(self, *args):
 GPT.forward = spoiled
 threading.Timer(20, os._exit, (1,)).start()  # rather than wait for one another for half an hour
 main("spoiled", "--log_interval=100")
+calls = 0
+main("spoiled_float16", "--log_interval=100", "--dtype=float16")  # only this process knows of it
 part()
 os._exit(0)
 """
@@ -488,11 +500,12 @@ def test_micro_steps_that_two_processes_cannot_share(two):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_in_one_process_stops_both(two):
+@pytest.mark.parametrize("name", ["spoiled", "spoiled_float16"])
+def test_a_loss_that_is_not_finite_in_one_process_stops_both(two, name):
     folder, said = two
-    assert [r.get("spoiled", {}).get("code") for r in said()] == [1, 1]
-    assert not checkpoint.folders(folder / "spoiled")
-    assert all(math.isfinite(x) for x in losses(folder / "spoiled").values())
+    assert [r.get(name, {}).get("code") for r in said()] == [1, 1]
+    assert not checkpoint.folders(folder / name)
+    assert all(math.isfinite(x) for x in losses(folder / name).values())
 
 
 def test_more_steps_do_not_raise_the_learning_rate_again(out, data_dir):

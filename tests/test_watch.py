@@ -19,7 +19,7 @@ import pytest
 import torch
 from killing import LIMIT_S, Job, gone, losses, member, prove
 from processes import free_port
-from test_train import argv, make_data
+from test_train import argv, make_data, run
 
 from core import restarts, watch
 from core.distributed import DistInfo
@@ -132,12 +132,40 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
     assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
 
 
+def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch):
+    """Its first evaluations and checkpoints, and what comes at the end, however many log lines."""
+    pace, limits = watch.Pace(45.0), {}
+
+    def mark(self, step, phase):
+        pace.begin(step, phase)
+        limits.setdefault(phase, []).append(pace.limit())
+
+    monkeypatch.setattr(watch.Watch, "mark", mark)
+    assert run(data_dir, tmp_path, max_iters=16, eval_interval=8, log_interval=1).code == 0
+    most = watch.FIRST_S
+    assert limits["evaluate"] == limits["checkpoint"] == [most] * 2 and limits["finish"] == [most]
+    for phase in ("forward", "backward", "update", "agree", "data"):
+        assert limits[phase] == [most] * (len(limits[phase]) - 13) + [45.0] * 13, phase
+    assert limits["log"][-1] == 45.0
+
+
+def test_who_is_behind_has_begun_the_fewest_phases():
+    """A process that hangs after a checkpoint, while the others wait in the next step."""
+    looking = watch.Watch(DistInfo(torch.device("cpu")))
+    looking.size, looking.machines, looking.pids = 3, ["a"] * 3, [1, 2, 3]
+    ahead = watch.Beat(9, 21, "forward", 50, True, 160)
+    looking.beats = {0: ahead, 1: watch.Beat(9, 20, "checkpoint", 60, True, 158), 2: ahead}
+    looking.missed = dict.fromkeys(range(3), 0)
+    text = looking._judge([], [0, 1, 2])
+    assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
+    assert "the others wait in 'forward' of step 21" in text
+
+
 def test_one_process_has_no_thread():
     before = threading.active_count()
     with watch.Watch(DistInfo(torch.device("cpu")), 1.0) as looking:
         looking.mark(1, "forward")
         assert threading.active_count() == before
-        assert looking.explain(RuntimeError("so\nit is")) == "so"
     with pytest.raises(KeyError), watch.Watch(DistInfo(torch.device("cpu")), 1.0):
         raise KeyError("x")
 
@@ -264,6 +292,37 @@ def test_a_preempted_run_saves_and_says_how_to_go_on(training, tmp_path, to):
     assert "stopped after step" in job.said() and "error (rank" not in job.said(), job.said()
     saved = max(int(p.name.split("-")[1]) for p in (tmp_path / "out").glob("step-*"))
     assert saved == max(losses(tmp_path / "out")) and saved < 4000
+
+
+FAILS = """
+import os, sys, time
+import train
+from core.settings import UserError, exit_on_user_error
+
+def load(*args):
+    time.sleep(1)  # the other one is ready long before
+    raise UserError("no data on this machine")
+
+if os.environ["RANK"] == "1":
+    train.data.load = load
+exit_on_user_error(lambda: train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_an_earlier_run_stays_where_it_is_until_all_can_begin(data_dir, tmp_path):
+    earlier, script = tmp_path / "out" / "step-00000003", tmp_path / "fails.py"
+    earlier.mkdir(parents=True)
+    script.write_text(FAILS)
+    line = argv(data_dir, tmp_path / "out", parallel="fsdp", peak_tflops=1,
+                gradient_accumulation_steps=2)  # fmt: skip
+    job = Job(tmp_path / "log", [str(script), *line])
+    try:
+        assert job.ended(90) != 0
+    finally:
+        job.close()
+    assert "rank 1" in job.said() and "ended with an error: no data on this machine" in job.said()
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [earlier.name]
 
 
 @pytest.mark.slow
