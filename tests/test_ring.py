@@ -82,7 +82,7 @@ def answers(rank: int, n: int) -> dict[str, Any]:
 @lru_cache
 def told(n: int) -> Any:
     try:
-        return run(answers, n, timeout=300)
+        return run(answers, n, timeout=180)
     except AssertionError as e:
         return e  # for each of the tests, of one start
 
