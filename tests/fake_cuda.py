@@ -466,14 +466,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, s
 
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float,
-                    causal: bool, scale: Any, seed: Any) -> list[Tensor]:  # fmt: skip
+                    causal: bool, scale: Any, seed: Any,
+                    of_row: tuple[Tensor, Tensor] | None = None) -> list[Tensor]:  # fmt: skip
+    """of_row: out and L of the whole rows, of which k and v may be a part."""
     dtype, heads = q.dtype, k.shape[1]
     groups = q.shape[1] // heads
     dout, q, k, v = (inner(t).float() for t in (dout, q, k, v))
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    P, kept, _, scale = weights(q, k, inner(mask), p, causal, scale, int(inner(seed)))
+    seed = int(inner(seed)) if p else 0
+    P, kept, L_here, scale = weights(q, k, inner(mask), p, causal, scale, seed)
     dP = dout @ v.transpose(-1, -2) * kept
-    dS = P * (dP - (dP * P).sum(-1, keepdim=True)) * scale
+    D = (dP * P).sum(-1, keepdim=True)
+    if of_row is not None:
+        out, L = (inner(t).float() for t in of_row)
+        P, D = P * (L_here - L).exp().nan_to_num(0.0)[..., None], (dout * out).sum(-1, keepdim=True)
+    dS = P * (dP - D) * scale
     dk, dv = dS.transpose(-1, -2) @ q, (P * kept).transpose(-1, -2) @ dout
     dk, dv = (t.unflatten(1, (heads, groups)).sum(2) for t in (dk, dv))
     # as the kernels give them: (B, T, H, D) in memory
@@ -500,7 +507,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    scale: Any = None) -> Any:  # fmt: skip
     launches.add("aten::_scaled_dot_product_flash_attention_backward")
     mask = lower_right(q, k, is_causal)
-    return tuple(attend_backward(dout, q, k, v, mask, dropout_p, False, scale, seed))
+    return tuple(attend_backward(dout, q, k, v, mask, dropout_p, False, scale, seed, (out, L)))
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool,

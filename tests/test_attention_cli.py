@@ -397,7 +397,7 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         "cuda 8.0 to 8.9", "cuda 9.0", "cuda >= 10.0", "cpu (interpreter)"]  # fmt: skip
     assert cells[0] | {"name": ""} == {
         "name": "", "device": "cuda 8.0 to 8.9", "packages": "a >= 2.1, b", "dtypes": "float16",
-        "head_dim": "up to 256", "window": "yes", "segments": "yes", "scores": "no",
+        "head_dim": "up to 256", "window": "yes", "segments": "yes", "scores": "no", "parts": "no",
         "dropout": "yes", "backward": "yes, not deterministic",
         "caches": "dynamic, paged (pages of 256 n tokens)"}  # fmt: skip
     assert (cells[1]["window"], cells[1]["backward"], cells[1]["caches"]) == ("no", "no", "no")

@@ -477,7 +477,8 @@ def test_a_remembered_answer_runs_no_file(clock, monkeypatch, log, cache_folder,
 OTHER_SPECS = {
     "n_head": 4, "n_kv_head": 2, "head_dim": 32, "dtype": "float16", "window": 7, "dropout": 0.5,
     "segments": True, "grad": False, "cache": "static", "compiled": True,
-    "page_size": 16, "hub_kernels": True, "scale": 0.3, "softcap": 9.0, "sinks": True}  # fmt: skip
+    "page_size": 16, "hub_kernels": True, "scale": 0.3, "softcap": 9.0, "sinks": True,
+    "lse": True}  # fmt: skip
 OTHER_MACHINES = {
     "device": "cuda", "name": "another", "capability": (9, 0), "torch": "9.9", "cuda": "99.9",
     "packages": {"triton": "99"}, "interpreted": not HERE.interpreted,

@@ -399,6 +399,10 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
     "scale": ({"scale": True}, {}, replace(ANY, scale=0.3), "not by 0.3"),
     "softcap": ({"softcap": True}, {}, replace(ANY, softcap=50.0), "it does not cap scores"),
     "sinks": ({"sinks": True}, {}, replace(ANY, sinks=True), "it has no attention sinks"),
+    "lse": ({"lse": True}, {}, replace(ANY, lse=True), "it does not give L"),
+    "lse_segments": (
+        {"lse": True}, {"lse": True, "lse_segments": False},
+        replace(ANY, lse=True, segments=True), "over a sequence in parts it has no segments"),
     "head_dim_max": ({"head_dim_max": 64}, {"head_dim_max": 63}, ANY, "up to 63, not 64"),
     "head_dim_multiple": (
         {"head_dim_multiple": 32}, {"head_dim_multiple": 24}, ANY, "a multiple of 24, not 64"),
