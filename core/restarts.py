@@ -63,11 +63,11 @@ def restarted(out_dir: str, distributed: Any) -> bool:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
-    agents, again = distributed.gather(_agent()), False
+    launchers, again = distributed.gather(_launcher()), False
     if distributed.main:
         try:
             before = json.loads((Path(out_dir) / MARK).read_text(encoding="utf-8"))["torchrun"]
-            again = not set(agents).isdisjoint(before)
+            again = not set(launchers).isdisjoint(before)
         except (OSError, ValueError, KeyError, TypeError):
             again = False
     return distributed.gather(again)[0]
@@ -77,15 +77,15 @@ def mark_begun(out_dir: str, distributed: Any) -> None:
     """Note whose run out_dir holds from now on: an earlier one's checkpoints have been moved."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    agents = sorted(set(distributed.gather(_agent())))
+    launchers = sorted(set(distributed.gather(_launcher())))
     if distributed.main:
         partial = Path(out_dir) / (MARK + ".partial")
         partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"torchrun": agents}) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({"torchrun": launchers}) + "\n", encoding="utf-8")
         partial.replace(partial.with_name(MARK))
 
 
-def _agent() -> str:
+def _launcher() -> str:
     """The torchrun above this process, so that no other one ever has this name: the nearest
     process above that was not itself started by torchrun (there may be a script between)."""
     pid = os.getppid()

@@ -47,7 +47,7 @@ class Job:
         env = {k: v for k, v in os.environ.items() if k not in names}
         self.log = log
         with log.open("wb") as out:
-            self.agent = subprocess.Popen(
+            self.torchrun = subprocess.Popen(
                 [*launcher, f"--nproc_per_node={processes}", *line], cwd=ROOT,
                 env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 stdout=out, stderr=subprocess.STDOUT,
@@ -62,7 +62,7 @@ class Job:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 parent = (path / "stat").read_text().rpartition(")")[2].split()
-                if int(parent[1]) == self.agent.pid and parent[0] not in "ZX":
+                if int(parent[1]) == self.torchrun.pid and parent[0] not in "ZX":
                     about = (path / "environ").read_bytes()
                     if rank := re.search(rb"(?:^|\0)RANK=(\d+)", about):
                         found[int(rank[1])] = int(path.name)
@@ -84,14 +84,14 @@ class Job:
 
     def ended(self, seconds: float) -> int:
         """torchrun's exit code."""
-        self.wait_for(lambda: self.agent.poll() is not None, seconds)
-        return int(self.agent.returncode)
+        self.wait_for(lambda: self.torchrun.poll() is not None, seconds)
+        return int(self.torchrun.returncode)
 
     def close(self) -> None:
-        for pid in (*self.ranks().values(), self.agent.pid):
+        for pid in (*self.ranks().values(), self.torchrun.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.agent.wait()
+        self.torchrun.wait()
 
 
 def member(rank: int, size: int, port: int, log: str, fault: str, victim: int, how: Any) -> None:
@@ -233,14 +233,14 @@ def prove(
             0,
         )
         try:
-            while done < kills and job.agent.poll() is None:
+            while done < kills and job.torchrun.poll() is None:
                 time.sleep(chance.uniform(0, whole))
                 if seen := kill_one(job, chance, since, unfinished):
                     done += 1
                     say(f"{done}: {seen}")
                     if restarts:
                         since = len(job.said())
-                        job.wait_for(lambda j=job: j.ranks() or j.agent.poll() is not None, 60)
+                        job.wait_for(lambda j=job: j.ranks() or j.torchrun.poll() is not None, 60)
                     else:
                         assert job.ended(LIMIT_S) != 0
             code = job.ended(600)

@@ -234,7 +234,7 @@ def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
     assert not restarts.restarted(str(tmp_path), Alone())
     restarts.mark_begun(str(tmp_path), Alone("boot pid:[1] 77 12345"))
     assert restarts.restarted(str(tmp_path), Alone())
-    monkeypatch.setattr(restarts, "_agent", lambda: "boot pid:[1] 78 5")  # on another machine
+    monkeypatch.setattr(restarts, "_launcher", lambda: "boot pid:[1] 78 5")  # on another machine
     assert not restarts.restarted(str(tmp_path), Alone())
     assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # one has stayed
     (tmp_path / restarts.MARK).write_text("[")
@@ -243,7 +243,7 @@ def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
 
 def test_the_torchrun_above_a_script_between():
     """The first process above that torchrun did not start: this one."""
-    code = "from core import restarts; print(restarts._agent())"
+    code = "from core import restarts; print(restarts._launcher())"
     line = ["sh", "-c", f'"{sys.executable}" -c "{code}"; true']
     env, root = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}, Path(__file__).parent.parent
     found = subprocess.run(line, env=env, cwd=root, capture_output=True, text=True, timeout=60)
@@ -273,8 +273,8 @@ def training(data_dir: Path, tmp_path: Path) -> Iterator[Any]:
 
 def trained(job: Job, out: Path, steps: int = 40) -> dict[int, int]:
     """Wait until so many steps are done; rank -> pid."""
-    job.wait_for(lambda: len(losses(out)) >= steps or job.agent.poll() is not None, 90)
-    assert job.agent.poll() is None, job.said()
+    job.wait_for(lambda: len(losses(out)) >= steps or job.torchrun.poll() is not None, 90)
+    assert job.torchrun.poll() is None, job.said()
     return job.ranks()
 
 
@@ -285,7 +285,7 @@ def test_a_preempted_run_saves_and_says_how_to_go_on(training, tmp_path, to):
     job = training()
     ranks = trained(job, tmp_path / "out")
     for pid in {"one": [ranks[1]], "all": [*ranks.values()]}.get(
-        to, [*ranks.values(), job.agent.pid]
+        to, [*ranks.values(), job.torchrun.pid]
     ):
         os.kill(pid, signal.SIGTERM)
     assert job.ended(LIMIT_S) != 0
@@ -365,7 +365,7 @@ def test_a_node_comes_and_is_lost(training, tmp_path, monkeypatch):
     assert first.said().count("it goes on from its last checkpoint") == 2
     assert "error (rank 0): rank 1 (" in first.said()
     first.wait_for(lambda: "\niter " in first.said().rpartition("resuming")[2], 60)
-    first.agent.terminate()
+    first.torchrun.terminate()
     first.ended(60)
     assert "stopped after step" in first.said()
     assert list(losses(out)) == list(range(1, max(losses(out)) + 1))
