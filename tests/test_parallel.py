@@ -103,8 +103,8 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ddp": {},
-        "fsdp": {"parallel": "fsdp"},
-        "ring": {"context_parallel": 2},
+        "fsdp": {"parallel": "fsdp", "sample_tokens": 5},
+        "ring": {"context_parallel": 2, "sample_tokens": 5},
         "recomputed": {"parallel": "fsdp", "gradient_checkpointing": True},
     },
     # Eight sequences a step do not divide by three, nor three by two.
@@ -133,8 +133,11 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
 def test_losses_are_those_of_one_process(
     n: int, data_dir: Path, alone: Any, tmp_path: Path
 ) -> None:
-    ended_well(processes.run(trained, n, lines(data_dir, tmp_path, **RUNS[n]), timeout=300))
-    for name in RUNS[n]:
+    results = processes.run(trained, n, lines(data_dir, tmp_path, **RUNS[n]), timeout=300)
+    ended_well(results)
+    for name, how in RUNS[n].items():
+        learned = "5 tokens of what it has learned"
+        assert (learned in results[0][name][1]) == ("sample_tokens" in how), name
         found = losses(tmp_path / name)
         assert found.keys() == alone.keys(), name
         worst = max(found, key=lambda k: abs(found[k] - alone[k]))
@@ -286,6 +289,26 @@ def test_in_bfloat16_blocks_are_gathered_so_and_the_stream_between_them_stays_fl
     stream, inside, weight, *others = processes.run(dtypes, 2)[0]
     assert weight == "torch.bfloat16"
     assert [stream, inside, *others] == ["torch.float32"] * (2 + len(others)) and len(others) >= 7
+
+
+def between(rank: int, n: int) -> tuple[str, str, bool]:
+    """What is the embedding after an evaluation, and freed; is a block compiled by itself?"""
+    device = torch.device("cpu")
+    model: Any = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="sdpa"))
+    everyone = DistInfo(device, rank, n, dist.group.WORLD)
+    parallel.shard(model, everyone, Setup.of(device, "float32"), None)
+    with torch.no_grad():
+        model(*torch.randint(65, (2, 2, 16)))
+    before = type(model.transformer.wte.weight).__name__
+    parallel.reshard(model)
+    other: Any = GPT(model.config)
+    parallel.shard(other, everyone, Setup.of(device, "float32", compile=True), None)
+    compiled = other.transformer.h[0]._compiled_call_impl is not None
+    return before, type(model.transformer.wte.weight).__name__, compiled
+
+
+def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None:
+    assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
 
 
 # --- how a step is divided ---
