@@ -128,9 +128,12 @@ class Watch:
         return self
 
     def _terminated(self, signum: int, frame: Any) -> None:
-        """torchrun sends it to all as soon as one has died."""
-        if self.known.wait(3 * self.beat):
-            self._exit(str(self.verdict))
+        """torchrun sends it to all as soon as one has died: one of the next looks shows it."""
+        self.wake.set()
+        enough, deadline = self.rounds + 3, time.monotonic() + EXPLAIN * self.beat
+        while self.rounds < enough and time.monotonic() < deadline:
+            if self.known.wait(self.beat / 10):
+                self._exit(str(self.verdict))
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 
@@ -139,11 +142,14 @@ class Watch:
         while; where a collective has failed, end by saying who was lost."""
         if self.size == 1:
             return
-        if signal.getsignal(signal.SIGTERM) == self._terminated:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.ending.set()
-        if _of_collective(error) and self.known.wait(EXPLAIN * self.beat):
-            self._exit(str(self.verdict))
+        if _of_collective(error):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the next look comes
+            self.wake.set()
+            if self.known.wait(EXPLAIN * self.beat):
+                self._exit(str(self.verdict))
+        if signal.getsignal(signal.SIGTERM) in (self._terminated, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.done = error is None
         self.own_error = None if error is None else _described(error)
         self.wake.set()

@@ -96,7 +96,8 @@ class Job:
 
 def member(rank: int, size: int, port: int, log: str, fault: str, victim: int, how: Any) -> None:
     """A process of a group that does what train.py does with a Watch, around collectives alone.
-    In step 10 something happens to the victim. (In this file: it is soon imported.)"""
+    In step 10 something happens to the victim; all are still "starting", where train.py has no
+    StopSignal yet, if `how` says so. (In this file: it is soon imported.)"""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -105,7 +106,7 @@ def member(rank: int, size: int, port: int, log: str, fault: str, victim: int, h
     watch.FIRST_S = how.get("first", watch.FIRST_S)
     distributed = DistInfo.join("cpu")
     with watch.Watch(distributed, how["timeout"], how["beat"]) as looking:
-        stop = StopSignal()
+        stop = None if how.get("starting") else StopSignal()
         for step in range(1, STEPS + 1):
             looking.mark(step, "forward")
             if step == 10 and rank == victim:
@@ -119,7 +120,7 @@ def member(rank: int, size: int, port: int, log: str, fault: str, victim: int, h
             if step == 20 and "pause" in how:
                 looking.mark(step, "evaluate")
                 time.sleep(how["pause"])
-            if distributed.sum([float(stop.signal is not None)])[0]:
+            if distributed.sum([float(stop is not None and stop.signal is not None)])[0]:
                 os._exit(143)
     distributed.leave()
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,8 @@ FORKED.set_forkserver_preload(["torch", "core.watch", "core.distributed"])
 
 
 def end(folder: Path, size: int, fault: str, victim: int = 1, **how: Any) -> list[tuple[int, str]]:
-    """(exit code, what it said) of each process; of one that is frozen, None for its code."""
+    """(exit code, what it said) of each process; of one that is frozen, None for its code.
+    If they are "starting", the others get torchrun's SIGTERM as soon as the victim has ended."""
     how = {"timeout": 60.0, "beat": 0.2, **how}
     port, logs = free_port(), [str(folder / f"{r}.log") for r in range(size)]
     begun = [FORKED.Process(target=member, args=(r, size, port, logs[r], fault, victim, how))
@@ -39,6 +41,11 @@ def end(folder: Path, size: int, fault: str, victim: int = 1, **how: Any) -> lis
     for process in begun:
         process.start()
     try:
+        if how.get("starting"):
+            begun[victim].join(LIMIT_S)
+            time.sleep(0.1)  # torchrun looks as often
+            for process in begun:
+                process.terminate()
         for rank, process in enumerate(begun):
             if not (fault == "frozen" and rank == victim):
                 process.join(LIMIT_S)
@@ -74,6 +81,14 @@ def test_the_others_name_who_ended(tmp_path, fault, victim, computing, words):
     said = {sentence(ended[r], r) for r in range(3) if r != victim}
     assert len(said) == 1 and words in (text := said.pop()), said
     assert text.startswith(f"rank {victim} (") and ended[victim][0] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["fails", "killed"])
+def test_the_others_name_who_ended_before_torchrun_ends_them(tmp_path, fault):
+    """Its SIGTERM comes at once, their next look may be a beat away."""
+    ended = end(tmp_path, 3, fault, 1, starting=True, beat=2.0)
+    assert all(sentence(ended[r], r).startswith("rank 1 (") for r in (0, 2)), ended
 
 
 @pytest.mark.slow
