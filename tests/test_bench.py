@@ -269,6 +269,7 @@ def test_decode_runs_over_batches_prompts_and_caches(quick):
         run(["decode", *SMALL, "--prompts=30", "--new_tokens=4"])
 
 
+@pytest.mark.slow
 def test_decode_has_rows_for_the_baselines_where_they_have_such_a_cache(tmp_path, quick):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     caches, new = ("none", "dynamic", "static"), 3
@@ -641,6 +642,7 @@ def test_a_process_that_is_of_no_more_use_is_replaced(stub):
     assert sum(n.startswith("b start") for n in notes) == 2
 
 
+@pytest.mark.slow
 def test_a_refusal_holds_for_all_points_and_an_answer_may_not_take_for_ever(stub):
     outcomes, _, _ = stub(names="ab", at=("x", "y"), refuses="a")
     for at in ("x", "y"):

@@ -43,6 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return last_line(out), next((path / "r").iterdir())
 
 
+@pytest.mark.slow
 def test_a_row_for_every_backend_and_for_transformers_own(trained):
     content, record = trained
     rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
@@ -105,6 +106,7 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
     assert {x["softcap"] for x in content["hf"]["counted"]["layers"]} == {50.0}
 
 
+@pytest.mark.slow
 def test_generation_with_its_caches(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
     argv = ["decode", *SMALL, folder(tmp_path), "--backends=sdpa", "--batch_sizes=2",

@@ -60,6 +60,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     ["Worker({}, 600, [*command, 'worker']).ask({})", "run(command, folder)"],
@@ -238,7 +239,7 @@ def end_time(stop: Stop) -> None:
 
 ENDS = [
     (send(signal.SIGINT), 130, "it was stopped by Ctrl-C"),
-    (send(signal.SIGTERM), 143, "it was stopped by SIGTERM"),
+    pytest.param(send(signal.SIGTERM), 143, "it was stopped by SIGTERM", marks=pytest.mark.slow),
     (end_time, 0, "its time was over"),
 ]
 

@@ -98,6 +98,7 @@ def test_an_honest_record_is_accepted(trained: Content, converged: Content) -> N
     assert check(on_a_gpu(copy.deepcopy(trained))) == []
 
 
+@pytest.mark.slow
 def test_generation_is_accepted_and_its_figures_are_computed_anew(tmp_path: Path) -> None:
     made = honest("decode", tmp_path, "--prompts=4", "--new_tokens=4", "--batch_sizes=1",
                   "--kv_caches=dynamic,paged")  # fmt: skip

@@ -112,6 +112,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, capsys) -> None:
     assert len(report["failures"]) == 1 and report["script"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["window off by one", "another order of the tiles each time"])
 def test_the_script_of_the_first_failure_runs_and_fails_so(bug, tmp_path: Path, capsys) -> None:
     """One of a case and one of a promise."""

@@ -457,6 +457,7 @@ def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
     assert page.is_disabled("#step") and page.is_disabled("#to-end")
 
 
+@pytest.mark.slow
 def test_back_and_jumps_show_what_forward_showed(show, plain):
     page = show(plain)
     N = len(plain["tiles"]["steps"])
@@ -552,6 +553,7 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
     assert np.abs(np.array(tiled) - np.array(manual)).max() <= 4  # a step of the colours at most
 
 
+@pytest.mark.slow
 def test_another_layer_and_head_show_their_own_trace(show, plain):
     page = show(plain)
     page.fill("#scrub", "8")
@@ -772,6 +774,7 @@ def test_the_ring_is_moved_by_the_same_controls_and_on_its_own(show, plain):
     assert page.evaluate(state) == [4, False, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_a_ring_of_few_or_many_processes_fits(show, width, n):

@@ -95,6 +95,7 @@ def check(qkv: list[Tensor], spec: Spec, segments: Tensor | None = None) -> None
 # --- numbers, and how often they are compiled ---
 
 
+@pytest.mark.slow
 def test_64_lengths_take_three_compilations(graphs) -> None:
     """Evaluation and sampling without a cache: 1, up to 128, more than 128."""
     spec = Spec(6, 3, 16, "float32", grad=False)
@@ -108,11 +109,13 @@ def test_64_lengths_take_three_compilations(graphs) -> None:
     assert graphs() == 3
 
 
-def test_decoding_takes_three_compilations(graphs) -> None:
+def test_decoding_takes_four_compilations(graphs) -> None:
+    """1, up to 128, more than 128; and of two keys the last query lies a stride behind the first,
+    which torch.compile takes for a rule until it sees three."""
     spec = Spec(6, 3, 16, "float32", window=40, grad=False)
     for T in (1, 2, 3, 40, 41, 127, 128, 129, 200, 257, 300, 400, 500):
         check(inputs(1, T, spec, B=1), spec)
-    assert graphs() <= 3
+    assert graphs() <= 4
 
 
 SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some compilation
@@ -124,7 +127,9 @@ SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=() if "softcap" in n else pytest.mark.slow) for n in SPECS
+])  # fmt: skip
 def test_numbers(name, graphs) -> None:
     """Chunks first: a graph for two lengths serves one for both as well."""
     spec, layout = SPECS[name]
@@ -139,6 +144,7 @@ def test_numbers(name, graphs) -> None:
     assert graphs() <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [False, True])
 def test_numbers_over_many_tiles(segments, graphs) -> None:
     spec = Spec(2, 2, 16, "float32", grad=False, segments=segments)
@@ -151,7 +157,10 @@ def test_numbers_over_many_tiles(segments, graphs) -> None:
 ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks]
 
 
-@pytest.mark.parametrize("case", ASKED, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [
+    pytest.param(c, id=c.name, marks=() if c.scale and c.softcap and c.sinks else pytest.mark.slow)
+    for c in ASKED
+])  # fmt: skip
 def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) -> None:
     """Sinks and gradients run on CUDA alone. What is traced is the same: here it is computed by
     PyTorch's own unfused operator, which the CPU has, backward too."""
@@ -179,6 +188,7 @@ def test_they_go_into_the_graph_of_a_compiled_model(case) -> None:
     oracle.check(oracle.Result(out), plain, truth, torch.float32)
 
 
+@pytest.mark.slow
 def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_traced) -> None:
     """torch.compile gives up after 8 versions; here after 3."""
     limit = 3

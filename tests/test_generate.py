@@ -734,7 +734,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["manual", "sdpa"])
+@pytest.mark.parametrize("name", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
     """Buckets of 128, 256 and 300 places; another text of another length compiles nothing."""
     model = lively(block_size=300, n_kv_head=2, attention_backend=name)

@@ -51,7 +51,7 @@ def is_lost(name: str, case: str) -> bool:
 # --- every model, kernel and case ---
 
 
-@pytest.mark.parametrize("backend", ["manual", "sdpa"])
+@pytest.mark.parametrize("backend", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
     for case in CASES:
@@ -59,6 +59,7 @@ def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
         assert not why or backend != "manual" or is_lost(name, case), f"{case}: {why}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["left-padded", "static cache", "training"])
 def test_our_triton_kernels_run_in_a_model(case: str) -> None:
     assert cell("mistral", "triton", case) == ""
@@ -496,6 +497,7 @@ def test_report_says_for_each_layer_what_ran() -> None:
     assert "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), 1 calls" in str(layers)
 
 
+@pytest.mark.slow
 def test_fastest_measures_and_runs() -> None:
     model = build("llama", "nanoattn:fastest")
     hf_table.check("llama", "full", run(model, "full"))
@@ -527,6 +529,7 @@ def test_under_autocast_the_kernel_gets_its_dtype() -> None:
     assert (got - truth).abs().max() <= 2 * (usual - truth).abs().max()
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model = build("mistral", "nanoattn:manual")
     compiled = torch.compile(model, backend="eager")

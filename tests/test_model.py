@@ -624,7 +624,10 @@ def loss_curve(name: str, dtype: torch.dtype, steps: int = 20) -> Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("name", [n for n in names_here() if n != "manual"])
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.slow] if n == "triton" else [])
+    for n in names_here() if n != "manual"
+])  # fmt: skip
 def test_twenty_steps_of_training_give_manuals_loss_curve(name) -> None:
     """The yardstick is manual's own error in float32; a kernel that is wrong is far beyond it."""
     truth, plain = loss_curve("manual", torch.float64), loss_curve("manual", torch.float32)

@@ -603,6 +603,7 @@ def test_what_it_refuses() -> None:
         assert "it has no 'paged' cache" in BACKENDS[name].why_not(SPEC, here)
 
 
+@pytest.mark.slow
 def test_without_triton() -> None:
     """PyTorch itself may import Triton; so it is made impossible."""
     code = """if True:

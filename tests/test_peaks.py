@@ -139,6 +139,7 @@ def write_often(path: Path, letter: str) -> None:
         system.write_at_once(path, letter * 50_000)
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path) -> None:
     path = tmp_path / "new" / "file"
     context = multiprocessing.get_context("spawn")

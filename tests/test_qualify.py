@@ -109,6 +109,7 @@ def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
         run(*words, "--resume")
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path, quick, monkeypatch) -> None:
     def fails(bench: Bench, box: float) -> Any:
         raise Failure("died", ["the GPU fell off the bus"])

@@ -221,6 +221,7 @@ def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
         explained(["no.py"])
 
 
+@pytest.mark.slow
 def test_the_kernel_of_the_page_trains_and_is_measured(
     chunked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

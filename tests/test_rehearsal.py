@@ -188,6 +188,7 @@ print(products / waits, time.perf_counter() - began)
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_gpu_is_taken_from_many_products_in_a_row(there):
     """Launching one and waiting for it is a tenth of its time; and clocks rise while it works."""
     a_wait, seconds = map(float, run(there, "-c", PRODUCTS).split())
@@ -236,6 +237,7 @@ def test_the_survey(there):
         assert line in out, out
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(there, tmp_path):
     how = [*SIZES, "--dataset=text", f"--data_dir={there}", "--batch_size=2", "--eval_iters=2",
            "--gradient_accumulation_steps=4", "--log_interval=1", "--max_iters=3",

@@ -147,6 +147,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     same(run_line(line_to_go_on(r), out), straight)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(data_dir, tmp_path, straight):
     out = tmp_path / "out"
     killed = process(KILL, 13, "TERM,INT", *argv(data_dir, out, **FULL))

@@ -136,7 +136,7 @@ def found(n: int) -> Any:
     return answer(n, "cases")[0] if n > 1 else all_cases(Ring())
 
 
-@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> None:

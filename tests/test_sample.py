@@ -182,8 +182,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("kv", ["dynamic", "paged"])
-@pytest.mark.parametrize("form", ["lines", "json"])
+@pytest.mark.parametrize(("form", "kv"), [("lines", "dynamic"), ("json", "paged")])
 def test_prompts_from_a_file(form, kv, trained, tmp_path):
     """In batches, or one by one into free places: each prompt answered as it is alone, in order."""
     wanted = ["Ann sees", "The king", "m", "Bob keeps the moon and"]

@@ -102,7 +102,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, pytest.param({"top_p": 0.9}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_every_text_is_that_of_its_prompt_alone(shape, sampling, pools) -> None:
     """Up to the limit of 16 positions and beyond it; pools that hold all of the rows, or fewer."""
     model = lively(attention_backend="paged", attention_fallback=False, **SHAPES[shape])

@@ -1014,6 +1014,7 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
     assert r.code == 0 and ", float32, 1 process" in r.out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     """Pages that are touched for the first time, while 20 tensors of 64 MB come and go."""

@@ -404,6 +404,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(triton_kernels.flash_backward, args)
 
 
+@pytest.mark.slow
 def test_importing_attention_imports_no_kernels_and_the_first_call_may_be_compiled() -> None:
     code = """if True:
         import sys, torch, attention

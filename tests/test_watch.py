@@ -69,7 +69,7 @@ def sentence(ended: tuple[int, str], rank: int) -> str:
 @pytest.mark.parametrize(
     ("fault", "victim", "computing", "words"),
     [
-        ("killed", 1, False, "is gone in 'forward' of step"),
+        pytest.param("killed", 1, False, "is gone in 'forward' of step", marks=pytest.mark.slow),
         ("killed", 0, False, "is gone in 'forward' of step"),
         pytest.param("killed", 1, True, "is gone in 'forward' of step", marks=pytest.mark.slow),
         ("fails", 1, False, "ended with an error: ValueError: no more tokens"),

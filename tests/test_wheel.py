@@ -226,6 +226,7 @@ assert all(torch.allclose(grad, want, atol=1e-5) for grad in grads)
 """
 
 
+@pytest.mark.slow
 def test_operators_are_registered_once() -> None:
     pytest.importorskip("triton")
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
