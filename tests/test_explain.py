@@ -579,8 +579,8 @@ def test_a_tiled_that_forgets_to_rescale_is_seen(monkeypatch):
 @pytest.mark.parametrize("budget, heads, n_notes", [
     (4_416, 8, 0), (4_415, 4, 1), (2_208, 4, 1), (2_207, 1, 1), (10, 1, 1)])  # fmt: skip
 def test_what_is_too_much_is_left_out_and_said(budget, heads, n_notes, monkeypatch):
+    whole, model = document("plain"), tiny()
     monkeypatch.setattr("viewer.tiles.BUDGET", budget)
-    model = tiny()
     config = replace(made("plain")[1], prompt="to be or not", layer=1, head=2)
     found = explained(model, config)["tiles"]
     chosen = [(h["layer"], h["head"]) for h in found["heads"]]
@@ -593,7 +593,7 @@ def test_what_is_too_much_is_left_out_and_said(budget, heads, n_notes, monkeypat
         for name in ("scores", "m", "l", "rescale", "o_norm", "out", "manual")
     )  # fmt: skip
     assert numbers <= budget or budget == 10
-    render({**document("plain"), **explained(model, config)})
+    render({**whole, **explained(model, config)})
 
 
 def test_too_many_tiles_are_refused():
