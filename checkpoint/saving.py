@@ -61,7 +61,7 @@ def save_run(run: Any, val_loss: float | None) -> None:
     if not run.config.async_checkpoint:
         save(**how, **contents, distributed=distributed)
         return
-    run.saving = getattr(run, "saving", None) or Saving(distributed)
+    run.saving = run.saving or Saving(distributed)
     run.saving.begin(**how, **copied(contents))
 
 
@@ -72,8 +72,8 @@ def finish(run: Any) -> None:
     Raises:
         UserError: it could not be written.
     """
-    if saving := getattr(run, "saving", None):
-        saving.wait()
+    if run.saving:
+        run.saving.wait()
 
 
 class Saving:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
 from core.distributed import DistInfo
+from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
 
@@ -110,6 +111,12 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     if (n := distributed.context_parallel) > T:
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
     return Ring(distributed.ring)
+
+
+def mine(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """This process's tokens and targets, of (B, T) ones that it shares with the model's ring."""
+    ring = model.ring
+    return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
 
 
 def no_sync(module: Any) -> AbstractContextManager[Any]:

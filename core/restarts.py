@@ -43,10 +43,9 @@ def meet(wait_s: float = JOIN_S) -> tuple[Any, int, int]:
     missing, deadline = list(range(1, size)), time.monotonic() + wait_s
     while missing:
         for r in missing:
-            if store.check([f"hello/{r}"]) and (hello := store.get(f"hello/{r}")) != answered.get(
-                r
-            ):
-                store.set(f"welcome/{hello.decode()}", word)  # of an attempt before: nobody listens
+            hello = store.get(f"hello/{r}") if store.check([f"hello/{r}"]) else None
+            if hello and hello != answered.get(r):  # of an attempt before: nobody listens
+                store.set(f"welcome/{hello.decode()}", word)
                 answered[r] = hello
         missing = [r for r in missing if not store.check([f"here/{word}/{r}"])]
         if missing and time.monotonic() > deadline:

@@ -9,6 +9,7 @@ import platform
 import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -298,6 +299,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def now(device: torch.device) -> float:
+    """The time, in s, when the device has done all that it was given."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 def describe(device: torch.device) -> str:
