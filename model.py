@@ -241,24 +241,22 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        grad = torch.is_grad_enabled()
+        asked = {"training": self.training, "grad": torch.is_grad_enabled(), "segments": segments,
+                 "compiled": compiled, "cache": cache, "page_size": page_size,
+                 "lse": self.ring is not None and cache == "none"}  # fmt: skip
         # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
         # anew when another one is added to it.
-        lse = self.ring is not None and cache == "none"
-        key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size, lse
+        key = str(device), dtype, *asked.values()
         if key not in self._kernels:
             # Not as a decorator, which would import torch._dynamo, a second, for everyone.
             choose = torch.compiler.disable(self._choose) if compiled else self._choose
-            choose(key, shape or (1, self.config.block_size))
+            choose(key, asked, shape or (1, self.config.block_size))
         return self._kernels[key]
 
-    def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled, cache, page_size, lse = key
-        spec = self.config.spec(
-            str(dtype).removeprefix("torch."), training=training, segments=segments, grad=grad,
-            compiled=compiled, cache=cache, page_size=page_size,
-            hub_kernels=self.policy.hub_kernels, lse=lse,
-        )  # fmt: skip
+    def _choose(self, key: tuple[Any, ...], asked: dict[str, Any], shape: tuple[int, int]) -> None:
+        device, cache = key[0], asked["cache"]
+        dtype = str(key[1]).removeprefix("torch.")
+        spec = self.config.spec(dtype, hub_kernels=self.policy.hub_kernels, **asked)
         if (name := self.config.attention_backend) == "fastest":
             B, T = shape
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
@@ -267,7 +265,7 @@ class GPT(nn.Module):
         else:
             chosen = attention.select(name, spec, device, self.policy, shape=shape)
         where = f" with the {cache} cache" if cache != "none" else " without gradients"
-        attention.announce(chosen, "" if grad else where)
+        attention.announce(chosen, "" if spec.grad else where)
         self._kernels[key] = chosen, spec
 
     @torch.no_grad()

@@ -135,10 +135,11 @@ def resolve(
             return Resolution(name, backend, rejected)
         rejected[backend.name] = tuple(why)
         after = backend.fallback
-        gives_l = after is not None and get(after).partial is not None
+        if after is not None and "sdpa" in rejected:
+            after = _beside_sdpa(spec, machine, rejected)
         if after is None and spec.cache == "paged":  # the one thing manual cannot do
             after = "paged"
-        elif (spec.lse and not gives_l) or (after is not None and "sdpa" in rejected):
+        if spec.lse and not (after and get(after).partial):
             after = _beside_sdpa(spec, machine, rejected)
         if strict or after is None or after in rejected:
             reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())

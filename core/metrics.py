@@ -243,18 +243,11 @@ def _start_wandb(config: Any, out_dir: Path) -> Any:
     try:
         import wandb
 
-        return wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_run_name,
-            config=asdict(config),
-            dir=out_dir,
-            settings=wandb.Settings(init_timeout=20),
-        )
+        names = {"project": config.wandb_project, "name": config.wandb_run_name}
+        soon = wandb.Settings(init_timeout=20)
+        return wandb.init(**names, config=asdict(config), dir=out_dir, settings=soon)
     except Exception as e:  # not installed, not logged in, not reachable: the run goes on without
-        log.warning(
-            "wandb is off (%s: %s); metrics.jsonl has it all, and WANDB_MODE=offline keeps a copy "
-            "for wandb sync",
-            type(e).__name__,
-            e,
-        )
+        why = f"{type(e).__name__}: {e}"
+        mend = "WANDB_MODE=offline keeps a copy for wandb sync"
+        log.warning("wandb is off (%s); metrics.jsonl has it all, and %s", why, mend)
         return None

@@ -151,14 +151,10 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def local(t: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 def held(model: nn.Module) -> str:
     """A line that says what this process keeps, its gradients within a step only."""
-    n = sum(4 * local(p).numel() * p.element_size() for p in model.parameters())
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    n = sum(4 * p.numel() * p.element_size() for p in parts)
     how = " (fsdp)" if is_sharded(model) else ""
     return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and AdamW's moments{how}"
 

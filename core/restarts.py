@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,9 @@ def restarted(out_dir: str, distributed: Any) -> bool:
         return False
     launchers, again = distributed.gather(_launcher()), False
     if distributed.main:
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no mark, or no good one
             before = json.loads((Path(out_dir) / MARK).read_text(encoding="utf-8"))["torchrun"]
             again = not set(launchers).isdisjoint(before)
-        except (OSError, ValueError, KeyError, TypeError):
-            again = False
     return distributed.gather(again)[0]
 
 

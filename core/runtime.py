@@ -280,14 +280,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The random state of this process."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
 def to_device(t: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device; on CUDA its copy is not waited for."""
     cuda = device.type == "cuda"

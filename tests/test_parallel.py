@@ -43,6 +43,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def local(t: Any) -> Any:
+    """What this process holds of it."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
 def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
     """Run train.py for each of these command lines, in this process of a group that is there."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
@@ -233,10 +238,10 @@ def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
         train.train_step(model, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1e-3,
                          found_inf)  # fmt: skip
         norms.append(float(optimizer.grad_scale) * 1e-3)  # type: ignore[attr-defined]
-    moments = sum(parallel.local(t).numel() for s in optimizer.state.values()
+    moments = sum(local(t).numel() for s in optimizer.state.values()
                   for k, t in s.items() if k != "step")  # fmt: skip
     weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
-    kept = sum(parallel.local(p).numel() for p in model.parameters())
+    kept = sum(local(p).numel() for p in model.parameters())
     return {"calls": calls, "total": total, "kept": kept, "said": parallel.held(model),
             "moments": moments, "norms": norms, "weights": weights}  # fmt: skip
 
