@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import train
+from attention import Ring
+from checkpoint import gathered
 from core import metrics, parallel, restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -317,6 +319,16 @@ def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None
 
 
 # --- how a step is divided ---
+
+
+def test_what_samples_alone_has_all_weights_and_no_ring() -> None:
+    model = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")).eval()
+    assert gathered(model) is model
+    model.ring = Ring(None)  # which others would have to answer
+    alone = gathered(model).eval()
+    assert alone.ring is None and (alone.config, alone.policy) == (model.config, model.policy)
+    model.ring, x = None, torch.arange(5)[None]
+    assert torch.equal(alone(x)[0], model(x)[0])
 
 
 def test_any_number_of_processes_shares_a_step() -> None:

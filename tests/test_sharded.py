@@ -196,6 +196,19 @@ def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
 
 
+def test_another_number_of_processes_draws_other_dropout_in_each_and_in_each_step(two):
+    """The random states of two are of no use to three."""
+    saved, r = checkpoint.load(checkpoint.latest(two["ddp"][0])), Run("")
+    seeds = []
+    for step in (3, 4):
+        saved.state["step"] = step
+        for rank in range(3):
+            everyone: Any = SimpleNamespace(world_size=3, rank=rank, gather=lambda v: [v] * 3)
+            checkpoint.restore(saved, r.model, r.optimizer, r.scaler, 1, everyone)
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == 6
+
+
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
 def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
     out, want = two[of]

@@ -1022,6 +1022,21 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
     assert r.code == 0 and ", float32, 1 process" in r.out
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
+def test_the_most_memory_in_use_is_what_the_system_says() -> None:
+    """In a process of its own: what is asked holds the largest ever since its parents."""
+    program = """
+import re, torch
+from core import runtime
+torch.ones(2**26)
+most = re.search("VmHWM:(.*)kB", open("/proc/self/status").read())[1]
+print(runtime.peak_memory(torch.device("cpu")) / (int(most) * 1024))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=Path(train.__file__).parent)  # fmt: skip
+    assert float(done.stdout) == pytest.approx(1, abs=0.01), done.stderr
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     """Pages that are touched for the first time, while 20 tensors of 64 MB come and go."""

@@ -191,7 +191,7 @@ def test_who_is_behind_has_begun_the_fewest_phases():
     looking.missed = dict.fromkeys(range(3), 0)
     text = looking._judge([], [0, 1, 2])
     assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
-    assert "the others wait in 'forward' of step 21" in text
+    assert "none has moved for 50 s, the others wait in 'forward' of step 21" in text
 
 
 def test_one_process_has_no_thread():
