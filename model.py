@@ -19,12 +19,14 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import Policy, Resolution, Ring, Spec
 from core.loss import Head
+from core.settings import check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
 
@@ -33,11 +35,11 @@ Attend = Callable[..., Tensor]  # see attention.Backend
 class GPTConfig:
     """What the model is: its sizes, and how it attends; a ValueError where they cannot be."""
 
-    block_size: int = 1024  # the longest sequence, in tokens
-    vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for the hardware
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    block_size: PositiveInt = 1024  # the longest sequence, in tokens
+    vocab_size: PositiveInt = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
+    n_layer: PositiveInt = 12
+    n_head: PositiveInt = 12
+    n_embd: PositiveInt = 768
     n_kv_head: int | None = None  # fewer than n_head: grouped-query attention; None: n_head
     dropout: float = 0.0
     bias: bool = True  # in Linear and LayerNorm
@@ -46,14 +48,10 @@ class GPTConfig:
     attention_window: int | None = None  # keys that a query sees, itself included; None: all
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self)
         C, H = self.n_embd, self.n_head
         if C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
-        if self.gelu not in ("exact", "tanh"):
-            raise ValueError(f"gelu must be 'exact' or 'tanh', got {self.gelu!r}")
         attention.check_name(self.attention_backend)  # which runs no file: a record may name one
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
 
@@ -243,24 +241,22 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        grad = torch.is_grad_enabled()
+        asked = {"training": self.training, "grad": torch.is_grad_enabled(), "segments": segments,
+                 "compiled": compiled, "cache": cache, "page_size": page_size,
+                 "lse": self.ring is not None and cache == "none"}  # fmt: skip
         # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
         # anew when another one is added to it.
-        lse = self.ring is not None and cache == "none"
-        key = str(device), dtype, self.training, grad, segments, compiled, cache, page_size, lse
+        key = str(device), dtype, *asked.values()
         if key not in self._kernels:
             # Not as a decorator, which would import torch._dynamo, a second, for everyone.
             choose = torch.compiler.disable(self._choose) if compiled else self._choose
-            choose(key, shape or (1, self.config.block_size))
+            choose(key, asked, shape or (1, self.config.block_size))
         return self._kernels[key]
 
-    def _choose(self, key: tuple[Any, ...], shape: tuple[int, int]) -> None:
-        device, dtype, training, grad, segments, compiled, cache, page_size, lse = key
-        spec = self.config.spec(
-            str(dtype).removeprefix("torch."), training=training, segments=segments, grad=grad,
-            compiled=compiled, cache=cache, page_size=page_size,
-            hub_kernels=self.policy.hub_kernels, lse=lse,
-        )  # fmt: skip
+    def _choose(self, key: tuple[Any, ...], asked: dict[str, Any], shape: tuple[int, int]) -> None:
+        device, cache = key[0], asked["cache"]
+        dtype = str(key[1]).removeprefix("torch.")
+        spec = self.config.spec(dtype, hub_kernels=self.policy.hub_kernels, **asked)
         if (name := self.config.attention_backend) == "fastest":
             B, T = shape
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
@@ -269,7 +265,7 @@ class GPT(nn.Module):
         else:
             chosen = attention.select(name, spec, device, self.policy, shape=shape)
         where = f" with the {cache} cache" if cache != "none" else " without gradients"
-        attention.announce(chosen, "" if grad else where)
+        attention.announce(chosen, "" if spec.grad else where)
         self._kernels[key] = chosen, spec
 
     @torch.no_grad()

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -123,9 +122,9 @@ class TrainConfig:
 
     def setup(self, device: torch.device) -> Setup:
         """How the run uses the device."""
-        names = ("tf32", "compile", "compile_mode", "onednn", "deterministic", "sdpa_flash_impl")
-        how = {name: getattr(self, name) for name in (*names, "n_embd")}
-        return Setup.of(device, self.dtype, **how)
+        names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic",
+                 "sdpa_flash_impl", "n_embd")  # fmt: skip
+        return Setup.of(device, **{name: getattr(self, name) for name in names})
 
 
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
@@ -142,12 +141,11 @@ import data
 from attention import Policy
 from core import flops, parallel, runtime
 from core.distributed import DistInfo
-from core.loss import IGNORE
-from core.metrics import Metrics, believable, duration, log_line, not_finite
+from core.metrics import Metrics, log_step, not_finite, say_first, say_last
 from core.optimizer import build_optimizer, learning_rate, update
 from core.restarts import mark_begun
 from core.runtime import Setup
-from core.watch import Watch
+from core.watch import WRITING, Watch
 from inference.texts import continuation
 from model import GPT, GPTConfig
 
@@ -174,21 +172,14 @@ class Run:
     best_loss: float = math.inf  # the lowest validation loss so far
     weight: float = 1.0  # of a mean loss here, in the mean over the ring's processes
     peak_from: int = 0  # the step before which the peak is not measured again
+    rates: list[float] = field(default_factory=list)  # tokens a second, of each logged interval
     metrics: Metrics | None = None
+    saving: checkpoint.Saving | None = None  # the checkpoints that are written in the background
 
     @property
     def global_batch(self) -> int:
         """Sequences in a step, over all processes and micro-batches."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
-
-    def mine(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """This process's tokens and targets of (B, T) ones that it shares with its ring."""
-        ring = self.model.ring
-        return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
-
-    def speed(self, tokens_per_s: float) -> flops.Speed:
-        T, devices = self.config.block_size, self.distributed.world_size
-        return flops.Speed(self.model.config, T, tokens_per_s, self.peak, devices)
 
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
@@ -233,13 +224,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
               peak, micro_steps, step, best_loss, ring.weight(T) if ring else 1.0)  # fmt: skip
 
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    counts = model.get_num_params(non_embedding=False), model.get_num_params()
-    say("model: {:,} parameters, {:,} without positions".format(*counts))
-    say(f"peak: {peak}")
-    tokens, rate = run.global_batch * T, peak.tflops * 1e12 * distributed.world_size
-    least = flops.flops_per_token(model.config, T) * tokens * (config.max_iters - step) / rate
-    steps = f"{tokens:,} tokens a step, {config.max_iters:,} steps"
-    say(f"{steps}: at the peak rate {duration(least)}, in practice more")
+    say_first(run)
     return run
 
 
@@ -291,25 +276,22 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     stop = runtime.StopSignal()
     found_inf = torch.zeros((), device=device)  # becomes 1 at a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    rates: list[float] = []  # tokens a second, of each interval after them
     val_loss: float | None = None
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
-    runtime.synchronize(device)
-    began, began_step = time.perf_counter(), run.step
+    began, began_step = runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
         mark = partial(watch.mark, run.step + 1)
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         weight = run.weight * len(x) * distributed.data_size / run.global_batch
-        loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast,
-                          *run.mine(x, y), run.micro_steps, config.grad_clip, found_inf,
-                          mark, weight)  # fmt: skip
+        x, y = parallel.mine(run.model, x, y)
+        loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
+                          run.micro_steps, config.grad_clip, found_inf, mark, weight)  # fmt: skip
         mark("agree")
         run.step += 1
         if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
-            runtime.synchronize(device)
-            began, began_step = time.perf_counter(), run.step
+            began, began_step = runtime.now(device), run.step
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
         # On a GPU no look at found_inf: it would wait for the device.
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
@@ -327,29 +309,20 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
         per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
         val_loss = evaluate(run) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            backend = run.chosen.backend.name
-            say(not_finite(run.step, mean_loss, val_loss, lr, backend), file=sys.stderr)
+            say(not_finite(run, mean_loss, val_loss, lr), file=sys.stderr)
             mark("finish")
             checkpoint.finish(run)
             return 1
         if logging_now:
-            memory = runtime.peak_memory(device)
-            row = {"iter": run.step, "loss": mean_loss, "lr": lr, "mem_bytes": memory}
-            speed = run.speed(run.global_batch * T / per_step) if run.step > warm_step else None
-            if speed:
-                speed = believable(run, speed)
-                rates.append(speed.tokens_per_s)
-                row |= {"ms": per_step * 1e3, **speed.row()}
-            say(log_line(row, per_step, speed, config.max_iters - run.step))
-            if run.metrics:
-                run.metrics.log(**row)
+            log_step(run, mean_loss, lr, per_step, warm=run.step > warm_step)
         if evaluating or last:
+            mark(WRITING)
+            checkpoint.finish(run)  # the one before, in a phase that may take long
             mark("checkpoint")
             checkpoint.save_run(run, val_loss)
         if stopping:
             break
-        runtime.synchronize(device)
-        began, began_step = time.perf_counter(), run.step
+        began, began_step = runtime.now(device), run.step
 
     watch.mark(run.step, "finish")  # which may take long, and once
     checkpoint.finish(run)
@@ -359,11 +332,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
         again = f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
         say(f"stopped after step {run.step}; to go on: {distributed.launcher} {again}")
         return 128 + (stop.signal or signal.SIGTERM)
-    if rates:
-        say(f"{run.speed(statistics.median(rates))}; peak: {run.peak}")
-    if "baselines" in run.meta:
-        known = ", ".join(f"{name} model {x:.2f}" for name, x in run.meta["baselines"].items())
-        say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
+    say_last(run, val_loss)
     alone = checkpoint.gathered(run.model) if config.sample_tokens else None
     if alone is not None and distributed.main:
         torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
@@ -383,17 +352,17 @@ def evaluate(run: Run) -> float:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=device), 0
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                total += run.module(*run.mine(x, y))[1] * counted * run.weight
+                total += run.module(*parallel.mine(run.model, x, y))[1] * counted * run.weight
                 n += counted
             loss, sequences = distributed.sum([float(total), n])
             losses[split] = loss / sequences
     parallel.reshard(run.model)
     run.model.train()
-    shown = (f"{split} loss {loss:.4f}" for split, loss in losses.items())
-    distributed.say(f"step {run.step}: {', '.join(shown)}")
-    if run.metrics and math.isfinite(losses["train"] + losses["val"]):
-        run.metrics.log(iter=run.step, train_loss=losses["train"], val_loss=losses["val"])
-    return losses["val"]
+    train, val = losses["train"], losses["val"]
+    distributed.say(f"step {run.step}: train loss {train:.4f}, val loss {val:.4f}")
+    if run.metrics and math.isfinite(train + val):
+        run.metrics.log(iter=run.step, train_loss=train, val_loss=val)
+    return val
 
 
 # ----------------------------------------------------------------------------- the step

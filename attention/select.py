@@ -78,36 +78,33 @@ def packages(*names: str) -> tuple[str, ...]:
 def _first_of_auto(spec: Spec, machine: Machine) -> str:
     """The first name that "auto" tries: the latest FlashAttention that is installed and supports
     this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged. To train on a
-    CPU with matrix units it is SDPA with another backward, where that supports it. With a softcap
-    or sinks it is what _without_sdpa() says, in parts what _with_lse() says."""
-    if machine.device == "cuda":
-        for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
-            if name in BACKENDS and not BACKENDS[name].why_not(spec, machine):
-                return name
+    CPU with matrix units it is SDPA with another backward, where that supports it."""
+    names = ["flash_attn_4", "flash_attn_3", "flash_attn_2"] if machine.device == "cuda" else []
+    if machine.matrix_units and spec.grad and not spec.compiled:
+        names.append("sdpa_bmm")  # which gives no L
+    last = "paged" if spec.cache == "paged" else _beside_sdpa(spec, machine)
+    return _first(names, spec, machine) or last
+
+
+def _beside_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
+    """SDPA, or what to try where it cannot: where L is asked for the first that gives it (tiled
+    does everywhere); for a softcap or sinks, which SDPA has nowhere, on CUDA first the fused
+    kernels that have them, rather than hold all scores; else manual, which always works."""
+    on_cuda = machine.device == "cuda"
     if spec.lse:
-        return _with_lse(spec, machine)
-    trains = spec.grad and not spec.compiled
-    if machine.matrix_units and trains and not sdpa_bmm.BACKEND.why_not(spec, machine):
-        return "sdpa_bmm"
-    if spec.cache == "paged":
-        return "paged"
-    return _without_sdpa(spec, machine) if spec.softcap or spec.sinks else "sdpa"
+        names = ["sdpa_flash", "triton"] if on_cuda else ["sdpa_flash"]
+        return _first(names, spec, machine, rejected) or "tiled"
+    if spec.softcap or spec.sinks:
+        names = ["flex", "triton"] if on_cuda else []
+        return _first(names, spec, machine, rejected) or "manual"
+    return "manual" if "sdpa" in rejected else "sdpa"
 
 
-def _without_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
-    """What to try where SDPA cannot: manual; but for a softcap or sinks, which SDPA has nowhere, on
-    CUDA first the fused kernels that have them, rather than hold all scores."""
-    fused = ("flex", "triton") if spec.softcap or spec.sinks else ()
-    able = (name for name in fused if not BACKENDS[name].why_not(spec, machine))
-    on_cuda = (name for name in able if machine.device == "cuda" and name not in rejected)
-    return next(on_cuda, "manual")
-
-
-def _with_lse(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
-    """What to try where L is asked for: the first of those that give it; tiled does everywhere."""
-    names = ("sdpa_flash", "triton") if machine.device == "cuda" else ("sdpa_flash",)
+def _first(
+    names: Iterable[str], spec: Spec, machine: Machine, rejected: Iterable[str] = ()
+) -> str | None:
     able = (name for name in names if not BACKENDS[name].why_not(spec, machine))
-    return next((name for name in able if name not in rejected), "tiled")
+    return next((name for name in able if name not in rejected), None)
 
 
 def resolve(
@@ -139,11 +136,11 @@ def resolve(
         rejected[backend.name] = tuple(why)
         after = backend.fallback
         if after is not None and "sdpa" in rejected:
-            after = _without_sdpa(spec, machine, rejected)
+            after = _beside_sdpa(spec, machine, rejected)
         if after is None and spec.cache == "paged":  # the one thing manual cannot do
             after = "paged"
         if spec.lse and not (after and get(after).partial):
-            after = _with_lse(spec, machine, rejected)
+            after = _beside_sdpa(spec, machine, rejected)
         if strict or after is None or after in rejected:
             reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
             raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")

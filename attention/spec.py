@@ -190,6 +190,19 @@ class Refusal(str):
         return refusal
 
 
+# What a Spec may ask for and a row of Caps may lack, by the name that it has in both.
+LACKS = {
+    "window": "it has no sliding window",
+    "segments": "it has no segments (packed or padded sequences)",
+    "scale": "its scores are scaled by 1/sqrt(head_dim), not by {0.scale:g}",
+    "softcap": "it does not cap scores",
+    "sinks": "it has no attention sinks",
+    "dropout": "it has no dropout, and {0.dropout:g} is asked (--dropout=0)",
+    "lse": "it does not give L, by which the parts of a sequence are joined",
+    "grad": "it has no backward pass",
+}
+
+
 @dataclass(frozen=True)
 class Caps:
     """What a backend supports on some devices; by default what GPT-2's attention has and some
@@ -257,23 +270,12 @@ class Caps:
             refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
         if spec.head_dim % (step := self.head_dim_multiple):
             refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
-        if spec.window is not None and not self.window:
-            refuse("window", "it has no sliding window")
-        if spec.segments and not self.segments:
-            refuse("segments", "it has no segments (packed or padded sequences)")
-        if spec.scale is not None and not self.scale:
-            refuse("scale", f"its scores are scaled by 1/sqrt(head_dim), not by {spec.scale:g}")
-        if spec.softcap is not None and not self.softcap:
-            refuse("softcap", "it does not cap scores")
-        if spec.sinks and not self.sinks:
-            refuse("sinks", "it has no attention sinks")
-        if spec.dropout and not self.dropout:
-            refuse("dropout", f"it has no dropout, and {spec.dropout:g} is asked (--dropout=0)")
-        elif (p := self.dropout_step) and spec.dropout % p:
+        for name, text in LACKS.items():
+            if getattr(spec, name) and not getattr(self, name):
+                refuse(name, text.format(spec))
+        if (p := self.dropout_step) and spec.dropout % p:
             refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
-        if spec.lse and not self.lse:
-            refuse("lse", "it does not give L, by which the parts of a sequence are joined")
-        elif spec.lse:
+        if spec.lse and self.lse:
             parts = "over a sequence in parts it has no"
             if spec.segments and self.segments and not self.lse_segments:
                 refuse("lse", f"{parts} segments")
@@ -283,9 +285,7 @@ class Caps:
                 refuse("lse", f"{parts} attention sinks")
             if spec.cache != "none":
                 refuse("lse", f"{parts} cache")
-        if spec.grad and not self.grad:
-            refuse("grad", "it has no backward pass")
-        elif spec.grad and machine.deterministic and not self.deterministic:
+        if spec.grad and machine.deterministic and not self.deterministic:
             mend = "--deterministic=False"
             refuse("deterministic", f"its backward pass adds up in no fixed order ({mend})")
         if spec.cache not in self.caches and spec.cache == "none":

@@ -126,7 +126,7 @@ def restore(
     rest: dict[str, Any] = {}
 
     def read() -> None:
-        rest.update(saved.rest(mmap=True))
+        rest.update(saved.rest())
         if saved.shards:
             read_shards_into(tensors(model, optimizer), saved.shards)
         else:

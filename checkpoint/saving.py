@@ -15,7 +15,6 @@ from checkpoint.store import save
 from checkpoint.tensors import numbers, tensors
 from core.distributed import DistInfo
 from core.parallel import is_sharded
-from core.runtime import random_state
 
 
 def save_run(run: Any, val_loss: float | None) -> None:
@@ -24,8 +23,10 @@ def save_run(run: Any, val_loss: float | None) -> None:
     With run.config.async_checkpoint only the copying is waited for; see Saving.
     """
     finish(run)
-    distributed = run.distributed
-    rng = distributed.gather(random_state(distributed.device))  # of every process
+    distributed, random_state = run.distributed, {"cpu": torch.get_rng_state()}
+    if distributed.device.type == "cuda":
+        random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
+    rng = distributed.gather(random_state)
     if val_loss is not None:
         run.best_loss = min(run.best_loss, val_loss)
     optimizer, rest = run.optimizer.state_dict(), {"scaler": run.scaler.state_dict(), "rng": rng}
@@ -61,7 +62,7 @@ def save_run(run: Any, val_loss: float | None) -> None:
     if not run.config.async_checkpoint:
         save(**how, **contents, distributed=distributed)
         return
-    run.saving = getattr(run, "saving", None) or Saving(distributed)
+    run.saving = run.saving or Saving(distributed)
     run.saving.begin(**how, **copied(contents))
 
 
@@ -72,8 +73,8 @@ def finish(run: Any) -> None:
     Raises:
         UserError: it could not be written.
     """
-    if saving := getattr(run, "saving", None):
-        saving.wait()
+    if run.saving:
+        run.saving.wait()
 
 
 class Saving:

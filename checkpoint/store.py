@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import is_zipfile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -90,25 +91,16 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         """All of them, on the CPU."""
         if self.shards:
-            return read_shards(self.shards, "model.")
+            from checkpoint.shards import read_whole  # DCP takes most of a second to import
+
+            return read_file(self.shards, lambda path: read_whole(path, "model."))
         return read_file(self.folder / "model.safetensors", load_file)
 
-    def optimizer(self) -> dict[str, Any]:
-        """{"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]}, on the CPU."""
-        saved = self.rest()
-        if self.shards:
-            number = {name: i for i, name in enumerate(saved.pop("names"))}
-            state: dict[int, dict[str, Tensor]] = {i: {} for i in number.values()}
-            for name, tensor in read_shards(self.shards, "optimizer.").items():
-                parameter, _, key = name.rpartition(".")
-                state[number[parameter]][key] = tensor
-            saved["optimizer"]["state"] = state
-        return saved
-
-    def rest(self, mmap: bool = False) -> dict[str, Any]:
-        """optimizer.pt as it is. Of several processes it is small: the optimizer's "state" is in
-        the shards, and "names" are those of its parameters. mmap: read what is looked at."""
-        return read_file(self.folder / "optimizer.pt", lambda path: load_torch(path, mmap))
+    def rest(self) -> dict[str, Any]:
+        """optimizer.pt: {"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]},
+        on the CPU, each tensor read when it is looked at. Of several processes it is small: the
+        optimizer's "state" is in the shards, and "names" are those of its parameters."""
+        return read_file(self.folder / "optimizer.pt", load_torch)
 
     def model(self, policy: Policy = Policy(), **changes: Any) -> GPT:
         """The model on the CPU, with `changes` to its config."""
@@ -355,16 +347,11 @@ def has_dicts(content: Any, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
-def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """The whole tensors of this prefix, named without it."""
-    from checkpoint.shards import read_whole  # DCP takes most of a second to import
-
-    return read_file(folder, lambda path: read_whole(path, prefix))
-
-
-def load_torch(path: Path, mmap: bool = False) -> Any:
+def load_torch(path: Path) -> Any:
+    """Tensors and plain values; a tensor is read when it is looked at, where the file is torch's
+    zip of today."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as e:
         # torch's own message suggests weights_only=False, which would run code from the file.
         raise ValueError(

@@ -3,7 +3,7 @@
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127
 
 Symmetric, one scale for each output, and only the weights: what flows between the layers stays in
-floats. The scales are rounded up to bfloat16 before q is taken, so that a kernel which wants them
+floats. The scales are rounded to bfloat16 before q is taken, so that a kernel which wants them
 in bfloat16 reads the very same ones: |scale * q - W| <= scale / 2, exactly.
 
 On the CPU a few rows go to PyTorch's _weight_int8pack_mm, which reads q itself. On x86 it is fast
@@ -77,10 +77,9 @@ def parameters(model: nn.Module) -> int:
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
     w = weight.detach().float()
-    scale = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16) / 127
-    up = scale.bfloat16()
-    up = torch.where(up.float() < scale, torch.nextafter(up, up.new_full((), torch.inf)), up)
-    return (w / up.float()[:, None]).round_().to(torch.int8), up
+    most = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
+    scale = (most / 127).bfloat16()  # off by 1/512 at most, and 127 * (1 + 1/512) rounds to 127
+    return (w / scale.float()[:, None]).round_().to(torch.int8), scale
 
 
 class Int8Linear(nn.Linear):

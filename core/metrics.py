@@ -1,4 +1,4 @@
-"""What a run leaves behind to be read: metrics.jsonl, loss.png and, when asked, Weights & Biases.
+"""What a run says, and leaves behind: metrics.jsonl, loss.png and, when asked, Weights & Biases.
 
 A run never dies because a logger did: a failure of wandb or of the picture is one warning.
 """
@@ -10,11 +10,12 @@ import logging
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from core import peaks
 from core.flops import Speed
-from core.runtime import dtype_name
+from core.runtime import dtype_name, peak_memory
 from core.settings import UserError
 
 log = logging.getLogger("nanoattn")
@@ -130,26 +131,60 @@ def believable(run: Any, speed: Speed) -> Speed:
     return speed
 
 
-def log_line(row: dict[str, Any], seconds: float, speed: Speed | None, steps_left: int) -> str:
-    """The line of a logged step.
+def speed_of(run: Any, tokens_per_s: float) -> Speed:
+    model, T, devices = run.model.config, run.config.block_size, run.distributed.world_size
+    return Speed(model, T, tokens_per_s, run.peak, devices)
+
+
+def say_first(run: Any) -> None:
+    """Print what train.py's run is, before its first step."""
+    config, model, tokens = run.config, run.model, run.global_batch * run.config.block_size
+    counts = model.get_num_params(non_embedding=False), model.get_num_params()
+    least = speed_of(run, 1.0).mfu * tokens * (config.max_iters - run.step)  # at the peak, s
+    say = run.distributed.say
+    say("model: {:,} parameters, {:,} without positions".format(*counts))
+    say(f"peak: {run.peak}")
+    steps = f"{tokens:,} tokens a step, {config.max_iters:,} steps"
+    say(f"{steps}: at the peak rate {duration(least)}, in practice more")
+
+
+def say_last(run: Any, val_loss: float | None) -> None:
+    """Print what came of it, after its last step."""
+    if run.rates:
+        run.distributed.say(f"{speed_of(run, median(run.rates))}; peak: {run.peak}")
+    if "baselines" in run.meta:
+        known = ", ".join(f"{name} model {x:.2f}" for name, x in run.meta["baselines"].items())
+        run.distributed.say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
+
+
+def log_step(run: Any, loss: float, lr: float, seconds: float, warm: bool) -> None:
+    """Print and log a step; all processes call it.
 
     Args:
-        row: iter, loss, lr, mem_bytes.
-        seconds: that a step takes.
-        speed: None while the run warms up.
+        seconds: that a step takes, in the mean since the last line.
+        warm: whether it was timed after what comes once, as compilation.
     """
-    begin = f"iter {row['iter']}: loss {row['loss']:.4f}, lr {row['lr']:.1e}"
-    left = f", {duration(seconds * steps_left)} left" if steps_left else ""
-    memory = f"mem {row['mem_bytes'] / 1e9:.1f} GB"
-    return f"{begin}, {seconds * 1e3:,.1f} ms, {speed or 'warming up'}, {memory}{left}"
+    memory, speed = peak_memory(run.distributed.device), None
+    row = {"iter": run.step, "loss": loss, "lr": lr, "mem_bytes": memory}
+    if warm:
+        tokens = run.global_batch * run.config.block_size
+        speed = believable(run, speed_of(run, tokens / seconds))
+        run.rates.append(speed.tokens_per_s)
+        row |= {"ms": seconds * 1e3, **speed.row()}
+    done = f"iter {run.step}: loss {loss:.4f}, lr {lr:.1e}, {seconds * 1e3:,.1f} ms"
+    left = duration(seconds * (run.config.max_iters - run.step))
+    left = f", {left} left" if run.step < run.config.max_iters else ""
+    run.distributed.say(f"{done}, {speed or 'warming up'}, mem {memory / 1e9:.1f} GB{left}")
+    if run.metrics:
+        run.metrics.log(**row)
 
 
-def not_finite(step: int, loss: float, val_loss: float | None, lr: float, backend: str) -> str:
+def not_finite(run: Any, loss: float, val_loss: float | None, lr: float) -> str:
     """The message of a run that stops because its loss is not finite."""
     value = f"loss {loss}" if val_loss is None else f"loss {loss}, val loss {val_loss}"
     return (
-        f"error: a loss or gradient became not finite at step {step} or shortly before "
-        f"({value}, lr {lr:.2e}, attention backend {backend}). It reached no "
+        f"error: a loss or gradient became not finite at step {run.step} or shortly before "
+        f"({value}, lr {lr:.2e}, attention backend {run.chosen.backend.name}). It reached no "
         "checkpoint. Next: --attention_backend=manual, to see whether the kernel is to blame; "
         "--init_from=resume with a lower --learning_rate, to go on."
     )
@@ -208,18 +243,11 @@ def _start_wandb(config: Any, out_dir: Path) -> Any:
     try:
         import wandb
 
-        return wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_run_name,
-            config=asdict(config),
-            dir=out_dir,
-            settings=wandb.Settings(init_timeout=20),
-        )
+        names = {"project": config.wandb_project, "name": config.wandb_run_name}
+        soon = wandb.Settings(init_timeout=20)
+        return wandb.init(**names, config=asdict(config), dir=out_dir, settings=soon)
     except Exception as e:  # not installed, not logged in, not reachable: the run goes on without
-        log.warning(
-            "wandb is off (%s: %s); metrics.jsonl has it all, and WANDB_MODE=offline keeps a copy "
-            "for wandb sync",
-            type(e).__name__,
-            e,
-        )
+        why = f"{type(e).__name__}: {e}"
+        mend = "WANDB_MODE=offline keeps a copy for wandb sync"
+        log.warning("wandb is off (%s); metrics.jsonl has it all, and %s", why, mend)
         return None

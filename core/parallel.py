@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
 from core.distributed import DistInfo
+from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
 
@@ -112,6 +113,12 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     return Ring(distributed.ring)
 
 
+def mine(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """This process's tokens and targets, of (B, T) ones that it shares with the model's ring."""
+    ring = model.ring
+    return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
+
+
 def no_sync(module: Any) -> AbstractContextManager[Any]:
     """A context in which backward adds up gradients and sends none: of all micro-batches of a step
     but the last."""
@@ -144,14 +151,10 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def local(t: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 def held(model: nn.Module) -> str:
     """A line that says what this process keeps, its gradients within a step only."""
-    n = sum(4 * local(p).numel() * p.element_size() for p in model.parameters())
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    n = sum(4 * p.numel() * p.element_size() for p in parts)
     how = " (fsdp)" if is_sharded(model) else ""
     return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and AdamW's moments{how}"
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,9 @@ def meet(wait_s: float = JOIN_S) -> tuple[Any, int, int]:
     missing, deadline = list(range(1, size)), time.monotonic() + wait_s
     while missing:
         for r in missing:
-            if store.check([f"hello/{r}"]) and (hello := store.get(f"hello/{r}")) != answered.get(
-                r
-            ):
-                store.set(f"welcome/{hello.decode()}", word)  # of an attempt before: nobody listens
+            hello = store.get(f"hello/{r}") if store.check([f"hello/{r}"]) else None
+            if hello and hello != answered.get(r):  # of an attempt before: nobody listens
+                store.set(f"welcome/{hello.decode()}", word)
                 answered[r] = hello
         missing = [r for r in missing if not store.check([f"here/{word}/{r}"])]
         if missing and time.monotonic() > deadline:
@@ -65,11 +65,9 @@ def restarted(out_dir: str, distributed: Any) -> bool:
         return False
     launchers, again = distributed.gather(_launcher()), False
     if distributed.main:
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no mark, or no good one
             before = json.loads((Path(out_dir) / MARK).read_text(encoding="utf-8"))["torchrun"]
             again = not set(launchers).isdisjoint(before)
-        except (OSError, ValueError, KeyError, TypeError):
-            again = False
     return distributed.gather(again)[0]
 
 

@@ -9,6 +9,7 @@ import platform
 import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -279,14 +280,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The random state of this process."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
 def to_device(t: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device; on CUDA its copy is not waited for."""
     cuda = device.type == "cuda"
@@ -298,6 +291,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def now(device: torch.device) -> float:
+    """The time, in s, when the device has done all that it was given."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 def describe(device: torch.device) -> str:

@@ -138,7 +138,7 @@ def gather(
         field = _known(name, fields, "", "--")
         if text is None:
             raise UserError(f"--{name} needs a value: write --{name}=..., {describe(hints[field])}")
-        value = check(hints[field], _from_text(hints[field], text), f"--{name}", typed=text)
+        value = check(hints[field], text, f"--{name}", typed=True)
         again = _is_tuple(hints[field]) and origins.get(field) == "command line"
         values[field] = values[field] + value if again else value
         origins[field] = "command line"
@@ -190,16 +190,15 @@ _LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more tha
            "less_than_equal": "at most {le:.15g}", "less_than": "below {lt:.15g}"}  # fmt: skip
 
 
-def check(hint: Any, value: Any, name: str, *, typed: str | None = None) -> Any:
+def check(hint: Any, given: Any, name: str, *, typed: bool = False) -> Any:
     """The value, if it is of the type `hint` and in its range; a list passes for a tuple, an
-    integer for a float, but True for no number. What was `typed` on the command line is converted.
-    """
-    value = tuple(value) if isinstance(value, list) else value  # JSON has lists only
+    integer for a float, but True for no number. Text `typed` on the command line is converted."""
+    given = tuple(given) if isinstance(given, list) else given  # JSON has lists only
+    value = _from_text(hint, given) if typed else given
     try:
-        return _adapter(hint).validate_python(value, strict=typed is None)
+        return _adapter(hint).validate_python(value, strict=not typed)
     except ValidationError as error:
         first = error.errors()[0]
-    given = value if typed is None else typed
     wanted, got = describe(hint), repr(given)
     if limit := _LIMITS.get(first["type"]):
         wanted, got = limit.format(**first["ctx"]), str(given)

@@ -28,7 +28,8 @@ from core.settings import UserError, first_line
 LOST = 20  # beats that stay away: frozen, or cut off
 EXPLAIN = 25  # beats to wait for a verdict; torchrun kills 30 s after its SIGTERM
 CLOSE = 30  # beats that a process which is done waits for the others
-FIRST_S = 1800.0  # for the first three steps, and the first three times of a phase
+FIRST_S = 1800.0  # for the first three steps, the first three times of a phase, and WRITING
+WRITING = "writing"  # the phase in which the checkpoint before is waited for: on a disk
 AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else process 0 keeps it
 ROOT = Path(__file__).resolve().parent.parent
 NEXT = "--init_from=resume goes on from the last checkpoint; docs/SCALE.md has the rest"
@@ -62,7 +63,8 @@ class Pace:
     def limit(self) -> float:
         """Seconds after which it hangs. Of the longest times two may have been compilation."""
         longest = self.longest.get(self.phase, [])
-        if self.first_step < 0 or self.step < self.first_step + 3 or len(longest) < 3:
+        seldom = len(longest) < 3 or self.phase == WRITING
+        if self.first_step < 0 or self.step < self.first_step + 3 or seldom:
             return max(self.timeout, FIRST_S)
         return max(self.timeout, 10 * longest[0])
 

@@ -48,7 +48,7 @@ def value(folder: Path) -> float:
     saved = checkpoint.load(folder)
     want = float(saved.state["value"])
     assert all(bool((p == want).all()) for p in saved.model().state_dict().values())
-    assert bool((saved.optimizer()["optimizer"]["m"] == want).all())
+    assert bool((saved.rest()["optimizer"]["m"] == want).all())
     return want
 
 
@@ -93,7 +93,7 @@ def test_a_round_trip_is_bit_for_bit(tmp_path):
     again = saved.model()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    tensors = saved.optimizer()
+    tensors = saved.rest()
     assert tensors["scaler"] == scaler and torch.equal(tensors["rng"][0]["cpu"], rng)
     other = torch.optim.AdamW(again.parameters())
     other.load_state_dict(tensors["optimizer"])
@@ -370,7 +370,7 @@ def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file,
     with pytest.raises(UserError) as e:
         saved = checkpoint.load(checkpoint.latest(tmp_path))
         saved.model()
-        saved.optimizer()
+        saved.rest()
     message = str(e.value)
     assert message.startswith(f"{path} ") and "\n" not in message
     assert message.endswith(f"; another one there is --init_from={tmp_path / 'step-00000001'}")
@@ -382,7 +382,7 @@ def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file,
     with pytest.raises(UserError, match=r"name another checkpoint, or train one with python "):
         saved = checkpoint.load(folder)
         saved.model()
-        saved.optimizer()
+        saved.rest()
 
 
 @pytest.mark.parametrize("file, content, words", [
@@ -466,7 +466,7 @@ def test_nothing_executes_code_from_a_file(form, tmp_path):
     (folder / "optimizer.pt").write_bytes(bomb)
     (tmp_path / "ckpt.pt").write_bytes(bomb)
     refusals: list[Callable[[], Any]] = [
-        checkpoint.load(folder).optimizer,
+        checkpoint.load(folder).rest,
         lambda: checkpoint.init_model(str(tmp_path / "ckpt.pt")),
         lambda: checkpoint.load_nanogpt(tmp_path / "ckpt.pt"),
     ]

@@ -945,7 +945,7 @@ def test_the_math_kernel_is_warned_about_where_it_holds_more_than_1_gb() -> None
     ({"attention_window": 0}, "window must be at least 1, got 0"),
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
-    ({"gelu": "fast"}, "gelu must be 'exact' or 'tanh', got 'fast'"),
+    ({"gelu": "fast"}, "gelu must be one of exact, tanh, got 'fast'"),
     ({"attention_backend": "spda"}, "unknown attention backend 'spda'; did you mean 'sdpa'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(changes, words) -> None:

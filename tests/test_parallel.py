@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import train
+from attention import Ring
+from checkpoint import gathered
 from core import metrics, parallel, restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -41,6 +43,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"
     assert main(["text", source, out, "--tokenizer=char"]) == 0
     return folder
+
+
+def local(t: Any) -> Any:
+    """What this process holds of it."""
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
@@ -233,10 +240,10 @@ def shared(rank: int, n: int, micro_steps: int) -> dict[str, Any]:
         train.train_step(model, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1e-3,
                          found_inf)  # fmt: skip
         norms.append(float(optimizer.grad_scale) * 1e-3)  # type: ignore[attr-defined]
-    moments = sum(parallel.local(t).numel() for s in optimizer.state.values()
+    moments = sum(local(t).numel() for s in optimizer.state.values()
                   for k, t in s.items() if k != "step")  # fmt: skip
     weights = {k: parallel.whole(t) for k, t in model.state_dict().items()}
-    kept = sum(parallel.local(p).numel() for p in model.parameters())
+    kept = sum(local(p).numel() for p in model.parameters())
     return {"calls": calls, "total": total, "kept": kept, "said": parallel.held(model),
             "moments": moments, "norms": norms, "weights": weights}  # fmt: skip
 
@@ -312,6 +319,16 @@ def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None
 
 
 # --- how a step is divided ---
+
+
+def test_what_samples_alone_has_all_weights_and_no_ring() -> None:
+    model = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")).eval()
+    assert gathered(model) is model
+    model.ring = Ring(None)  # which others would have to answer
+    alone = gathered(model).eval()
+    assert alone.ring is None and (alone.config, alone.policy) == (model.config, model.policy)
+    model.ring, x = None, torch.arange(5)[None]
+    assert torch.equal(alone(x)[0], model(x)[0])
 
 
 def test_any_number_of_processes_shares_a_step() -> None:

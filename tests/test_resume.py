@@ -185,10 +185,10 @@ def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         dying(patch, step=15, signals=(signal.SIGTERM,))
         r = run(data_dir, out, **knobs)
-    saved = checkpoint.load(checkpoint.latest(out)).optimizer()["scaler"]
+    saved = checkpoint.load(checkpoint.latest(out)).rest()["scaler"]
     assert saved["scale"] != 2.0**24 and saved["_growth_tracker"] > 0
     same(run_line(line_to_go_on(r), out), want)
-    ends = [checkpoint.load(checkpoint.latest(p)).optimizer() for p in (out, tmp_path / "straight")]
+    ends = [checkpoint.load(checkpoint.latest(p)).rest() for p in (out, tmp_path / "straight")]
     assert ends[0]["scaler"] == ends[1]["scaler"]
 
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+from checkpoint import shards
 from checkpoint.__main__ import main as export
 from checkpoint.tensors import tensors
 from core.distributed import DistInfo
@@ -59,6 +60,7 @@ class Run:
 
     global_batch = 4
     best_loss = float("inf")
+    saving: checkpoint.Saving | None = None
     meta: Any = MappingProxyType({"tokenizer": {"name": "char"}})
     chosen: Any = SimpleNamespace(backend=SimpleNamespace(name="manual"), kernels=())
 
@@ -194,6 +196,19 @@ def test_one_process_loads_all_bits_and_goes_on(of, two, tmp_path):
     torch.testing.assert_close(losses, want, rtol=0, atol=1e-5)
 
 
+def test_another_number_of_processes_draws_other_dropout_in_each_and_in_each_step(two):
+    """The random states of two are of no use to three."""
+    saved, r = checkpoint.load(checkpoint.latest(two["ddp"][0])), Run("")
+    seeds = []
+    for step in (3, 4):
+        saved.state["step"] = step
+        for rank in range(3):
+            everyone: Any = SimpleNamespace(world_size=3, rank=rank, gather=lambda v: [v] * 3)
+            checkpoint.restore(saved, r.model, r.optimizer, r.scaler, 1, everyone)
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == 6
+
+
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
 def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
     out, want = two[of]
@@ -203,9 +218,15 @@ def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
     fresh = Run(out)
     fresh.model = there.model()
     fresh.optimizer = build_optimizer(fresh.model, HOW, CPU)
-    fresh.optimizer.load_state_dict(there.optimizer()["optimizer"])  # by torch's own rules
+    rest = there.rest()
+    state: list[dict[str, Tensor]] = [{} for _ in rest["names"]]
+    for name, tensor in shards.read_whole(there.folder / "shards", "optimizer.").items():
+        parameter, _, key = name.rpartition(".")
+        state[rest["names"].index(parameter)][key] = tensor
+    groups = rest["optimizer"]["param_groups"]  # and by torch's own rules
+    fresh.optimizer.load_state_dict({"param_groups": groups, "state": dict(enumerate(state))})
     assert same(fresh.whole(), want)
-    assert len(there.optimizer()["rng"]) == 2
+    assert len(rest["rng"]) == 2
 
 
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])

@@ -465,7 +465,9 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", slow)
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (train, runtime):
+        clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(module, "time", clock)
     r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=5)
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row}
     assert timed.keys() >= {10, 15, 20}
@@ -491,7 +493,9 @@ def test_the_last_line_has_the_median_of_the_intervals(data_dir, tmp_path, monke
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", moves)
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (train, runtime):
+        clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(module, "time", clock)
     r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=4, eval_interval=20)
     assert "\n32,000 tok/s, mfu" in r.out  # of 64,000 twice, 32,000 twice and 4,000: the third
 
@@ -523,7 +527,9 @@ def test_a_run_that_comes_near_its_peak_measures_it_again(truth, shares, data_di
         return found[-1]
 
     monkeypatch.setattr(GPT, "forward", moves)
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (train, runtime):
+        clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(peaks, "best_peak", best_peak)
     r = run(data_dir, tmp_path / "out", max_iters=20, log_interval=4, eval_interval=20,
             peak_tflops="none")  # fmt: skip
@@ -562,7 +568,9 @@ def test_a_long_silence_is_broken(data_dir, tmp_path, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", slow)
-    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (train, runtime):
+        clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr(module, "time", clock)
     r = run(data_dir, tmp_path / "out", max_iters=14, log_interval=1000, eval_interval=1000)
     found = [LINE.fullmatch(line) for line in r.out.splitlines() if line.startswith("iter ")]
     assert [int(m["iter"]) for m in found if m] == [1, 7, 12, 14]  # 2 steps are warm-up
@@ -780,7 +788,7 @@ def finite(out: Path) -> None:
     for folder in checkpoint.folders(out):
         saved = checkpoint.load(folder)
         assert all(bool(w.isfinite().all()) for w in saved.weights().values()), folder
-        moments = saved.optimizer()["optimizer"]["state"].values()
+        moments = saved.rest()["optimizer"]["state"].values()
         assert all(bool(t.isfinite().all()) for s in moments for t in s.values()), folder
         for name in ("val_loss", "best_val_loss"):
             value = saved.state[name]
@@ -1012,6 +1020,21 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     r = run(data_dir, tmp_path, max_iters=3, init_from="resume")
     assert r.code == 0 and ", float32, 1 process" in r.out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
+def test_the_most_memory_in_use_is_what_the_system_says() -> None:
+    """In a process of its own: what is asked holds the largest ever since its parents."""
+    program = """
+import re, torch
+from core import runtime
+torch.ones(2**26)
+most = re.search("VmHWM:(.*)kB", open("/proc/self/status").read())[1]
+print(runtime.peak_memory(torch.device("cpu")) / (int(most) * 1024))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=Path(train.__file__).parent)  # fmt: skip
+    assert float(done.stdout) == pytest.approx(1, abs=0.01), done.stderr
 
 
 @pytest.mark.slow

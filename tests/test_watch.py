@@ -22,6 +22,7 @@ from killing import LIMIT_S, Job, gone, losses, member, prove
 from processes import free_port
 from test_train import argv, make_data, run
 
+import checkpoint
 from core import restarts, watch
 from core.distributed import DistInfo
 from core.settings import UserError
@@ -137,14 +138,16 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
     """Ten times as long as ever, but for two times that may have been compilation."""
     now = [0.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": []}
+    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": [], watch.WRITING: []}
+    times = {"evaluate": 100, watch.WRITING: 0}  # no write has ever been waited for
     for step in range(6):
-        for phase, takes in (("forward", [300, 200, 1][min(step, 2)]), ("evaluate", 100)):
+        for phase, takes in {"forward": [300, 200, 1][min(step, 2)], **times}.items():
             pace.begin(step, phase)
             limits[phase].append(pace.limit())
             now[0] += takes
     assert limits["forward"] == [watch.FIRST_S] * 3 + [45.0] * 3
     assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
+    assert limits[watch.WRITING] == [watch.FIRST_S] * 6
 
 
 def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch):
@@ -164,6 +167,21 @@ def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch
     assert limits["log"][-1] == 45.0
 
 
+def test_a_checkpoint_slower_than_the_steps_between_two_is_no_hang(data_dir, tmp_path, monkeypatch):
+    """The one before is waited for in a phase that has half an hour each time."""
+    phases, waits, wait = [], [], checkpoint.Saving.wait
+
+    def waited(self):
+        waits.extend([phases[-1]] if self.thread else [])
+        wait(self)
+
+    monkeypatch.setattr(checkpoint.Saving, "wait", waited)
+    monkeypatch.setattr(watch.Watch, "mark", lambda self, step, phase: phases.append(phase))
+    assert run(data_dir, tmp_path, max_iters=6, eval_interval=2, async_checkpoint=True).code == 0
+    assert waits == [watch.WRITING, watch.WRITING, "finish"]
+    assert phases.count("checkpoint") == 3
+
+
 def test_who_is_behind_has_begun_the_fewest_phases():
     """A process that hangs after a checkpoint, while the others wait in the next step."""
     looking = watch.Watch(DistInfo(torch.device("cpu")))
@@ -173,7 +191,7 @@ def test_who_is_behind_has_begun_the_fewest_phases():
     looking.missed = dict.fromkeys(range(3), 0)
     text = looking._judge([], [0, 1, 2])
     assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
-    assert "the others wait in 'forward' of step 21" in text
+    assert "none has moved for 50 s, the others wait in 'forward' of step 21" in text
 
 
 def test_one_process_has_no_thread():
