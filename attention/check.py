@@ -225,13 +225,11 @@ def progress() -> Callable[[int, int, str], None]:
     def watch(done: int, of: int, what: str) -> None:
         nonlocal last
         if sys.stderr.isatty():
-            bar = "#" * (30 * done // of)
-            end = "" if done < of else "\r\x1b[K"
-            print(f"\r\x1b[K[{bar:30}] {done}/{of} {what:.40}{end}", end="", file=sys.stderr)
+            bar = f"[{'#' * (30 * done // of):30}] {done}/{of} {what:.40}" if done < of else ""
+            print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - last > 10:
             last = time.monotonic()
-            print(f"{done} of {of}: {what}", file=sys.stderr)
-        sys.stderr.flush()
+            print(f"{done} of {of}: {what}", file=sys.stderr, flush=True)
 
     return watch
 

@@ -1,8 +1,4 @@
-"""hf: every backend here as an attention implementation of `transformers`.
-
-    import attention                                  # installed: import nanoattn
-    attention.hf.register()
-    model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="nanoattn:triton")
+"""hf: every backend here as an attention implementation of `transformers` (docs/HF.md).
 
 Two functions stand behind each name. `_mask` is called once a forward pass for each kind of layer:
 it has transformers build the mask that its own SDPA would get, and proves what it is (hf_mask.py).
@@ -11,8 +7,7 @@ it chosen as everywhere here, and runs it. What it cannot honour it refuses, and
 does not know.
 
 A model that never calls `_attend` is found out: when it is built, by its source; at its first mask,
-which nothing else can read; or by :func:`report`. docs/HF.md has the limits and the proof.
-transformers is imported by register(), not by this file.
+which nothing else can read; or by :func:`report`. transformers is imported by register() alone.
 """
 
 from __future__ import annotations
@@ -210,14 +205,9 @@ def _attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of one layer, as AttentionInterface calls it.
 
-    Args:
-        query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D).
-        s_aux: (H,), the sinks.
-        is_causal: stands before the module's, and is used where there is no mask: a mask says it
-            itself, and is proved.
-
-    Returns:
-        (B, Tq, H, D), and None for the weights.
+    query is (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux, the sinks, (H,), and what it
+    returns (B, Tq, H, D), with None for the weights. is_causal stands before the module's, and is
+    used where there is no mask: a mask says it itself, and is proved.
 
     Raises:
         BackendUnavailable: something that the model asks for cannot be honoured.
@@ -278,11 +268,8 @@ def _attend(
 def _choose(
     name: str, spec: Spec, device: torch.device, policy: Policy, shape: tuple[int, int, int]
 ) -> Resolution:
-    """The kernel for this Spec: chosen, probed and announced once, then kept.
-
-    Args:
-        shape: sequences, queries and keys; "fastest" measures at those of the first call.
-    """
+    """The kernel for this Spec: chosen, probed and announced once, then kept. "fastest" measures at
+    the shape (sequences, queries, keys) of the first call."""
     switches = torch.are_deterministic_algorithms_enabled(), flash_impl()
     known = name, spec, device, policy, switches
     if known not in _kernels:

@@ -24,7 +24,7 @@ KNOWN: list[Known] = [
 
 
 def find(text: str) -> Known:
-    """The machine that the text names: device, name, compute capability.
+    """The machine that the text names.
 
     A text with every distinctive word of a known name matches it, whatever else it says ("NVIDIA
     A100-SXM4-80GB"); otherwise all of its words must occur in a known name ("4090").
