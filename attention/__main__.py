@@ -43,7 +43,7 @@ from core.settings import UserError, exit_on_user_error, read
 
 from . import autotune
 from .autotune import Shape, draw, seconds, work
-from .machines import describe
+from .gpus import describe
 from .probing import Probe, probe
 from .select import BACKENDS, RULES, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Caps, Machine, Spec, machines, support
+from attention import BACKENDS, Caps, Machine, Spec, gpus, support
 from attention import __main__ as cli
 from attention.probing import Probe
 from core.runtime import pick_dtype
@@ -273,13 +273,13 @@ def test_fastest_is_explained_with_its_table(monkeypatch, capsys, caplog, tmp_pa
     ("CPU", "cpu", "cpu", None),
 ])  # fmt: skip
 def test_a_machine_is_known_by_its_distinctive_part(text, device, name, capability) -> None:
-    assert machines.find(text) == (device, name, capability)
+    assert gpus.find(text) == (device, name, capability)
 
 
 def test_every_known_name_is_found_by_itself() -> None:
-    for device, name, capability in machines.KNOWN:
-        assert machines.find(name) == (device, name, capability)
-        assert machines.find(name.upper())[::2] == (device, capability)
+    for device, name, capability in gpus.KNOWN:
+        assert gpus.find(name) == (device, name, capability)
+        assert gpus.find(name.upper())[::2] == (device, capability)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -289,7 +289,7 @@ def test_every_known_name_is_found_by_itself() -> None:
 ])  # fmt: skip
 def test_what_could_be_several_is_asked_back(text, words) -> None:
     with pytest.raises(ValueError, match="say more of the name") as e:
-        machines.find(text)
+        gpus.find(text)
     assert all(word in str(e.value) for word in words)
     assert str(e.value).count("(") == len(words)
 
