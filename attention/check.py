@@ -162,13 +162,12 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     name = os.path.abspath(name) if os.path.exists(name) else name
     lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
     if item.case is None:
-        n = [p.name for p in promises(item.dtype)].index(item.name)
         return "\n".join([
             *lines,
             f"from {package} import get",
             f"from {package}.promises import promises",
             "",
-            f"promise = list(promises({item.dtype!r}))[{n}]  # {item.name}",
+            f"promise = next(p for p in promises({item.dtype!r}) if p.name == {item.name!r})",
             "print(promise.spec)",
             f"promise.ask(get({name!r}), promise.spec, {device!r})  # promises.py says how",
         ])  # fmt: skip

@@ -389,20 +389,15 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     case = case_of(spec, T, "packed" if spec.segments else None)
     q, k, v, dout = matrix.draw(case, spec.dtype, device)
     seg, acc = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32)
-    parts = [
-        (slice(*I), slice(*J), I[0] - J[0])
-        for I in itertools.pairwise((0, 7, 28, T))  # 28 - 13: of 13 to 30 one pair is hidden
-        for J in itertools.pairwise((0, 13, 30, T))
-    ]
-
-    def segments_of(I: slice, J: slice) -> Any:
-        return None if seg is None else (seg[:, I], seg[:, J])
-
+    parts = []
+    # 28 - 13: of 13 to 30 one pair is hidden.
+    borders = itertools.pairwise((0, 7, 28, T)), itertools.pairwise((0, 13, 30, T))
+    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
+        parts.append((I, J, I.start - J.start, None if seg is None else (seg[:, I], seg[:, J])))
     out = torch.zeros(q.shape, dtype=acc, device=device)
     L = torch.full((*q.shape[:1], q.shape[2], T), torch.finfo(acc).min, dtype=acc, device=device)
     with torch.no_grad():
-        for I, J, offset in parts:
-            pair = segments_of(I, J)
+        for I, J, offset, pair in parts:
             O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
             require(O_ij.dtype == L_ij.dtype == acc, f"a part is {O_ij.dtype}, its L {L_ij.dtype}")
             i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
@@ -417,9 +412,9 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
         sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
         whole = out.to(q.dtype)
-        for I, J, offset in parts:
+        for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
-            grads = backend.partial.backward(*of_row, spec, offset, segments_of(I, J))
+            grads = backend.partial.backward(*of_row, spec, offset, pair)
             for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
                 require(grad.dtype == acc, f"a gradient of a part is {grad.dtype}")
                 total[:, rows] += grad
