@@ -42,10 +42,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .spec import Backend, Caps, Partial, Spec
-from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
+from .views import PagedView, StaticView, kept, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 
@@ -258,22 +257,9 @@ class Runs:
     keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
 
 
-# For each tensor of segments: its version, Tq and its runs. All layers share one tensor.
-_known: Any = WeakTensorKeyDictionary()
-
-
+@kept
 def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that hold the last Tq positions; cached."""
-    if segments.is_inference():  # it has no version, so an in-place write would go unnoticed
-        return _find_runs(segments, Tq)
-    version, known_Tq, found = _known.get(segments, (None, None, None))
-    if (version, known_Tq) != (segments._version, Tq):
-        found = _find_runs(segments, Tq)
-        _known[segments] = (segments._version, Tq, found)
-    return found
-
-
-def _find_runs(segments: Tensor, Tq: int) -> Runs:
+    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
     B, Tk = segments.shape
     first = torch.ones_like(segments, dtype=torch.bool)  # of its run
     first[:, 1:] = segments[:, 1:] != segments[:, :-1]

@@ -29,6 +29,7 @@ from .flash_impl import flash_impl
 from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
 from .spec import Backend, BackendUnavailable, Policy, Resolution, Spec
+from .views import kept
 
 PREFIX = "nanoattn:"
 # transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
@@ -147,6 +148,9 @@ def _tokens(
     return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
+_proved = kept(lambda mask, window: prove(mask, window))
+
+
 def _proof(
     mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int, Tk: int
 ) -> Proof:
@@ -161,11 +165,7 @@ def _proof(
             raise ValueError("the model changed the mask")
         proof = mask.proof
     else:  # a 4-D mask of the caller's own
-        # Kept for the next layer, until it is written to; inference tensors do not tell when.
-        key = None if mask.is_inference() else (mask._version, window)
-        kept = getattr(mask, "_nanoattn", {})
-        proof = kept[key] if key in kept else prove(mask, window)
-        mask._nanoattn = {} if key is None else {key: proof}  # type: ignore[attr-defined]
+        proof = _proved(mask, window)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask is for other than {Tq} queries and {Tk} keys")
     if window is not None and proof.effective(window) != proof.effective(proof.window):
