@@ -32,6 +32,20 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "median_ms", lambda call, device: call() or 1.25)  # runs it once
 
 
+median_ms = cli.median_ms
+
+
+@pytest.mark.parametrize("times, ms, calls", [
+    ((1, 2, 3, 4, 5), 4000, 5), ((0.03,) * 30, 30, 17), ((1e-6,) * 200, 1e-3, 102)])  # fmt: skip
+def test_a_time_is_the_median_in_milliseconds_after_two_for_warming_up(
+    times, ms, calls, monkeypatch
+) -> None:
+    left = list(times)
+    monkeypatch.setattr(cli, "seconds", lambda call, device: left.pop(0))
+    assert median_ms(lambda: None, "cpu") == pytest.approx(ms)
+    assert len(times) - len(left) == calls
+
+
 def measured(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[dict[str, cli.Row], Spec]:
     """What the table would show: a row for each backend, and what was asked of them."""
     shown: list[Any] = []
@@ -385,6 +399,8 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
              scale=True, sinks=True),
         Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
     )  # fmt: skip
+    assert support.place("cuda", [rows[0], rows[2]]) == "cuda 8.0 to 9.0"
+    assert support.place("cuda", [rows[2], rows[0]]) == "cuda 8.0 to 9.0"
     made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
     monkeypatch.setattr(support, "BACKENDS", {"made_up": cli.BACKENDS["made_up"]})
     title, rule, *lines = support.table().splitlines()
