@@ -30,7 +30,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -43,7 +43,7 @@ from core.settings import UserError, exit_on_user_error, read
 
 from . import autotune
 from .autotune import Shape, draw, seconds, work
-from .machines import describe
+from .gpus import describe
 from .probing import Probe, probe
 from .select import BACKENDS, RULES, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
@@ -55,11 +55,6 @@ ALIASES = {
     "attention_window": "window",
     "attention_hub_kernels": "hub_kernels",
 }
-# Options that are fields of Spec.
-SAME_IN_SPEC = (
-    "window", "dropout", "segments", "scale", "softcap", "sinks", "lse", "compiled", "hub_kernels",
-)  # fmt: skip
-
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 
@@ -113,12 +108,14 @@ class Options:
 
     def spec(self, dtype: str) -> Spec:
         """The Spec that these options ask for."""
-        n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        heads = self.n_head, n_kv_head, self.head_dim
-        grad = not self.inference and self.kv_cache == "none"
-        page_size = (self.page_size or 256) if self.kv_cache == "paged" else None
-        asked = {name: getattr(self, name) for name in SAME_IN_SPEC}
-        return Spec(*heads, dtype, grad=grad, cache=self.kv_cache, page_size=page_size, **asked)
+        asked = {f.name: getattr(self, f.name) for f in fields(Spec) if hasattr(self, f.name)}
+        asked |= {"dtype": dtype, "cache": self.kv_cache}
+        asked["grad"] = not self.inference and self.kv_cache == "none"
+        if self.n_kv_head is None:
+            asked["n_kv_head"] = self.n_head
+        if self.kv_cache == "paged":
+            asked["page_size"] = self.page_size or 256
+        return Spec(**asked)
 
     @property
     def policy(self) -> Policy:
@@ -159,16 +156,21 @@ def best_dtype(machine: Machine) -> str:
 # --- this machine ---
 
 
-def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options: Options) -> Row:
-    """Resolve, probe and time one backend; only the forward if it has no backward."""
-    row = Row(backend.name, backend.title, ())
+def declared(backend: Backend, spec: Spec, machine: Machine, options: Options) -> Row:
+    """What the backend says of itself; nothing is run."""
     why = autotune.refusals(backend, spec, machine, options.policy)
-    if why and spec.grad:
-        forward_only = replace(spec, grad=False)
-        if not autotune.refusals(backend, forward_only, machine, options.policy):
-            row, spec, why = replace(row, notes=why), forward_only, ()
-    if why:
-        return replace(row, why=why)
+    return Row(backend.name, backend.title, why)
+
+
+def measure(backend: Backend, spec: Spec, machine: Machine, options: Options) -> Row:
+    """Resolve, probe and time one backend; only the forward if it has no backward."""
+    row = declared(backend, spec, machine, options)
+    forward = declared(backend, replace(spec, grad=False), machine, options)
+    if row.why and not forward.why:
+        row, spec = replace(forward, notes=row.why), replace(spec, grad=False)
+    if row.why:
+        return row
+    device = str(pick_device(options.device))
     slow = autotune.only_interpreted(backend, spec, machine)
     # The probe holds all scores in float64: only as long as needed to see the kernel.
     tried = probe(backend, spec, device, T=min(options.seq_len, 64 if slow else 512))
@@ -176,15 +178,14 @@ def measure(backend: Backend, spec: Spec, machine: Machine, device: str, options
         return replace(row, why=tried.why)
     row = replace(row, kernels=kernel_names(tried), error=tried.error)
     if slow:
-        note = "Triton's interpreter, for tests: not timed"
-        return replace(row, notes=(*row.notes, note))
+        return replace(row, notes=(*row.notes, "Triton's interpreter, for tests: not timed"))
     try:
         inputs = draw(spec, torch.device(device), options.shape)
-        forward = median_ms(work(backend, replace(spec, grad=False), inputs), device)
-        both = median_ms(work(backend, spec, inputs), device) if spec.grad else None
+        ms = median_ms(work(backend, replace(spec, grad=False), inputs), device)
+        both_ms = median_ms(work(backend, spec, inputs), device) if spec.grad else None
     except RuntimeError as e:  # usually out of memory; PyTorch's message says so
         return Row(backend.name, backend.title, (f"at this shape: {first_line(e)}",))
-    return replace(row, forward_ms=forward, forward_backward_ms=both)
+    return replace(row, forward_ms=ms, forward_backward_ms=both_ms)
 
 
 def kernel_names(tried: Probe) -> tuple[str, ...]:
@@ -204,33 +205,20 @@ def median_ms(call: Callable[[], None], device: str) -> float:
 
 
 def survey(spec: Spec, machine: Machine, options: Options) -> None:
-    """Measure every backend on this machine, and print the results."""
-    rows = []
-    device = str(pick_device(options.device))
-    console = Console(stderr=True)
+    """Print what runs and what does not: measured here, or as declared for another machine."""
+    there = options.machine is not None
+    console, rows = Console(stderr=True), []
     for backend in BACKENDS.values():
         status = console.status(f"measuring {backend.name}")
-        with status if console.is_terminal else nullcontext():
-            rows.append(measure(backend, spec, machine, device, options))
+        with status if console.is_terminal and not there else nullcontext():
+            rows.append((declared if there else measure)(backend, spec, machine, options))
     show(rows, spec, machine, options)
-
-
-def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) -> None:
-    """Print the table of what runs, and below it what does not, with every reason."""
-    say_where(machine, spec, options)
-    runs = table("runs here", rows)
-    runs.add_column("kernel", no_wrap=True, overflow="ellipsis", max_width=26)
-    for title in ("forward ms", "fwd+bwd ms", "error"):
-        runs.add_column(title, justify="right", no_wrap=True)
-    notes: dict[str, list[str]] = {}
-    for row in rows:
-        if row.why:
-            continue
-        ms = ("-" if t is None else f"{t:.2f}" for t in (row.forward_ms, row.forward_backward_ms))
-        runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
-        for note in row.notes:
-            notes.setdefault(note, []).append(row.name)
-    show_tables(runs, rows, [f"- {', '.join(names)}: {note}" for note, names in notes.items()])
+    if there:
+        try:
+            takes = f" takes {resolve('auto', spec, machine, options.policy).backend.name} there."
+        except BackendUnavailable as e:
+            takes = f": {e}"
+        print(f"\nauto{takes}")
 
 
 def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
@@ -249,27 +237,6 @@ def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
     except ValueError as e:  # an unknown name, or nothing that may run
         raise UserError(str(e)) from None
     print(chosen)
-
-
-# --- another machine ---
-
-
-def survey_there(spec: Spec, machine: Machine, options: Options) -> None:
-    """Print what would run on a machine that is only described, and what not."""
-    policy = options.policy
-    refusals = ((b, autotune.refusals(b, spec, machine, policy)) for b in BACKENDS.values())
-    rows = [Row(backend.name, backend.title, why) for backend, why in refusals]
-    say_where(machine, spec, options)
-    runs = table("runs there", rows)
-    runs.add_column("what it is", overflow="fold")
-    for row in rows:
-        if not row.why:
-            runs.add_row(row.name, row.title)
-    show_tables(runs, rows)
-    try:
-        print(f"\nauto takes {resolve('auto', spec, machine, policy).backend.name} there.")
-    except BackendUnavailable as e:
-        print(f"\nauto: {e}")
 
 
 # --- what is printed ---
@@ -312,25 +279,37 @@ def say_where(machine: Machine, spec: Spec, options: Options) -> None:
         console.print(Text(f"Nothing was run: this is what the backends declare{there}."))
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
-    """An empty table whose first column is as wide as the longest name."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column(title, no_wrap=True, min_width=max(len(row.name) for row in rows))
-    return made
-
-
-def show_tables(runs: Table, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
-    """Print what runs, with notes below it, and what does not, with every reason."""
-    does_not = table("does not", rows)
+def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) -> None:
+    """Print the table of what runs, and below it what does not, with every reason."""
+    say_where(machine, spec, options)
+    there = options.machine is not None
+    notes: dict[str, list[str]] = {}
+    runs, does_not = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)) for _ in range(2))
+    for table, title in ((runs, f"runs {'there' if there else 'here'}"), (does_not, "does not")):
+        table.add_column(title, no_wrap=True, min_width=max(len(row.name) for row in rows))
     does_not.add_column("why", overflow="fold")  # never cut a path short
+    if there:
+        runs.add_column("what it is", overflow="fold")
+    else:
+        runs.add_column("kernel", no_wrap=True, overflow="ellipsis", max_width=26)
+        for title in ("forward ms", "fwd+bwd ms", "error"):
+            runs.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         if row.why:
             does_not.add_row(row.name, Text("\n".join(row.why)))
+        elif there:
+            runs.add_row(row.name, row.title)
+        else:
+            times = row.forward_ms, row.forward_backward_ms
+            ms = ("-" if t is None else f"{t:.2f}" for t in times)
+            runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
+        for note in row.notes:
+            notes.setdefault(note, []).append(row.name)
     console = Console(highlight=False)
     if runs.row_count:
         console.print("", runs, sep="\n")
-    for note in notes:
-        console.print(Text(note))
+    for note, names in notes.items():
+        console.print(Text(f"- {', '.join(names)}: {note}"))
     if does_not.row_count:
         console.print("", does_not, sep="\n")
 
@@ -358,8 +337,6 @@ def main(argv: Sequence[str]) -> None:
     options = replace(options, batch_size=batch_size)
     if options.backend is not None:
         explain(options.backend, spec, machine, options)
-    elif options.machine is not None:
-        survey_there(spec, machine, options)
     else:
         survey(spec, machine, options)
 

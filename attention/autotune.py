@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .flash_impl import flash_impl
 from .own import is_file
-from .probing import probe
+from .probing import Probe, probe
 from .ring import Ring
 from .select import BACKENDS, packages, resolve, select
 from .spec import Backend, BackendUnavailable, Machine, Policy, Resolution, Spec
@@ -103,11 +104,11 @@ def fastest(
         name = decide(timings, rule)
         log.info(table(timings, rule, name, spec, shape, where))
         chosen = take(name)
-        if any(t.ms for t in timings):
-            try:
+        try:
+            if any(t.ms for t in timings):
                 write_at_once(answer, name)
-            except OSError as e:
-                log.warning(f"fastest: {answer} cannot be written, so nothing is remembered ({e})")
+        except OSError as e:
+            log.warning(f"fastest: {answer} cannot be written, so nothing is remembered ({e})")
         return chosen
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -132,8 +133,6 @@ def answer_file(
 ) -> Path:
     """The file that caches the answer, named by a hash of all that could change it."""
     kind = torch.device(device).type
-    # The kernel of PyTorch's flash attention, "FA2", "FA3" or "FA4"; newer than torch 2.5.
-    flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     conditions = (
         machine,
         spec,
@@ -143,7 +142,7 @@ def answer_file(
         torch.is_autocast_enabled(kind),
         torch.backends.cuda.matmul.allow_tf32 if kind == "cuda" else None,
         torch.are_deterministic_algorithms_enabled(),
-        flash(),
+        flash_impl(),
     )
     digest = hashlib.sha256(repr(conditions).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):  # an edited kernel is measured again
@@ -188,26 +187,26 @@ def measure(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         inputs = draw(spec, device, shape)
         for name in [rule, *(n for n in BACKENDS if n != rule)]:
-            backend, error = BACKENDS[name], None
-            why = refusals(backend, spec, machine, policy)
-            if not why and only_interpreted(backend, spec, machine):
-                why = ("Triton's interpreter is for tests, not for speed",)
-            if not why:
+            backend = BACKENDS[name]
+            found = Probe(refusals(backend, spec, machine, policy))
+            if not found.why and only_interpreted(backend, spec, machine):
+                found = Probe(("Triton's interpreter is for tests, not for speed",))
+            if not found.why:
                 found = probe(backend, spec, device)
-                why, error = found.why, found.error
-            if not why:
-                try:
-                    call = work(backend, spec, inputs)
-                    once[name] = warmed_up(call, device)
-                    # If one call takes the whole budget, only those near the best are measured.
-                    limit = TOO_SLOW if once[name] < BUDGET_S else 1.25
-                    if (ratio := once[name] / min(once.values())) > limit:
-                        why = (f"{once[name] * 1e3:.3g} ms, {ratio:.1f} times the best so far",)
-                except Exception as e:  # any failure, such as out of memory, is the reason
-                    why = (f"at this shape: {first_line(e)}",)
-            if not why:
-                calls[name] = call
-            tried[name] = Timing(name, None, error, "; ".join(why))
+            tried[name] = Timing(name, None, found.error, "; ".join(found.why))
+            if found.why:
+                continue
+            try:
+                calls[name] = work(backend, spec, inputs)
+                once[name] = warmed_up(calls[name], device)
+                # If one call takes the whole budget, only those near the best are measured.
+                limit = TOO_SLOW if once[name] < BUDGET_S else 1.25
+                if (ratio := once[name] / min(once.values())) > limit:
+                    why = f"{once[name] * 1e3:.3g} ms, {ratio:.1f} times the best so far"
+                    tried[name] = replace(tried[name], why=why)
+            except Exception as e:  # any failure, such as out of memory, is the reason
+                tried[name] = replace(tried[name], why=f"at this shape: {first_line(e)}")
+        calls = {name: call for name, call in calls.items() if not tried[name].why}
         for name, s in race(calls, once, device).items():
             tried[name] = replace(tried[name], ms=1e3 * s)
     if device.type == "cuda":  # the run reports its own peak

@@ -162,13 +162,12 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     name = os.path.abspath(name) if os.path.exists(name) else name
     lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
     if item.case is None:
-        n = [p.name for p in promises(item.dtype)].index(item.name)
         return "\n".join([
             *lines,
             f"from {package} import get",
             f"from {package}.promises import promises",
             "",
-            f"promise = list(promises({item.dtype!r}))[{n}]  # {item.name}",
+            f"promise = next(p for p in promises({item.dtype!r}) if p.name == {item.name!r})",
             "print(promise.spec)",
             f"promise.ask(get({name!r}), promise.spec, {device!r})  # promises.py says how",
         ])  # fmt: skip
@@ -225,13 +224,11 @@ def progress() -> Callable[[int, int, str], None]:
     def watch(done: int, of: int, what: str) -> None:
         nonlocal last
         if sys.stderr.isatty():
-            bar = "#" * (30 * done // of)
-            end = "" if done < of else "\r\x1b[K"
-            print(f"\r\x1b[K[{bar:30}] {done}/{of} {what:.40}{end}", end="", file=sys.stderr)
+            bar = f"[{'#' * (30 * done // of):30}] {done}/{of} {what:.40}" if done < of else ""
+            print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - last > 10:
             last = time.monotonic()
-            print(f"{done} of {of}: {what}", file=sys.stderr)
-        sys.stderr.flush()
+            print(f"{done} of {of}: {what}", file=sys.stderr, flush=True)
 
     return watch
 

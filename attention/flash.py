@@ -35,48 +35,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .spec import Backend, Caps, Partial, Spec
-from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
+from .views import PagedView, StaticView, kept, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
-
-
-# The functions that take L are private: flash_attn/flash_attn_interface.py from 2.7 on,
-# hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August 2026). Where a
-# release has others, the probe fails, and the package is refused in parts.
-
-
-def _backward_2(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
-                scale: float, causal: bool, window: tuple[int, int], softcap: float,
-                deterministic: bool) -> None:  # fmt: skip
-    flash.flash_attn_interface._flash_attn_backward(
-        *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, deterministic)  # fmt: skip
-
-
-def _backward_3(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
-                scale: float, causal: bool, window: tuple[int, int], softcap: float,
-                deterministic: bool) -> None:  # fmt: skip
-    flash._flash_attn_backward(
-        *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, deterministic)  # fmt: skip
-
-
-def _backward_4(flash: Any, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
-                scale: float, causal: bool, window: tuple[int | None, int | None], softcap: float,
-                deterministic: bool) -> None:  # fmt: skip
-    dout, q, k, v, out = rows
-    flash.interface._flash_attn_bwd(
-        q, k, v, out, dout, L, scale, causal, softcap, *window, deterministic=deterministic,
-        dq=grads[0], dk=grads[1], dv=grads[2])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,9 +59,6 @@ class Package:
     kvcache: str | None = None  # the name of its page table in flash_attn_with_kvcache
     hub: tuple[str, str] | None = None  # repository and commit of the prebuilt kernel
     lse: str = "return_attn_probs"  # what makes flash_attn_func return L too
-    backward: Callable[..., None] = field(
-        kw_only=True
-    )  # writes the gradients, by a private function
 
 
 # The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
@@ -103,16 +70,14 @@ FA2 = Package(
     dropout=True,
     kvcache="block_table",
     hub=("kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"),
-    backward=_backward_2,
 )
 FA3 = Package(
     "flash_attn_interface",
     unbounded=-1,
     kvcache="page_table",
     hub=("kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"),
-    backward=_backward_3,
 )
-FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse", backward=_backward_4)
+FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
 
 
 @zeros_before_the_first_key
@@ -229,12 +194,33 @@ def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L:
         rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
         grads = [torch.empty_like(t) for t in rows[1:4]]
         asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        package.backward(_load(package, spec.hub_kernels), rows, L[..., I].contiguous(), grads,
-                         scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked,
-                         deterministic=torch.are_deterministic_algorithms_enabled())  # fmt: skip
+        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, **asked)
         for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
             total[:, at] = grad[..., : q.shape[3]]
     return sums
+
+
+def _write_gradients(
+    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+    causal: bool, window: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
+    2.7 on, hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August
+    2026). Where a release has others, the probe fails, and the package is refused in parts."""
+    flash = _load(package, spec.hub_kernels)
+    scale, softcap = spec.softmax_scale, spec.softcap or 0.0
+    ordered = torch.are_deterministic_algorithms_enabled()
+    if package is FA2:
+        flash.flash_attn_interface._flash_attn_backward(
+            *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, ordered)  # fmt: skip
+    elif package is FA3:
+        flash._flash_attn_backward(
+            *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, ordered)  # fmt: skip
+    else:
+        dout, q, k, v, out = rows
+        flash.interface._flash_attn_bwd(
+            q, k, v, out, dout, L, scale, causal, softcap, *window,
+            deterministic=ordered, dq=grads[0], dk=grads[1], dv=grads[2])  # fmt: skip
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -271,22 +257,9 @@ class Runs:
     keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
 
 
-# For each tensor of segments: its version, Tq and its runs. All layers share one tensor.
-_known: Any = WeakTensorKeyDictionary()
-
-
+@kept
 def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that hold the last Tq positions; cached."""
-    if segments.is_inference():  # it has no version, so an in-place write would go unnoticed
-        return _find_runs(segments, Tq)
-    version, known_Tq, found = _known.get(segments, (None, None, None))
-    if (version, known_Tq) != (segments._version, Tq):
-        found = _find_runs(segments, Tq)
-        _known[segments] = (segments._version, Tq, found)
-    return found
-
-
-def _find_runs(segments: Tensor, Tq: int) -> Runs:
+    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
     B, Tk = segments.shape
     first = torch.ones_like(segments, dtype=torch.bool)  # of its run
     first[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -373,35 +346,21 @@ FA4_CAPS = (
 )
 
 _HUB = "--attention_hub_kernels=True with pip install kernels"
-V2 = Backend(
-    name="flash_attn_2",
-    title="FlashAttention-2, package flash-attn",
-    attend=partial(attend, package=FA2),
-    caps=FA2_CAPS,
-    partial=Partial(partial(forward_part, package=FA2), partial(backward_part, package=FA2)),
-    fallback="sdpa",
-    aliases=("flash_attention_2",),
-    install=f"pip install flash-attn --no-build-isolation, or {_HUB}",
-)
-V3 = Backend(
-    name="flash_attn_3",
-    title="FlashAttention-3, package flash-attn-3",
-    attend=partial(attend, package=FA3),
-    caps=FA3_CAPS,
-    partial=Partial(partial(forward_part, package=FA3), partial(backward_part, package=FA3)),
-    fallback="flash_attn_2",
-    aliases=("flash_attention_3",),
-    install="from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
-    f"or {_HUB}",
-)
-V4 = Backend(
-    name="flash_attn_4",
-    title="FlashAttention-4, package flash-attn-4",
-    attend=not_compiled(partial(attend, package=FA4)),
-    caps=FA4_CAPS,
-    partial=Partial(partial(forward_part, package=FA4), partial(backward_part, package=FA4)),
-    fallback="flash_attn_3",
-    aliases=("flash_attention_4",),
-    install="pip install --pre flash-attn-4",
-    fullgraph=False,
-)
+
+
+def _backend(generation: int, package: Package, caps: tuple[Caps, ...], title: str, fallback: str,
+             install: str) -> Backend:  # fmt: skip
+    parts = Partial(partial(forward_part, package=package), partial(backward_part, package=package))
+    return Backend(
+        f"flash_attn_{generation}", title, partial(attend, package=package), caps, fallback,
+        (f"flash_attention_{generation}",), install, partial=parts)  # fmt: skip
+
+
+V2 = _backend(2, FA2, FA2_CAPS, "FlashAttention-2, package flash-attn", "sdpa",
+              f"pip install flash-attn --no-build-isolation, or {_HUB}")  # fmt: skip
+V3 = _backend(3, FA3, FA3_CAPS, "FlashAttention-3, package flash-attn-3", "flash_attn_2",
+              "from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
+              f"or {_HUB}")  # fmt: skip
+V4 = _backend(4, FA4, FA4_CAPS, "FlashAttention-4, package flash-attn-4", "flash_attn_3",
+              "pip install --pre flash-attn-4")  # fmt: skip
+V4 = replace(V4, attend=not_compiled(V4.attend), fullgraph=False)

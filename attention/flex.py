@@ -44,11 +44,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .spec import Backend, Caps, Spec, visible
 from .system import own_code
-from .views import zeros_before_the_first_key
+from .views import kept, zeros_before_the_first_key
 
 TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
 THREE = ("float16", "bfloat16", "float32")
@@ -170,25 +169,24 @@ def block_mask(
 
 
 _by_shape = lru_cache(maxsize=16)(block_mask)
-_by_segments = WeakTensorKeyDictionary()  # an entry dies with its tensor
+
+
+@kept
+def _by_segments(segments: Tensor, Tq: int, Tk: int, window: int | None) -> Any:
+    # A copy: an entry that held on to its own key would never die.
+    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
+    torch._dynamo.mark_static(copy)
+    return block_mask(Tq, Tk, window, copy, segments.device)
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be used in training
 def kept_block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
 ) -> Any:
-    """block_mask(), cached by shape, and by `segments`, which all layers share."""
+    """block_mask(), cached by shape, or for a tensor of segments."""
     if segments is None:
         return _by_shape(Tq, Tk, window, None, device)
-    inference = segments.is_inference()  # it has no version to tell whether it changed
-    state = None if inference else (segments._version, Tq, window)
-    known = _by_segments.get(segments)
-    if inference or known is None or known[0] != state:
-        # A copy: an entry that held on to its own key would never die.
-        copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
-        torch._dynamo.mark_static(copy)
-        known = _by_segments[segments] = state, block_mask(Tq, Tk, window, copy, device)
-    return known[1]
+    return _by_segments(segments, Tq, Tk, window)
 
 
 def room(segments: Tensor) -> tuple[int, int]:

@@ -1,8 +1,4 @@
-"""hf: every backend here as an attention implementation of `transformers`.
-
-    import attention                                  # installed: import nanoattn
-    attention.hf.register()
-    model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="nanoattn:triton")
+"""hf: every backend here as an attention implementation of `transformers` (docs/HF.md).
 
 Two functions stand behind each name. `_mask` is called once a forward pass for each kind of layer:
 it has transformers build the mask that its own SDPA would get, and proves what it is (hf_mask.py).
@@ -11,8 +7,7 @@ it chosen as everywhere here, and runs it. What it cannot honour it refuses, and
 does not know.
 
 A model that never calls `_attend` is found out: when it is built, by its source; at its first mask,
-which nothing else can read; or by :func:`report`. docs/HF.md has the limits and the proof.
-transformers is imported by register(), not by this file.
+which nothing else can read; or by :func:`report`. transformers is imported by register() alone.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from .flash_impl import flash_impl
 from .hf_mask import Mask, Proof, prove
 from .select import BACKENDS, RULES, announce, get, select
 from .spec import Backend, BackendUnavailable, Policy, Resolution, Spec
+from .views import kept
 
 PREFIX = "nanoattn:"
 # transformers looks for these words in a name, and then wants its own SDPA or flash-attn.
@@ -152,6 +148,9 @@ def _tokens(
     return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
+_proved = kept(lambda mask, window: prove(mask, window))
+
+
 def _proof(
     mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int, Tk: int
 ) -> Proof:
@@ -166,11 +165,7 @@ def _proof(
             raise ValueError("the model changed the mask")
         proof = mask.proof
     else:  # a 4-D mask of the caller's own
-        # Kept for the next layer, until it is written to; inference tensors do not tell when.
-        key = None if mask.is_inference() else (mask._version, window)
-        kept = getattr(mask, "_nanoattn", {})
-        proof = kept[key] if key in kept else prove(mask, window)
-        mask._nanoattn = {} if key is None else {key: proof}  # type: ignore[attr-defined]
+        proof = _proved(mask, window)
     if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
         raise ValueError(f"the mask is for other than {Tq} queries and {Tk} keys")
     if window is not None and proof.effective(window) != proof.effective(proof.window):
@@ -210,14 +205,9 @@ def _attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of one layer, as AttentionInterface calls it.
 
-    Args:
-        query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D).
-        s_aux: (H,), the sinks.
-        is_causal: stands before the module's, and is used where there is no mask: a mask says it
-            itself, and is proved.
-
-    Returns:
-        (B, Tq, H, D), and None for the weights.
+    query is (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux, the sinks, (H,), and what it
+    returns (B, Tq, H, D), with None for the weights. is_causal stands before the module's, and is
+    used where there is no mask: a mask says it itself, and is proved.
 
     Raises:
         BackendUnavailable: something that the model asks for cannot be honoured.
@@ -278,11 +268,8 @@ def _attend(
 def _choose(
     name: str, spec: Spec, device: torch.device, policy: Policy, shape: tuple[int, int, int]
 ) -> Resolution:
-    """The kernel for this Spec: chosen, probed and announced once, then kept.
-
-    Args:
-        shape: sequences, queries and keys; "fastest" measures at those of the first call.
-    """
+    """The kernel for this Spec: chosen, probed and announced once, then kept. "fastest" measures at
+    the shape (sequences, queries, keys) of the first call."""
     switches = torch.are_deterministic_algorithms_enabled(), flash_impl()
     known = name, spec, device, policy, switches
     if known not in _kernels:

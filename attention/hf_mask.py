@@ -114,17 +114,13 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -
         for segments in (None, ids):
             differs = (rebuilt(Tq, end, w, segments, seen.device)[:, 0] != seen) & real[:, :, None]
             if not bool(differs.any()):
-                if segments is not None and _is_broken(ids[:, : offset + 1]):
+                broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
+                if segments is not None and bool(broken.any()):
                     raise ValueError("padding lies between tokens: a segment must be one run")
                 return Proof(Tq, end, w, segments)
     b, i, j = differs.nonzero()[0].tolist()
     sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"it is more than {known} and segments: query {i} of row {b} {sees} key {j}")
-
-
-def _is_broken(ids: Tensor) -> bool:
-    """Does padding follow a token? ids (B, n), of one segment and padding."""
-    return bool(((ids[:, :-1] != 0) & (ids[:, 1:] == 0)).any())
 
 
 def _entries(mask: Tensor) -> Tensor:

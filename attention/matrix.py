@@ -31,7 +31,8 @@ class Case:
     D: int = 32
     B: int = 2
     window: int | None = None
-    segments: str | None = None  # "packed": three documents; "padded": the right end is padding
+    # "packed": three documents; "padded" and "left": padding at the right end, at the left
+    segments: str | None = None
     layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
     size: float = 1.0  # q, k and v are multiplied by this
     scale: float | None = None
@@ -149,7 +150,7 @@ def segments(case: Case, device: str = "cpu") -> Tensor | None:
         if case.segments == "packed":
             rows.append((j >= case.Tk // 3 + b).int() + (j >= case.Tk // 2 + 3 * b).int())
         else:
-            rows.append((j >= case.Tk - 10 - 20 * b).int())
+            rows.append((j >= (10 * b if case.segments == "left" else case.Tk - 10 - 20 * b)).int())
     return torch.stack(rows).int().to(device)
 
 
@@ -207,18 +208,25 @@ def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
     return oracle.plain(*draw(case, dtype, device), **options(case, dtype, device))
 
 
+def compare(got: oracle.Result, case: Case, dtype: str, device: str) -> None:
+    """oracle.check() of what a backend gave for the case."""
+    rough, exact = plain(case, dtype, device), truth(case, dtype)
+    oracle.check(got, rough, exact, getattr(torch, dtype))
+
+
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
-          compiled: bool = False) -> None:  # fmt: skip
+          **asked: Any) -> None:  # fmt: skip
     """Run the case with gradients, then without, since a library may use another kernel there.
 
     Args:
         grad: False for what has no backward pass: only without.
+        asked: further fields of the Spec.
 
     Raises:
         AssertionError: an error larger than oracle.check allows, a query that sees no key and gave
             no zeros, or an input that changed; the text says which tensor, where and by how much.
     """
-    spec = case.spec(dtype, grad=grad, compiled=compiled)
+    spec = case.spec(dtype, grad=grad, **asked)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
     before = [t.clone() for t in (q, k, v, dout)]
     leaves = [t.requires_grad_(grad) for t in (q, k, v)]
@@ -226,18 +234,17 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
     if case.sinks:
         more["sinks"] = sinks(case, dtype, device)
         leaves.append(more["sinks"].requires_grad_(grad))
-    exact, rough = truth(case, dtype), plain(case, dtype, device)
     blind = max(case.Tq - case.Tk, 0)  # the first queries come before every key
     if grad:
         out = backend.attend(q, k, v, spec, **more)
         got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
-        oracle.check(got, rough, exact, getattr(torch, dtype))
+        compare(got, case, dtype, device)
         zeros = not any(t is not None and t[:, :blind].any() for t in (got.out, got.dq))
         oracle.require(zeros, "queries that see no key must give zeros, and have no gradient")
     with torch.no_grad():
         out = backend.attend(q, k, v, replace(spec, grad=False), **more)
     oracle.require(not out.requires_grad, "the output requires a gradient where none is recorded")
-    oracle.check(oracle.Result(out), rough, exact, getattr(torch, dtype))
+    compare(oracle.Result(out), case, dtype, device)
     oracle.require(not out[:, :blind].any(), "queries that see no key must give zeros")
     for name, t, was in zip(("q", "k", "v", "dout"), (q, k, v, dout), before, strict=True):
         if not torch.equal(t, was):

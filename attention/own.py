@@ -26,10 +26,8 @@ def is_file(name: str) -> bool:
 
 
 def load(path: str, backends: Collection[str], rules: Collection[str]) -> Backend:
-    """The BACKEND that the file defines; the file is run when it is first asked for.
-
-    Args:
-        backends, rules: the names that there are already, which it may fall back to, or not.
+    """The BACKEND that the file defines; the file is run when it is first asked for. It may fall
+    back to `backends`, and have none of their names and those of `rules`.
 
     Raises:
         BackendUnavailable: there is no such file, it raises, or its BACKEND cannot be used.

@@ -131,13 +131,12 @@ def _triton_capability() -> tuple[int, int]:
 _triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_CAPS = Caps(dropout=False, segments=False, scale=True, softcap=True, sinks=True, grad=False,
-             caches=("paged",))  # fmt: skip
 BACKEND = Backend(
     name="paged",
     title="attention over a page table",
     attend=attend,
-    caps=(_CAPS,),
+    caps=(Caps(dropout=False, segments=False, scale=True, softcap=True, sinks=True, grad=False,
+               caches=("paged",)),),
     fallback="sdpa",
     aliases=("paged_attention",),
-)
+)  # fmt: skip

@@ -124,11 +124,8 @@ def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
 
 
 def choose_splits(programs: int, keys: int) -> int:
-    """The number of runs that at most `keys` keys are split into: a power of two, up to 64.
-
-    Args:
-        programs: how many there would be without splitting.
-    """
+    """The number of runs that at most `keys` keys are split into, where there would be that many
+    programs without splitting: a power of two, up to 64."""
     wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
     return min(64, triton.next_power_of_2(wanted))
 

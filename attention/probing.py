@@ -106,11 +106,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             except Exception as e:  # whatever a kernel raises is the reason to refuse it
                 words = f"{type(e).__name__}: {first_line(e)}"
                 return Probe(why=(f"it failed when it was tried ({words})",))
-    names = (
-        ("out", "dq", "dk", "dv", "dsinks")[: len(out)]
-        if spec.grad
-        else ("out after a prefix", "out")[-len(out) :]
-    )
+    names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
+    names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
     out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
     # The gradient of the sinks is a sum over both sequences: it belongs to the larger scores.
     found, large = (
@@ -158,7 +155,7 @@ class Deviation(NamedTuple):
     size: float  # of the truth
 
 
-def _deviations(names: tuple[str, ...], out: list[Tensor], plain: list[Tensor],
+def _deviations(names: list[str], out: list[Tensor], plain: list[Tensor],
                 truth: list[Tensor], *, dtype: torch.dtype,
                 scale: float) -> list[Deviation]:  # fmt: skip
     """Of each tensor the largest error, then the root mean square: rows that see few keys have

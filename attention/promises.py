@@ -53,7 +53,7 @@ def promises(dtype: str) -> Iterator[Item]:
     windows = (None, 9)
     for phase, (_, _, grad) in PHASES.items():
         for spec in canaries(dtype, phase):
-            yield item(f"canary, {phase}", "canary", spec, partial(_canary, phase))
+            yield item(f"canary, {phase}", "canary", spec, partial(canary, phase))
         if phase != "decode":  # one query has no other segment before it and behind it
             for w in windows:
                 spec = heads(window=w, segments=True, grad=grad)
@@ -116,24 +116,26 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: 
         return backend.attend(q, k, v, spec, **more).detach()
 
 
-def qkv(H: int, Hkv: int, T: int, dtype: str, device: str) -> list[Tensor]:
-    """Random q, k and v, (2, T, H or Hkv, 32)."""
-    chance = torch.Generator().manual_seed(7)
-    return [
-        torch.randn(2, T, h, 32, generator=chance).to(device, getattr(torch, dtype))
-        for h in (H, Hkv, Hkv)
-    ]
+def case_of(spec: Spec, T: int, segments: str | None = None) -> matrix.Case:
+    """What the Spec asks, for T queries and keys."""
+    return matrix.Case(f"{T}", T, T, spec.n_head, spec.n_kv_head, spec.head_dim, 2, spec.window,
+                       segments, scale=spec.scale, softcap=spec.softcap,
+                       sinks=spec.sinks)  # fmt: skip
 
 
-def canary(backend: Backend, spec: Spec, phase: str, device: str = "cpu") -> None:
+def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
+    """Random q, k and v, (2, T, H or Hkv, D)."""
+    chance, dtype = torch.Generator().manual_seed(7), getattr(torch, spec.dtype)
+    heads = spec.n_head, spec.n_kv_head, spec.n_kv_head
+    shapes = ((2, T, h, spec.head_dim) for h in heads)
+    return [torch.randn(shape, generator=chance).to(device, dtype) for shape in shapes]
+
+
+def canary(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     """Make one position of q, k or v huge: no output before it may change by a bit, and some
-    output must, or the test tested nothing. Nor may keys before the window change anything.
-
-    Raises:
-        AssertionError: something leaked; the text says from where to where.
-    """
+    output must, or the test tested nothing. Nor may keys before the window change anything."""
     Tq, Tk, _ = PHASES[phase]
-    q, k, v = qkv(spec.n_head, spec.n_kv_head, Tk, spec.dtype, device)
+    q, k, v = qkv(spec, Tk, device)
     first = Tk - Tq  # the position of the first query
 
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -160,23 +162,19 @@ def canary(backend: Backend, spec: Spec, phase: str, device: str = "cpu") -> Non
             (Q, K, V)[which][:, changed] *= HUGE
             found = moved(Q, K, V, since=changed)
             text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
-            oracle.require(bool(found) and found[0] >= changed, text)
+            require(bool(found) and found[0] >= changed, text)
     if spec.window is not None:
         K, V = k.clone(), v.clone()
         for t in (K, V):
             t[:, : max(first - spec.window + 1, 0)] *= HUGE
         none = not moved(q, K, V, since=Tk)
-        oracle.require(none, f"keys before the window of every query moved an output ({spec})")
-
-
-def _canary(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    canary(backend, spec, phase, device)
+        require(none, f"keys before the window of every query moved an output ({spec})")
 
 
 def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     """One of three segments gets huge: no output of the others may change by a bit."""
     Tq, Tk, _ = PHASES[phase]
-    q, k, v = qkv(spec.n_head, spec.n_kv_head, Tk, spec.dtype, device)
+    q, k, v = qkv(spec, Tk, device)
     seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
     first = Tk - Tq
     before = call(backend, q[:, first:], k, v, spec, segments=seg)
@@ -207,7 +205,7 @@ def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 def behind(backend: Backend, spec: Spec, device: str) -> None:
     """Keys in a longer buffer, as a cache holds them: NaN behind the last one must not be read."""
-    q, k, v = qkv(spec.n_head, spec.n_kv_head, 40, spec.dtype, device)
+    q, k, v = qkv(spec, 40, device)
     T = 33
     clean = call(backend, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
     k[:, T:], v[:, T:] = float("nan"), float("nan")
@@ -218,7 +216,7 @@ def behind(backend: Backend, spec: Spec, device: str) -> None:
 
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
     """Earlier outputs send no gradient to later tokens."""
-    q, k, v = (t.requires_grad_() for t in qkv(spec.n_head, spec.n_kv_head, 33, spec.dtype, device))
+    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
     out = backend.attend(q, k, v, spec)
     dout = torch.randn_like(out)
     dout[:, 20:] = 0
@@ -308,13 +306,16 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
 
 def no_random(backend: Backend, spec: Spec, device: str) -> None:
     """Without dropout no random number is drawn: training repeats whatever the kernel."""
-    cuda = torch.device(device).type == "cuda"
-    q, k, v = (t.requires_grad_() for t in qkv(spec.n_head, spec.n_kv_head, 33, spec.dtype, device))
-    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+
+    def states() -> list[Tensor]:
+        cuda = torch.device(device).type == "cuda"
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
+
+    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
+    before = states()
     backend.attend(q, k, v, spec).sum().backward()
-    require(torch.equal(before[0], torch.get_rng_state()), "a random number was drawn")
-    if before[1] is not None:
-        require(torch.equal(before[1], torch.cuda.get_rng_state(device)), "one was drawn on CUDA")
+    same = all(map(torch.equal, before, states()))
+    require(same, "a random number was drawn")
 
 
 # --- the same bits, compiled, and through caches ---
@@ -323,8 +324,7 @@ def no_random(backend: Backend, spec: Spec, device: str) -> None:
 def same_bits(backend: Backend, spec: Spec, device: str) -> None:
     """Five times the same, by PyTorch's switch; on CUDA large enough for many blocks."""
     T = 1024 if torch.device(device).type == "cuda" else 97
-    case = matrix.Case("deterministic", T, T, spec.n_head, spec.n_kv_head, spec.head_dim)
-    q, k, v, dout = matrix.draw(case, spec.dtype, device)
+    q, k, v, dout = matrix.draw(case_of(spec, T), spec.dtype, device)
     results = []
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -354,42 +354,26 @@ def compiled(backend: Backend, spec: Spec, device: str) -> None:
 
     traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
     backend = replace(backend, attend=traced)
-    case = matrix.Case("compiled", 65, 65, spec.n_head, spec.n_kv_head, spec.head_dim)
-    matrix.check(backend, case, spec.dtype, device, grad=spec.grad, compiled=True)
+    matrix.check(backend, case_of(spec, 65), spec.dtype, device, grad=spec.grad, compiled=True)
     torch.compiler.reset()
 
 
 def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
     """Padding on the left is a segment of its own: each row is as its real part alone."""
-    pads, T, dtype = (0, 5, 20), 24, getattr(torch, spec.dtype)
-    draw = torch.Generator().manual_seed(11)
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    q, k, v = (torch.randn(len(pads), T, h, D, generator=draw).to(device, dtype)
-               for h in (H, Hkv, Hkv))  # fmt: skip
-    seg = torch.stack([(torch.arange(T) >= pad).int() for pad in pads]).to(device)
-    with torch.no_grad():
-        out = backend.attend(q[:, T - Tq :], k, v, spec, segments=seg)
-    for b, pad in enumerate(pads):
-        row = q[b : b + 1, max(pad, T - Tq) :], k[b : b + 1, pad:], v[b : b + 1, pad:]
-        truth = oracle.attention(*row, row[0], window=spec.window)
-        plain = oracle.plain(*row, row[0], window=spec.window)
-        got = oracle.Result(out[b : b + 1, -row[0].shape[1] :])
-        oracle.check(got, plain, truth, dtype)
+    case = replace(case_of(spec, 24, "left"), Tq=Tq, B=3)
+    matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
     """Through a cache, in two chunks and then single tokens, with rows of two lengths, the output
     is that of the whole sequence; and a later token moves no earlier output."""
     T = 64 if (spec.page_size or 0) < 64 else 300
-    case = matrix.Case("cached", T, T, spec.n_head, spec.n_kv_head, spec.head_dim,
-                       window=spec.window, scale=spec.scale, softcap=spec.softcap,
-                       sinks=spec.sinks)  # fmt: skip
+    case = case_of(spec, T)
     inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
     if (sinks := matrix.sinks(case, spec.dtype, device)) is not None:
         inputs.append(sinks)
     (out,) = run_cached(backend.attend, inputs, None, spec)
-    rough, exact = matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype)
-    oracle.check(oracle.Result(out), rough, exact, getattr(torch, spec.dtype))
+    matrix.compare(oracle.Result(out), case, spec.dtype, device)
     for _ in range(3):  # a library may round otherwise once, as where the load changes
         moved = leakage(partial(run_cached, backend.attend), inputs, None, spec)
         if moved == 0:
@@ -401,25 +385,19 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
     """Queries and keys cut into blocks of their own: the parts joined by their L, and the sums of
     their gradients, are those of the whole. Where none of a part's keys is seen: 0, and L -inf."""
     assert backend.partial is not None, "it declares lse, and has no partial"
-    T, case = 50, matrix.Case("in parts", 50, 50, spec.n_head, spec.n_kv_head, spec.head_dim,
-                              window=spec.window, scale=spec.scale, softcap=spec.softcap,
-                              segments="packed" if spec.segments else None)  # fmt: skip
+    T = 50
+    case = case_of(spec, T, "packed" if spec.segments else None)
     q, k, v, dout = matrix.draw(case, spec.dtype, device)
     seg, acc = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32)
-    parts = [
-        (slice(*I), slice(*J), I[0] - J[0])
-        for I in itertools.pairwise((0, 7, 28, T))  # 28 - 13: of 13 to 30 one pair is hidden
-        for J in itertools.pairwise((0, 13, 30, T))
-    ]
-
-    def segments_of(I: slice, J: slice) -> Any:
-        return None if seg is None else (seg[:, I], seg[:, J])
-
+    parts = []
+    # 28 - 13: of 13 to 30 one pair is hidden.
+    borders = itertools.pairwise((0, 7, 28, T)), itertools.pairwise((0, 13, 30, T))
+    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
+        parts.append((I, J, I.start - J.start, None if seg is None else (seg[:, I], seg[:, J])))
     out = torch.zeros(q.shape, dtype=acc, device=device)
     L = torch.full((*q.shape[:1], q.shape[2], T), torch.finfo(acc).min, dtype=acc, device=device)
     with torch.no_grad():
-        for I, J, offset in parts:
-            pair = segments_of(I, J)
+        for I, J, offset, pair in parts:
             O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
             require(O_ij.dtype == L_ij.dtype == acc, f"a part is {O_ij.dtype}, its L {L_ij.dtype}")
             i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
@@ -434,12 +412,11 @@ def in_parts(backend: Backend, spec: Spec, device: str) -> None:
             out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
         sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
         whole = out.to(q.dtype)
-        for I, J, offset in parts:
+        for I, J, offset, pair in parts:
             of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
-            grads = backend.partial.backward(*of_row, spec, offset, segments_of(I, J))
+            grads = backend.partial.backward(*of_row, spec, offset, pair)
             for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
                 require(grad.dtype == acc, f"a gradient of a part is {grad.dtype}")
                 total[:, rows] += grad
     got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
-    rough, exact = matrix.plain(case, spec.dtype, device), matrix.truth(case, spec.dtype)
-    oracle.check(got, rough, exact, getattr(torch, spec.dtype))
+    matrix.compare(got, case, spec.dtype, device)

@@ -1,8 +1,7 @@
 """tiled: FlashAttention in plain PyTorch. The formula of manual.py, never holding all of S or P.
 
-Softmax can be computed in pieces. Let a row's scores come a block at a time; keep their maximum m
-so far, the sum l of exp(s - m), and an output O that is not normalised yet. A new block of scores
-S_ij, with values V_j, gives
+Softmax can be computed in pieces. Of a row's scores so far keep the maximum m, the sum l of
+exp(s - m), and an output O that is not normalised yet. A block S_ij, with values V_j, gives
 
     m_new = max(m_i, rowmax(S_ij))          P~_ij = exp(S_ij - m_new)
     l_i   = e^(m_i - m_new) l_i + rowsum(P~_ij)
@@ -22,9 +21,7 @@ Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a til
 FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: half, if causal.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as on tensor cores: the rounding errors are those of a kernel.
-Softcap S_ij = c tanh(tau Q_i K_j^T / c); its slope, 1 - (S_ij / c)^2, is a factor of dS_ij.
-Sinks   are where the sums begin: m_i = sink, l_i = 1. L_i contains it, so P_ij is right as it is,
-        and dsink = - sum_i exp(sink - L_i) D_i.
+Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it; dsink = -sum_i exp(sink - L_i) D_i.
 Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
         Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
@@ -58,26 +55,27 @@ class Tiled(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
                 segments: Tensor | None, spec: Spec, *tiles: int) -> Tensor:  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
-            out, L = forward_tiles(q, k, v, spec, segments, sinks, *tiles)
-        ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, sinks, segments)
-        ctx.options = spec, *tiles  # the seed, B_r, B_c
+            out, L = forward_tiles(q, k, v, spec, None, segments, sinks, *tiles)
+        ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, segments, sinks)
+        ctx.asked, ctx.tiles = (spec, None), tiles  # no offset; the seed, B_r, B_c
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):  # rounded by autograd, to the inputs'
-            return *backward_tiles(dout, *ctx.saved_tensors, *ctx.options), *[None] * 5
+            grads = backward_tiles(dout, *saved[:5], *ctx.asked, *saved[5:], *ctx.tiles)
+        return *grads, *[None] * (9 - len(grads))  # one for each argument of forward()
 
 
 @torch.no_grad()
-def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Segments = None,
-                  sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
-                  B_c: int = BLOCK_N, offset: int | None = None,
-                  on_tile: Any = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass, FlashAttention-2's Algorithm 1: out (B, Tq, H, D), and the logsumexp L
-    (B, Hkv, H/Hkv, Tq, 1), in float32, or float64 for float64. A tile's dropout mask has the seed
-    `seed` plus the tile's number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i and O_i."""
+def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | None = None,
+                  segments: Segments = None, sinks: Tensor | None = None, seed: int = 0,
+                  B_r: int = BLOCK_M, B_c: int = BLOCK_N,
+                  on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward pass, FlashAttention-2's Algorithm 1: out and L of spec.Partial. A tile's dropout
+    mask has the seed `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -108,26 +106,26 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Segment
             Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
             O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
             m_i = m_new
-            if on_tile is not None:
-                on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
+            on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
         l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
         O[..., I, :] = O_i / l_i
         L[..., I, :] = m_i + torch.log(l_i)
-    return out, L
+    return out, L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf).flatten(1, 2)[..., 0]
 
 
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   sinks: Tensor | None, segments: Segments, spec: Spec, seed: int = 0,
-                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
-                   offset: int | None = None) -> tuple[Any, ...]:  # fmt: skip
-    """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and sinks like L."""
+                   spec: Spec, offset: int | None = None, segments: Segments = None,
+                   sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
+                   B_c: int = BLOCK_N) -> tuple[Tensor, ...]:  # fmt: skip
+    """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
     offset = Tk - Tq if offset is None else offset
     dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
-    D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1)
+    L = L.clamp(min=torch.finfo(acc).min).unflatten(1, (Hkv, -1))[..., None]
+    D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
     for j, J in enumerate(cols):
         K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
         dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
@@ -152,21 +150,9 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             dK_j += tau * (dS_ij.mT @ Q_i).sum(dim=2, keepdim=True)
         dK[..., J, :], dV[..., J, :] = dK_j, dV_j
     if sinks is None:
-        return dq, dk, dv, None
+        return dq, dk, dv
     P_sink = torch.exp(sinks.to(acc).view(Hkv, -1, 1, 1) - L)
     return dq, dk, dv, -(P_sink * D).sum(dim=(0, 3, 4)).flatten()
-
-
-def forward_partial(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
-                    segments: Segments = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, L = forward_tiles(q, k, v, spec, segments, offset=offset)
-    return out, L.masked_fill(L.eq(torch.finfo(L.dtype).min), -torch.inf).flatten(1, 2)[..., 0]
-
-
-def backward_partial(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                     spec: Spec, offset: int, segments: Segments = None) -> Any:  # fmt: skip
-    L = L.unflatten(1, (k.shape[2], -1))[..., None]
-    return backward_tiles(dout, q, k, v, out, L, None, segments, spec, offset=offset)[:3]
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
@@ -211,4 +197,4 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
 
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
                   (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback="manual",
-                  fullgraph=False, partial=Partial(forward_partial, backward_partial))  # fmt: skip
+                  fullgraph=False, partial=Partial(forward_tiles, backward_tiles))  # fmt: skip

@@ -11,20 +11,17 @@ registers, and what a GPU gains is the traffic to main memory that manual.py has
     O_i, L_i  -------->  once a block of rows    O, L        written
 
 Memory  O(T): q, k, v, out and L stay for the backward pass, which adds D_i = rowsum(dO_i * O_i).
-FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: dQ
-        and dK, dV come from two kernels that both recompute S and dP, instead of one that sums dQ
-        by atomics in no fixed order. Less the tiles that no row of a block sees, half of them if
-        causal: they are skipped, as are those outside the window and, unlike in tiled.py, those of
-        other segments.
+FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
+        atomics (triton_kernels.py). Less the tiles that no row of a block sees, half of them if
+        causal, those outside the window and, unlike in tiled.py, those of other segments.
 Layout  (B, T, H, D), by strides: nothing is transposed, and nothing copied unless head_dim is not
         contiguous. Query heads that share a key/value head read the same memory.
 Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
-        they are multiplied. float32 inputs are multiplied in float32, not TF32: exact and slow.
+        they are multiplied. Sinks are read in float32.
 Dropout by Philox, a counter-based generator: the mask of an entry is a function of the call's seed
         and of b, h, i, j, so the backward pass recomputes it and nothing is stored. The seed is one
         number from PyTorch's generator on q's device; the host never waits for it.
-Sinks   begin the sums of a row, as in tiled.py, and are read in float32. A softcap costs one tanh a
-        score forward and two backward; without it the kernels are compiled without it.
+Softcap costs one tanh a score forward and two backward; without it none is compiled.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
         Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
         runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose
@@ -36,6 +33,7 @@ Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Two bac
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
     return flash_forward(q, k, v, first, last, seed, sinks, spec.window, spec.dropout,
-                         spec.softmax_scale, spec.softcap)[0]  # fmt: skip
+                         spec.softmax_scale, spec.softcap, None)[0]  # fmt: skip
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
@@ -114,22 +112,18 @@ def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def _caps(
-    device: str, *dtypes: str, capability: tuple[int, int] | None = None, interpreted: bool = False
-) -> Caps:
-    return Caps((device,), dtypes, min_capability=capability, min_torch="2.5", head_dim_max=128,
-                scale=True, softcap=True, sinks=True, lse=True, packages=("triton>=3.1",),
-                interpreted=interpreted)  # fmt: skip
-
-
+_AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), min_torch="2.5",
+               head_dim_max=128, scale=True, softcap=True, sinks=True, lse=True,
+               packages=("triton>=3.1",))  # fmt: skip
+_TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
     name="triton",
     title="our own FlashAttention-2 kernels in Triton",
     attend=attend,
     caps=(
-        _caps("cuda", "float16", "bfloat16", "float32", capability=(8, 0)),
-        _caps("cuda", "float16", "float32", capability=(7, 5)),
-        _caps("cpu", "float16", "float32", interpreted=True),
+        _AMPERE,
+        _TURING,
+        replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True),
     ),
     fallback="sdpa",
     install="pip install triton",

@@ -38,10 +38,7 @@ float32         is multiplied in float32 (input_precision="ieee"), which no tens
 # mypy: allow-untyped-defs
 # ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -491,18 +488,19 @@ def _padded(head_dim: int) -> int:
 # --- Launch ---
 
 
-def _launch(name: str, blocks: Callable[[dict[str, int]], int], q: Tensor, *args: Any) -> None:
-    """Run a kernel with the tile for q's device; `blocks` gives the number of programs."""
+def _launch(name: str, heads: int, T: int, q: Tensor, *args: Any) -> None:
+    """Run a kernel with the tile for q's device: a program for each block of T queries (for dkdv of
+    T keys), and for each of that many heads."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
-    options: dict[str, Any] = {"BLOCK_M": M, "BLOCK_N": N, "num_warps": warps, "num_stages": stages}
-    # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
-    options["enable_fp_fusion"] = True
+    programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
     with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
-        KERNELS[name][lambda meta: (blocks(meta),)](
-            q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), **options
-        )
+        KERNELS[name][programs,](
+            q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=M, BLOCK_N=N,
+            num_warps=warps, num_stages=stages,
+            # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
+            enable_fp_fusion=True)  # fmt: skip
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -522,18 +520,8 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
     offset = k.shape[1] - Tq if offset is None else offset
     # A random word, read as a signed integer, is at least this with probability 1 - dropout.
     threshold = round(dropout * 2**32) - 2**31
-    return (
-        Tq,
-        k.shape[1],
-        offset,
-        H,
-        window,
-        scale,
-        softcap,
-        threshold,
-        1 - dropout,
-        H // k.shape[2],
-    )
+    sizes = Tq, k.shape[1], offset, H
+    return *sizes, window, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
 # --- Operators: what torch.compile sees ---
@@ -543,17 +531,11 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
 # no graph, and the same code runs on the CPU in the tests.
 
 
-@torch.library.custom_op(
-    "nanoattn::flash_forward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, Tensor? seed, "
-    "Tensor? sinks, int? window, float dropout, float scale, float? softcap, int? offset=None)"
-    " -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
                   seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
                   scale: float, softcap: float | None,
-                  offset: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                  offset: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention, with a gradient.
 
     Args:
@@ -575,8 +557,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
     out = _result(q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
     _launch(
-        "forward", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
-        q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
+        "forward", B * H, Tq, q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
         *_numbers(q, k, window, dropout, scale, softcap, offset)
     )  # fmt: skip
     return out, L
@@ -587,17 +568,11 @@ def _result(x: Tensor, offset: int | None) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype if offset is None else torch.float32, device=x.device)
 
 
-@torch.library.custom_op(
-    "nanoattn::flash_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor L, Tensor? first, "
-    "Tensor? last, Tensor? seed, int? window, float dropout, float scale, float? softcap, "
-    "int? offset=None) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
 def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    first: Tensor | None, last: Tensor | None, seed: Tensor | None,
                    window: int | None, dropout: float, scale: float, softcap: float | None,
-                   offset: int | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+                   offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the sums over dO * O; out
     and L are flash_forward's."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
@@ -606,37 +581,26 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq, dk, dv = (_result(t, offset) for t in (q, k, v))
     D = torch.empty_like(L)
     numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap, offset)
-    _launch(
-        "dq", lambda meta: B * H * triton.cdiv(Tq, meta["BLOCK_M"]),
-        q, k, v, out, dout, L, D, dq, first, seed, *numbers
-    )  # fmt: skip
-    _launch(  # after dq: it reads D
-        "dkdv", lambda meta: B * Hkv * triton.cdiv(Tk, meta["BLOCK_N"]),
-        q, k, v, dout, L, D, dk, dv, last, seed, *numbers
-    )  # fmt: skip
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, D, dq, first, seed, *numbers)
+    # After dq: it reads D.
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, D, dk, dv, last, seed, *numbers)
     return dq, dk, dv, D
 
 
 @flash_forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, Tq, H, _D = q.shape
-    return _result(q, _offset(10, rest)), q.new_empty((B, H, Tq), dtype=torch.float32)
-
-
-def _offset(at: int, rest: tuple[Any, ...]) -> int | None:
-    """The last argument of an operator; torch.library leaves it out where it is None."""
-    return rest[at] if len(rest) > at else None
+    return _result(q, rest[-1]), q.new_empty((B, H, Tq), dtype=torch.float32)
 
 
 @flash_backward.register_fake
 def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
       *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    return *(_result(t, _offset(7, rest)) for t in (q, k, v)), torch.empty_like(L)
+    return *(_result(t, rest[-1]) for t in (q, k, v)), torch.empty_like(L)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, last, seed, sinks, *numbers = inputs
-    ctx.numbers = numbers[:4]  # without an offset: with one there is no gradient
+    q, k, v, first, last, seed, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(sinks, q, k, v, *output, first, last, seed)
     ctx.set_materialize_grads(False)  # no zeros for L's gradient, which is never used
 

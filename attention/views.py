@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .spec import Spec, visible
 
@@ -66,6 +67,23 @@ def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
         if not made:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
+
+    return call
+
+
+def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """make(t, *args), remembered for the tensor t, which all layers share, until t is written to,
+    other arguments come, or t dies: nothing that is made may hold on to t itself."""
+    known: Any = WeakTensorKeyDictionary()
+
+    @wraps(make)
+    def call(t: Tensor, *args: Any) -> Any:
+        if t.is_inference():  # it has no version, so an in-place write would go unnoticed
+            return make(t, *args)
+        key = t._version, args
+        if t not in known or known[t][0] != key:
+            known[t] = key, make(t, *args)
+        return known[t][1]
 
     return call
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BACKENDS, Spec, packages, resolve
 from attention.__main__ import Options, best_dtype
-from attention.machines import describe
+from attention.gpus import describe
 from attention.spec import dotted
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from bench import records

@@ -225,7 +225,7 @@ def test_the_pin_holds_whatever_the_lengths(name, kernel, Tq, Tk) -> None:
 
 def test_the_canary_would_catch_a_leak() -> None:
     """The same question to a call that is not causal, and to one that is aligned top-left."""
-    q, k, v = (t.transpose(1, 2) for t in qkv(4, 4, 33, "float32", "cpu"))
+    q, k, v = (t.transpose(1, 2) for t in qkv(Spec(4, 4, 32, "float32"), 33, "cpu"))
     louder = v.clone()
     louder[:, :, 32] *= HUGE
     sdpa = torch.nn.functional.scaled_dot_product_attention

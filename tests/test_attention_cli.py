@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Caps, Machine, Spec, machines, support
+from attention import BACKENDS, Caps, Machine, Spec, gpus, support
 from attention import __main__ as cli
 from attention.probing import Probe
 from core.runtime import pick_dtype
@@ -30,6 +30,20 @@ needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a
 def _width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(cli, "median_ms", lambda call, device: call() or 1.25)  # runs it once
+
+
+median_ms = cli.median_ms
+
+
+@pytest.mark.parametrize("times, ms, calls", [
+    ((1, 2, 3, 4, 5), 4000, 5), ((0.03,) * 30, 30, 17), ((1e-6,) * 200, 1e-3, 102)])  # fmt: skip
+def test_a_time_is_the_median_in_milliseconds_after_two_for_warming_up(
+    times, ms, calls, monkeypatch
+) -> None:
+    left = list(times)
+    monkeypatch.setattr(cli, "seconds", lambda call, device: left.pop(0))
+    assert median_ms(lambda: None, "cpu") == pytest.approx(ms)
+    assert len(times) - len(left) == calls
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[dict[str, cli.Row], Spec]:
@@ -273,13 +287,13 @@ def test_fastest_is_explained_with_its_table(monkeypatch, capsys, caplog, tmp_pa
     ("CPU", "cpu", "cpu", None),
 ])  # fmt: skip
 def test_a_machine_is_known_by_its_distinctive_part(text, device, name, capability) -> None:
-    assert machines.find(text) == (device, name, capability)
+    assert gpus.find(text) == (device, name, capability)
 
 
 def test_every_known_name_is_found_by_itself() -> None:
-    for device, name, capability in machines.KNOWN:
-        assert machines.find(name) == (device, name, capability)
-        assert machines.find(name.upper())[::2] == (device, capability)
+    for device, name, capability in gpus.KNOWN:
+        assert gpus.find(name) == (device, name, capability)
+        assert gpus.find(name.upper())[::2] == (device, capability)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -289,7 +303,7 @@ def test_every_known_name_is_found_by_itself() -> None:
 ])  # fmt: skip
 def test_what_could_be_several_is_asked_back(text, words) -> None:
     with pytest.raises(ValueError, match="say more of the name") as e:
-        machines.find(text)
+        gpus.find(text)
     assert all(word in str(e.value) for word in words)
     assert str(e.value).count("(") == len(words)
 
@@ -385,6 +399,8 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
              scale=True, sinks=True),
         Caps(("cpu",), interpreted=True, caches=("paged",), segments=False, dropout=False),
     )  # fmt: skip
+    assert support.place("cuda", [rows[0], rows[2]]) == "cuda 8.0 to 9.0"
+    assert support.place("cuda", [rows[2], rows[0]]) == "cuda 8.0 to 9.0"
     made_up(monkeypatch, caps=rows, aliases=("alias",), fallback="manual")
     monkeypatch.setattr(support, "BACKENDS", {"made_up": cli.BACKENDS["made_up"]})
     title, rule, *lines = support.table().splitlines()

@@ -169,6 +169,18 @@ def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
     matrix.check(attention.get("manual"), case, "float32")  # which has the inputs as they were
 
 
+def test_without_a_backward_pass_a_refusal_still_has_every_reason() -> None:
+    """Only what is refused for want of a backward pass alone is asked forward."""
+    caps = attention.Caps(grad=False, window=False)
+    backend = replace(attention.get("manual"), caps=(caps,))
+    (plain,) = (i for i in check.items(["float32"], quick=True) if i.name == "gqa")
+    (windowed,) = (i for i in check.items(["float32"], quick=True) if i.name == "window16")
+    here = attention.Machine.here("cpu")
+    assert check.judge(backend, plain, here, "cpu") == check.Answer("right")
+    refused = check.judge(backend, windowed, here, "cpu")
+    assert [w.kind for w in refused.why] == ["window", "grad"]  # type: ignore[union-attr]
+
+
 def test_who_refuses_all_has_shown_nothing(capsys) -> None:
     code, said = ask(capsys, "flash_attn_3", "--dtype=float16", "--device=cpu", "--quick")
     assert code == 1 and "It refuses all: nothing ran." in said
@@ -244,6 +256,7 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     (OWN.replace("(Caps({caps}),)", "()"), "its caps are no tuple of Caps"),
     (OWN.replace("{fallback!r}", "'auto'"), "it would fall back to 'auto'"),
     ("a = 1\nb = a / 0", "line 2: ZeroDivisionError: division by zero"),
+    ("def f():\n  return 1 / 0\n\nx = f()", "line 2: ZeroDivisionError: division by zero"),
     ("def f():\n  return [\n", "line 2: SyntaxError:"),
     ("import sys\nsys.exit('bye')", "line 2: SystemExit: bye"),
     ("import no_such_thing", "line 1: ModuleNotFoundError: No module named 'no_such_thing'"),

@@ -14,6 +14,7 @@ import gc
 import importlib
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +45,7 @@ from attention import (
     visible,
 )
 from attention.matrix import CASES, Case
-from attention.views import PagedView, StaticView
+from attention.views import PagedView, StaticView, kept
 
 HALF = (torch.float16, torch.bfloat16)
 STRICT = Policy(fallback=False)
@@ -539,8 +540,8 @@ def test_no_kernel_is_given_an_empty_sequence(name, Tq, installed, monkeypatch) 
 def test_runs_are_found_once_for_a_tensor(monkeypatch) -> None:
     """All layers are given the same tensor of segments; a new one, or a change, is seen."""
     calls = []
-    find = flash._find_runs
-    monkeypatch.setattr(flash, "_find_runs", lambda *a: [calls.append(a[1]), find(*a)][1])
+    find = flash.runs.__wrapped__
+    monkeypatch.setattr(flash, "runs", kept(lambda *a: [calls.append(a[1]), find(*a)][1]))
     seg = segments_of("aabb")
     for _ in range(12):
         flash.runs(seg, 4)
@@ -559,10 +560,11 @@ def test_runs_are_found_once_for_a_tensor(monkeypatch) -> None:
         fresh[0, 2] = fresh[0, 0]
         assert flash.runs(fresh, 4).cu_k.tolist() == [0, 3, 4] and len(calls) == 8
     gc.collect()
-    held = len(flash._known)
+    alive = weakref.ref(flash.runs(seg, 4))
+    assert alive() is not None
     del seg
     gc.collect()
-    assert len(flash._known) == held - 1
+    assert alive() is None
 
 
 # --- caches ---

@@ -428,4 +428,4 @@ def test_a_kernel_that_rounds_otherwise_once_is_not_taken_for_one_that_leaks() -
         calls = itertools.count()
         backend = dataclasses.replace(BACKENDS["manual"], attend=attend)
         with nullcontext() if right else pytest.raises(AssertionError, match="moved"):
-            promises.canary(backend, spec, "evaluation")
+            promises.canary("evaluation", backend, spec, "cpu")

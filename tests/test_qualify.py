@@ -25,7 +25,7 @@ from test_bench import SMALL
 import attention
 import bench_mfu
 from attention import matrix
-from attention.machines import describe
+from attention.gpus import describe
 from attention.spec import Backend, Caps
 from bench import config as config_
 from bench import machine, plan, proof, qualify, records, rows

@@ -324,7 +324,7 @@ def test_m_and_l_end_at_the_row_maximum_and_the_row_sum(shape) -> None:
     (q, k, v, dout), seg, spec = draw(shape)
     Tq, Tk = q.shape[1], k.shape[1]
     tiles, out = shown.trace_of(q, k, v, spec, seg, B_r=8, B_c=5)
-    L = tiled.forward_tiles(q, k, v, spec, seg, B_r=8, B_c=5)[1]
+    L = tiled.forward_tiles(q, k, v, spec, segments=seg, B_r=8, B_c=5)[1]
     assert torch.equal(out, both_passes([q, k, v, dout], seg, spec, 8, 5)[0])
     m, l = torch.zeros(2, q.shape[0], spec.n_head, Tq, dtype=L.dtype)  # where nothing is seen: 0
     for t in tiles:  # the last tile of a row has the last word

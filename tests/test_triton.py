@@ -194,7 +194,7 @@ def test_the_log_of_the_sum_is_right_and_a_blind_row_has_the_lowest(tiles) -> No
     inputs, _, spec = draw("blind")
     tiles(16, 16)
     L = triton_kernels.flash_forward(
-        *inputs[:3], None, None, None, None, None, 0.0, spec.softmax_scale, None
+        *inputs[:3], None, None, None, None, None, 0.0, spec.softmax_scale, None, None
     )[1]
     q, k = inputs[:2]
     blind = q.shape[1] - k.shape[1]
@@ -395,12 +395,12 @@ def test_opcheck() -> None:
     seed = torch.tensor([7], device=DEVICE)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     sinks = torch.tensor([1.0, -torch.inf], device=DEVICE, requires_grad=True)
-    whole = (first, last, seed, sinks, 21, 0.5, 0.3, 2.0)
-    for more in ((None, None, None, None, None, 0.0, 0.25, None), whole):
+    whole = (first, last, seed, sinks, 21, 0.5, 0.3, 2.0, None)
+    for more in ((None, None, None, None, None, 0.0, 0.25, None, None), whole):
         torch.library.opcheck(triton_kernels.flash_forward, (*leaves, *more))
     out, L = triton_kernels.flash_forward(q, k, v, *whole)
     kept = [t.detach() for t in (dout, q, k, v, out, L)]
-    args = (*kept, first, last, seed, 21, 0.5, 0.3, 2.0)
+    args = (*kept, first, last, seed, 21, 0.5, 0.3, 2.0, None)
     torch.library.opcheck(triton_kernels.flash_backward, args)
 
 
