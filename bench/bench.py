@@ -114,7 +114,7 @@ class Bench:
     def begin(self) -> Worker:
         """Look at the machine; the worker that did can be asked which backends it refuses."""
         self.watch("the machine")
-        probe = Worker(self.job("machine", ""), self.config.timeout, stop=self.stop)
+        probe = Worker(self.config.timeout, self.stop).begin(self.job("machine", ""))
         self.machine = probe.about
         self.machine["memory_limit"] = self.memory_limit or self.machine["free_memory"]
         return probe
@@ -145,7 +145,7 @@ class Bench:
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only sets up its job."""
         self.watch(f"the {kind}")
-        worker = Worker(self.job(kind, "", batch_size), self.config.timeout, stop=self.stop)
+        worker = Worker(self.config.timeout, self.stop).begin(self.job(kind, "", batch_size))
         worker.close()
         return worker.about
 
@@ -169,22 +169,29 @@ class Bench:
         found: dict[Key, Outcome],
         jobs: dict[str, dict[str, Any]],
         points: dict[str, dict[str, Any]],
-        table: Callable[[], list[rows.Row]],
+        row: Callable[[str, str, Outcome], rows.Row],
         rounds: int | None = None,
         fresh: bool | None = None,
+        judge: Callable[[list[rows.Row]], Any] = lambda table: None,
     ) -> list[rows.Row]:
         """Run the rounds, as far as the bench is not stopped; what the table is then.
 
         Args:
-            found: gets the outcome of each pair of job and point, as it becomes known.
-            points: name -> what is asked of a worker.
-            table: makes the rows of what was found so far.
+            found: the outcome of each pair of job and point, a row each; more is added to it.
+            points: what is asked of a worker, by name.
+            row: makes the row of a pair; `judge`, told of all rows, adds to them.
             rounds: None: as many as the settings say.
         """
-        for name, point in itertools.product(jobs, points):
+        for point, name in itertools.product(points, jobs):
+            outcome = found.setdefault((name, point), Outcome())
             if name in self.refused:
-                found[name, point] = Outcome(failure=Failure("unavailable", self.refused[name]))
+                outcome.failure = Failure("unavailable", self.refused[name])
         told = set[str]()
+
+        def table() -> list[rows.Row]:
+            made = [row(*pair, outcome) for pair, outcome in found.items()]
+            judge(made)
+            return made
 
         def known(name: str, point: str) -> None:
             outcome, where = found[name, point], f"{name} {point}".strip()

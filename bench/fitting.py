@@ -30,14 +30,8 @@ def largest(
     memory: float,
     now: Callable[[], float] = time.monotonic,
 ) -> tuple[int, str, dict[int, str]]:
-    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds.
-
-    Args:
-        memory: bytes that there are.
-
-    Returns:
-        the batch size, what limits it ("memory", "time" or "search": SEARCH_S), and what was said
-        of each size tried.
+    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds; what
+    limits it ("memory", of so many bytes, "time" or "search": SEARCH_S); what each size tried gave.
 
     Raises:
         Failure: not even one sequence fits, the backend may not run at all, or the bench is to end.
@@ -55,13 +49,13 @@ def largest(
             tried[size], bad, limit = str(e), size, "memory"
         else:
             tried[size] = f"{took[0]:.3g} s"
-            if size > 1 and took[0] > slowest:
-                bad, limit = size, "time"
-            else:
+            if took[0] <= slowest:
                 good.append((size, took))
+            elif size == 1:
+                return 1, "time", tried
+            else:
+                bad, limit = size, "time"
         best = good[-1][0]
-        if good[-1][1][0] > slowest:  # a single sequence
-            return 1, "time", tried
         size, foretold = following(good, slowest, memory)
         if size < bad:
             limit = foretold
@@ -100,7 +94,7 @@ def search(
         nonlocal worker
         watch(f"does a batch fit? {job['name']}, {batch} sequences")
         try:
-            worker = worker or Worker(job, timeout, stop=stop)
+            worker = worker or Worker(timeout, stop).begin(job)
             answer = worker.ask({"fits": batch})
         except Failure as e:
             if worker and e.kind == "died":

@@ -37,7 +37,7 @@ def train(bench: Bench) -> list[rows.Row]:
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
-    found: dict[Key, Outcome] = {}
+    found: dict[Key, Outcome] = {(name, ""): Outcome() for name in everyone}
     if batch is None:
         bench.reference = {"why": "with --batch_size=auto each has a batch of its own"}
         for name, baseline in everyone.items():
@@ -46,7 +46,7 @@ def train(bench: Bench) -> list[rows.Row]:
                     fits[name] = fit(bench, name, baseline)
                     sizes[name] = fits[name]["batch_size"]
                 except Failure as e:
-                    found[name, ""] = Outcome(failure=e)
+                    found[name, ""].failure = e
     elif not bench.reference:
         try:
             bench.reference = bench.ask_once("reference", batch * micro)
@@ -59,28 +59,24 @@ def train(bench: Bench) -> list[rows.Row]:
     ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps}
     ask["profile"] = PROFILED_STEPS * config.profile
 
-    def table() -> list[rows.Row]:
-        known = bench.reference if "loss" in bench.reference else {}
-        made = []
-        for name in everyone:
-            outcome, sequences = found[name, ""], sizes[name] * micro
-            row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
-            if name in fits:
-                row["fits"] = fits[name]
-            row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
-            if "profile" in row:
-                row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
-            made.append(row)
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
+        if name in fits:
+            row["fits"] = fits[name]
+        how = bench.model, sizes[name] * micro, bench.peak, bench.reference
+        row = rows.of_training(row, outcome, *how)
+        if "profile" in row:
+            row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
+        return row
 
-    made = bench.measure(found, jobs, {"": ask}, table)
+    made = bench.measure(found, jobs, {"": ask}, row)
     for name, best in fits.items():
         # The limit is not sharp, and a step under the profiler takes more: stay a little below.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
-            made = bench.measure(found, {name: smaller}, {"": ask}, table)
+            made = bench.measure(found, {name: smaller}, {"": ask}, row)
     if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
@@ -144,17 +140,13 @@ def kernel(bench: Bench) -> list[rows.Row]:
     points = {rows.where(point): point for point in grid(bench)}
     jobs = {name: bench.job("kernel", name) for name in bench.backends}
     seconds = bench.config.seconds / 5
-    found: dict[Key, Outcome] = {}
 
-    def table() -> list[rows.Row]:
-        made = []
-        for (where, point), name in itertools.product(points.items(), jobs):
-            row = rows.begin("kernel", name, point, found[name, where])
-            made.append(rows.of_kernel(row, found[name, where], bench.peak))
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("kernel", name, points[where], outcome)
+        return rows.of_kernel(row, outcome, bench.peak)
 
     ask = {where: {**point, "seconds": seconds} for where, point in points.items()}
-    return bench.measure(found, jobs, ask, table)
+    return bench.measure({}, jobs, ask, row)
 
 
 def texts(bench: Bench) -> list[dict[str, Any]]:
@@ -179,18 +171,13 @@ def decode(bench: Bench) -> list[rows.Row]:
     points = {rows.where(point): point for point in texts(bench)}
     everyone = bench.everyone(("sdpa",))
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
-    found: dict[Key, Outcome] = {}
 
-    def table() -> list[rows.Row]:
-        made = []
-        for (where, point), name in itertools.product(points.items(), jobs):
-            outcome = found[name, where]
-            row = rows.begin("decode", name, point, outcome)
-            row["baseline"] = name not in bench.backends
-            made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("decode", name, points[where], outcome)
+        row["baseline"] = name not in bench.backends
+        return rows.of_decoding(row, outcome, bench.machine["bandwidth"])
 
-    return bench.measure(found, jobs, points, table)
+    return bench.measure({}, jobs, points, row)
 
 
 def converge(bench: Bench) -> list[rows.Row]:
@@ -219,31 +206,29 @@ def converge(bench: Bench) -> list[rows.Row]:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    found: dict[Key, Outcome] = {}  # its rounds are those of all seeds, in order
+    # Its rounds are those of all seeds, in order.
+    found: dict[Key, Outcome] = {(name, ""): Outcome() for name in jobs(0)}
     planned = CONVERGE_ROUNDS * config.seeds
     sequences = batch * config.train.gradient_accumulation_steps
 
-    def table() -> list[rows.Row]:
-        made = []
-        for name in jobs(0):
-            outcome = found[name, ""]
-            row = rows.begin("converge", name, {}, outcome)
-            made.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
-            if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
-                row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
-        rows.of_convergence(made, next(iter(jobs(0))), config.tolerance, config.seeds)
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("converge", name, {}, outcome)
+        row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, {})
+        if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
+            row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
+        return row
 
-    for seed in range(config.seeds):
-        everyone = jobs(seed)
+    def judge(table: list[rows.Row]) -> None:
+        rows.of_convergence(table, next(iter(jobs(0))), config.tolerance, config.seeds)
+
+    made: list[rows.Row] = []
+    for everyone in map(jobs, range(config.seeds)):
         # One run is one process from its first step to its last: "fresh" is one after the other.
         groups = [{n: j} for n, j in everyone.items()] if config.fresh_rounds else [everyone]
-        for name in everyone:
-            found.setdefault((name, ""), Outcome())
         for group in groups:
-            ask = {"": {"steps": part}}
-            bench.measure(found, group, ask, table, CONVERGE_ROUNDS, fresh=False)
-    return table()
+            how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
+            made = bench.measure(found, group, {"": {"steps": part}}, row, **how)
+    return made
 
 
 def datasheet(

@@ -56,15 +56,11 @@ def prove(
     timeout: float,
     watch: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
-    """Test until all is done or the time is up. The backend that has used the least time is next,
+    """A row a backend: how many cases were right, wrong, refused and not reached, the canary, and
+    what was wrong.
+
+    It tests until all is done or the time is up. The backend that has used the least time is next,
     so that one that compiles for minutes takes none from the others.
-
-    Args:
-        stop: when to end.
-
-    Returns:
-        a row a backend: how many cases were right, wrong, refused and not reached, the canary, and
-        what was wrong.
     """
     asked = items(dtypes)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in backends}
@@ -76,16 +72,14 @@ def prove(
             name = min(waiting, key=spent.__getitem__)
             item, began = asked[len(answers[name])], time.monotonic()
             watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+            worker = worker or Worker(timeout, stop).begin(job)
             try:
-                worker = worker or Worker(job, timeout, stop=stop)
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":
                     raise
                 answer = {"verdict": "wrong", "why": str(e)}
                 if e.kind == "died":
-                    if worker is None:  # no process can be started: give up
-                        raise
                     worker.close()
                     worker = None
             answers[name].append({**item, **answer})
@@ -102,9 +96,7 @@ def prove(
 def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
     """A backend's answers in one row."""
     by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
-    heard = [
-        a["verdict"] for a in answers if a["feature"] == "canary" and a["verdict"] != "refused"
-    ]
+    heard = {a["verdict"] for a in answers if a["feature"] == "canary"} - {"refused"}
     return {
         "backend": name,
         **{verdict: len(found) for verdict, found in by.items()},

@@ -38,12 +38,10 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
         status = "failed" if failure.kind == "died" else failure.kind
         return row | {"status": status, "why": list(failure.why)}
+    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "events", "device_kernels")}
     row |= {
         "title": outcome.about.get("title", ""),
-        "kernels": outcome.warm.get("kernels", outcome.about.get("kernels", [])),
-        "events": outcome.warm.get("events", []),
-        "device_kernels": outcome.warm.get("device_kernels", []),
-        "proof": outcome.warm.get("proof", outcome.about.get("proof")),
+        "proof": outcome.warm.get("proof"),
         "setup_s": outcome.setup_s,
         "warm_up_s": outcome.warm_up_s,
         "rounds": outcome.rounds,
@@ -70,7 +68,7 @@ def of_training(
     """A row of the modes train and converge.
 
     Args:
-        reference: loss and gradient_norm by manual in float32; empty if unknown.
+        reference: loss and gradient_norm by manual in float32, where they are known.
     """
     if row["status"] != "ok":
         return row
@@ -83,7 +81,7 @@ def of_training(
             row[name] = warm[name]
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
-    if reference and "loss" in warm and not config.dropout:
+    if "loss" in reference and "loss" in warm and not config.dropout:
         row["loss_difference"] = warm["loss"] - reference["loss"]
         norm = reference["gradient_norm"]
         row["gradient_norm_difference"] = (warm["gradient_norm"] - norm) / norm

@@ -269,7 +269,7 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     else:
         raise ValueError(f"there is no mode {mode!r}")
     # These include the warm-up, of which a record keeps only the sum.
-    told = {"memory_bytes", "kernels", "events", "device_kernels", "title"}
+    told = {"memory_bytes", "kernels", "events", "device_kernels", "title", "proof"}
     return {k: v for k, v in again.items() if k not in told}
 
 

@@ -365,8 +365,11 @@ class NoWorker:
         "system": "none", "bandwidth": 1.0, "free_memory": 1,
     }  # fmt: skip
 
-    def __init__(self, job: dict[str, Any], timeout: float, stop: Any = None) -> None:
+    def __init__(self, timeout: float, stop: Any = None) -> None:
         self.about = dict(self.about)
+
+    def begin(self, job: dict[str, Any]) -> NoWorker:
+        return self
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"refused": {}}
@@ -715,8 +718,11 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
     begun: list[str] = []
 
     class Counts:
-        def __init__(self, job: Any, timeout: float, stop: Any = None) -> None:
+        def __init__(self, timeout: float, stop: Any = None) -> None: ...
+
+        def begin(self, job: Any) -> Counts:
             begun.append(job["name"])
+            return self
 
         def ask(self, request: Any) -> dict[str, Any]:
             if request["fits"] > 40:

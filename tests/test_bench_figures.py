@@ -147,10 +147,9 @@ def test_a_step_is_of_all_micro_batches(monkeypatch):
     bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, here)
     asked = []
 
-    def measure(self: Any, found: Any, jobs: Any, ask: Any, table: Any, **how: Any) -> Any:
+    def measure(self: Any, found: Any, jobs: Any, ask: Any, row: Any, **how: Any) -> Any:
         asked.append(jobs["sdpa"]["train"]["gradient_accumulation_steps"])
-        found["sdpa", ""] = outcome(10.0)
-        return table()
+        return [row("sdpa", "", outcome(10.0))]
 
     monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr(Bench, "ask_once", lambda self, kind, n: {"why": f"{kind} {n}"})
