@@ -39,30 +39,24 @@ OLD = "before proofs were kept"
 FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 
 # What the profiler shows when a backend ran: short names of PyTorch's and our own kernels (KERNELS
-# in attention/select.py; empty: none of them), and what the names of the device's kernels have in
+# in attention/probing.py; empty: none of them), and what the names of the device's kernels have in
 # common, the only trace of another package or of a CUDA graph.
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
-NOT_FUSED = ("", "")
 PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package
 SHOWS: dict[str, tuple[str, str]] = {
-    "manual": NOT_FUSED,
-    "tiled": NOT_FUSED,
-    "sdpa": SDPA,
-    "sdpa_bmm": SDPA,
+    **dict.fromkeys(("manual", "tiled", "hf_eager"), ("", "")),  # not fused
+    **dict.fromkeys(("sdpa", "sdpa_bmm", "hf_sdpa"), (ANY, r"flash|fmha|sdpa|cudnn|attn")),
     "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
     "sdpa_efficient": ("efficient", "fmha|attn"),
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
     "sdpa_math": (r"math( \(MPS\))?", ""),
     "flex": ("", "flex"),
     "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
-    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("", PACKAGE)),
+    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4", "hf_flash_attention_2"),
+                    ("", PACKAGE)),
     "paged": (rf"paged decode \(Triton\)|{ANY}", ""),
     "nanogpt": (ANY, ""),
-    "hf_eager": NOT_FUSED,
-    "hf_sdpa": SDPA,
-    "hf_flash_attention_2": ("", PACKAGE),
-}
+}  # fmt: skip
 MAY_SHOW_NONE = {"paged", "nanogpt"}  # plain PyTorch does, where their fast kernel cannot
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 OTHERS = {"nanogpt", *(f"hf_{name}" for name in HF)}
@@ -122,21 +116,17 @@ def _parts(content: dict[str, Any]) -> Iterator[str]:
                 yield f"{name} is {part[name]!r}, which is of another kind"
                 return
         devices.add(tuple(str(part["machine"][name]) for name in SAME))
-        yield from _peak(part)
-        yield from _machine(part)
-        for row in part["rows"]:
-            if row["status"] == "ok":
-                yield from (f"{_name(row)}: {why}" for why in _row(row, part))
         ok = [row for row in part["rows"] if row["status"] == "ok"]
+        yield from _peak(part)
+        yield from _machine(ok, part["machine"]["about"])
+        for row in ok:
+            at = f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
+            yield from (f"{at}: {why}" for why in _row(row, part))
         yield from tables.disagreeing(ok, part)
         if part["mode"] == "converge":
             yield from _convergence(part)
     if len(devices) > 1:
         yield "its stages were measured on two machines"
-
-
-def _name(row: Row) -> str:
-    return f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
 
 
 def _peak(part: dict[str, Any]) -> Iterator[str]:
@@ -155,11 +145,9 @@ def _peak(part: dict[str, Any]) -> Iterator[str]:
         yield f"the peak is {rate:,.4g} TFLOP/s{sparse}; {known[1]} has {known[0]:,.4g}, dense"
 
 
-def _machine(part: dict[str, Any]) -> Iterator[str]:
+def _machine(ok: list[Row], named: str) -> Iterator[str]:
     """All rounds are from the named machine, and from one run."""
-    ok = [row for row in part["rows"] if row["status"] == "ok"]
     where = {r["machine"] for row in ok for r in row["rounds"]}
-    named = part["machine"]["about"]
     if len(where) > 1:
         yield f"its rounds are from two machines or runs: {'; '.join(sorted(where))}"
     elif any(w.rpartition(", run ")[0] != named for w in where):
@@ -249,19 +237,17 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     Computed by the functions that made them when the record was written.
     """
     m, mode, model = part["machine"], row["mode"], model_of(part)
-    warm: dict[str, Any] = {
-        k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row
-    }
+    warm = {k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row}
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
     again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
     if mode in ("train", "converge"):
-        known = part["reference"] if mode == "train" and "loss" in part["reference"] else {}
+        known = part["reference"] if mode == "train" else {}
         again = rows.of_training(again, outcome, model, sequences_of(row, part), peak, known)
     elif mode == "kernel":
         again = rows.of_kernel(again, outcome, peak)
     elif mode == "decode":
-        size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
+        size = 4 if m["dtype"] == "float32" else 2
         shape = row["rounds"][0]["shape"]
         read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
         outcome.about = {"weight_bytes": read, "token_bytes": token_numbers(model) * size}
@@ -323,24 +309,24 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
     """Every candidate ended where its baseline did, and that follows from the losses."""
     settings, judged = part["settings"], [r for r in part["rows"] if r["mode"] == "converge"]
     base = next((r for r in judged if r.get("verdict") == "baseline"), None)
-    if base is None and not part.get("complete", True):
-        return  # it was stopped early: no row claims to have passed
-    if base is None:
-        yield "converge has no baseline, so nothing has passed"
+    if base is None:  # of one that was stopped early no row claims to have passed
+        if part.get("complete", True):
+            yield "converge has no baseline, so nothing has passed"
         return
     if settings["tolerance"] > TOLERANCE:
         yield f"a tolerance of {settings['tolerance']:.0%} is more than {TOLERANCE:.0%}"
     for row in judged:
         if row["status"] == "unavailable":
             continue
+        name = f"converge {row['backend']}"
         if row["status"] != "ok" or row["verdict"] not in ("ok", "baseline"):
-            yield f"{_name(row)} did not converge as {base['backend']} did"
+            yield f"{name} did not converge as {base['backend']} did"
             continue
         finals, most = row["final_losses"], rows.allowed(base, settings["tolerance"])
         found = rows.final_loss(row["losses"]), statistics.fmean(finals)
         if not same(found[0], finals[0]) or not same(found[1], row["final_loss"]):
-            yield f"{_name(row)}: its final loss does not follow from its losses"
+            yield f"{name}: its final loss does not follow from its losses"
         if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
-            yield f"{_name(row)}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
+            yield f"{name}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
         if row is not base and not abs(off) <= most:
-            yield f"{_name(row)} did not converge: {off:+.2%} off, {most:.2%} is allowed"
+            yield f"{name} did not converge: {off:+.2%} off, {most:.2%} is allowed"
