@@ -7,9 +7,8 @@ in the same rounds, so that a ratio can be claimed.
                             hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
                             stepped as its Trainer does (fused AdamW, gradients clipped)
 
-In the mode decode each writes with its own generate(). nanoGPT has no cache, and samples;
-transformers takes the likeliest token, with sdpa, its default, and has a row for each of its caches
-that is also one of ours. Its static cache is compiled where ours is.
+In the mode decode each writes with its own generate(): transformers greedily, with sdpa, its
+default, and compiled with a static cache where ours is; nanoGPT samples, and has no cache.
 
 Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
 window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
@@ -71,13 +70,11 @@ def build(baseline: str, job: Job) -> Candidate:
         return Plain(job) if name else Ours(job)
     config = job.config
     wanted = {
-        "attention_window": config.attention_window,
-        "n_kv_head": config.n_kv_head not in (None, config.n_head),
+        "attention_window": config.attention_window and not job.hf,
+        "n_kv_head": config.n_kv_head not in (None, config.n_head) and not job.hf,
         "gradient_checkpointing": config.gradient_checkpointing,
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
     }
-    if job.hf:
-        wanted = {name: wanted[name] for name in ("gradient_checkpointing",)}
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it has no {' and no '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)

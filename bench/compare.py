@@ -1,11 +1,8 @@
-"""Two records side by side, row by row, with the machine's drift divided out.
+"""Two records side by side, row by row, with the machine's drift divided out (docs/MEASURE.md).
 
-A machine is faster on some days, and a rate on another machine says nothing about the code. What
-both records share is third-party code: nanoGPT's and transformers' models. So each row's rate is
-divided, round by round within its record, by that of these baselines, and the ratios are compared;
-their spread is the noise. Without such a row `manual` is the baseline: the simplest kernel, but its
-code may have changed, and the notes say so. On one machine the rates are shown as well; without any
-baseline drift cannot be told from a change of the code.
+Each row's rate is divided, round by round within its record, by that of third-party code that both
+records have, and the ratios are compared; their spread is the noise. On one machine the rates are
+shown as well; without any baseline drift cannot be told from a change of the code.
 """
 
 from __future__ import annotations

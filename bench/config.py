@@ -126,12 +126,13 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
-    flat = vars(loaded.settings)
-    mine = {f.name: flat[f.name] for f in fields(Knobs)}
-    of_train = {f.name: flat[f.name] for f in fields(TrainConfig)}
-    if flat["batch_size"] == "auto":
+    mine, of_train = (
+        {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
+        for kind in (Knobs, TrainConfig)
+    )
+    if mine["batch_size"] == "auto":
         of_train["batch_size"] = 1
-    if flat["records_dir"] == RECORDS:  # also where the command is run from elsewhere
+    if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
         mine["records_dir"] = str(ROOT / RECORDS)
     try:
         train = TrainConfig(**of_train)
@@ -168,8 +169,6 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
                 left_out[name] = "only Triton's interpreter runs it here, whose speed means nothing"
             else:
                 chosen[name] = None
-    if not chosen:
-        raise UserError("--backends names none")
     return list(chosen), {k: v for k, v in left_out.items() if k not in chosen}
 
 

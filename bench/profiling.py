@@ -110,16 +110,8 @@ class Scopes:
     def enter(self, part: str) -> None:
         self.open.append(record_function(RANGE + part).__enter__())
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         self.open.pop().__exit__(None, None, None)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave()
 
     def mark(self, part: str) -> None:
         """What train.train_step tells of."""
@@ -140,17 +132,14 @@ class Scopes:
         def enters(part: str) -> Callable[..., None]:
             return lambda *_: self.enter(part)
 
-        def leaves(*_: Any) -> None:
-            self.leave()
-
         for name, module in self.model.named_modules():
             if not (part := names[name]):
                 continue
             handles.append(module.register_forward_pre_hook(enters(part)))
-            handles.append(module.register_forward_hook(leaves, always_call=True))
+            handles.append(module.register_forward_hook(self.leave, always_call=True))
             if name == last:
                 handles.append(module.register_forward_hook(enters("head and loss")))
-                handles.append(self.model.register_forward_hook(leaves))
+                handles.append(self.model.register_forward_hook(self.leave))
         try:
             yield
         finally:

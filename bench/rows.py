@@ -52,9 +52,7 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
     ms = Summary.of([r["ms"] for r in outcome.rounds])
     row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy()}
     peaks = [r["peak_bytes"] for r in (outcome.warm, *outcome.rounds) if "peak_bytes" in r]
-    if peaks:
-        row["memory_bytes"] = max(peaks)
-    return row
+    return row | ({"memory_bytes": max(peaks)} if peaks else {})
 
 
 def of_training(
@@ -76,9 +74,8 @@ def of_training(
     rate = sequences * T / (row["ms"] / 1e3)
     row |= {"tokens_a_step": sequences * T, **flops.Speed(config, T, rate, peak).row()}
     row |= {name: about[name] for name in ("base_bytes", "compiled", "dtype")}
-    for name in ("first_step_s", "loss", "gradient_norm", "profile"):
-        if name in warm:
-            row[name] = warm[name]
+    first = ("first_step_s", "loss", "gradient_norm", "profile")
+    row |= {name: warm[name] for name in first if name in warm}
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
     if "loss" in reference and "loss" in warm and not config.dropout:
@@ -122,8 +119,7 @@ def of_profile(
     made["products_tflops"] = products_tflops
     for name, rate in (("ceiling", peak.tflops), ("reachable", products_tflops)):
         if rate:
-            args = (parts, config, sequences, rate, bandwidth[0], peak.tflops)
-            made[name] = roofline.ceiling(*args)
+            made[name] = roofline.ceiling(parts, config, sequences, rate, bandwidth[0], peak.tflops)
     return made
 
 
@@ -169,13 +165,8 @@ def allowed(base: Row, tolerance: float) -> float:
 
 
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
-    """Judge the final losses against the baseline's, in place; returns whether all passed.
-
-    A loss that is too low is as suspicious as one too high.
-
-    Args:
-        rows: their rounds are those of all seeds, one seed after the other.
-    """
+    """Judge the final losses against the baseline's, in place; returns whether all passed. A loss
+    that is too low is as suspicious as one too high. Rounds are of one seed after the other."""
     for row in rows:
         if row["status"] == "ok":
             losses = [loss for r in row["rounds"] for loss in r["losses"]]

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
 from bench import candidates, hf, machine
 from bench.job import Job
-from bench.profiling import Scopes, kernels_of, profiler, read
+from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
@@ -221,9 +222,9 @@ class Training:
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
-                        with scopes.part("data"):
+                        with record_function(RANGE + "data"):
                             x, y = next(ahead)
-                        with scopes.part("head and loss"):
+                        with record_function(RANGE + "head and loss"):
                             self.who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 

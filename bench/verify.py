@@ -237,7 +237,8 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     Computed by the functions that made them when the record was written.
     """
     m, mode, model = part["machine"], row["mode"], model_of(part)
-    warm = {k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row}
+    first = ("first_step_s", "loss", "gradient_norm")
+    warm: dict[str, Any] = {k: row[k] for k in first if k in row}
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
     again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])

@@ -54,8 +54,7 @@ class Handler:
         try:
             if self.job is None:
                 self.job = begin(request)
-                device = describe(torch.device(request["device"]))
-                self.where = f"{device}, run {request['run']}"
+                self.where = f"{describe(self.job.device)}, run {request['run']}"
                 return {"ok": self.job.about}
             result = self.job.round(request)
             keep = getattr(self.job, "keeps_memory", False)
@@ -71,11 +70,9 @@ class Handler:
 
     def broken(self) -> bool:
         """Whether nothing more can be asked here: after some errors CUDA is lost to a process."""
-        if self.job is None:
-            return True
         try:
             machine.reset_peak(self.job.device)  # also frees what the failed call held
-        except Exception:
+        except Exception:  # or there is no job
             return True
         return False
 
@@ -93,10 +90,10 @@ def begin(job: dict[str, Any]) -> Any:
 def first_line(error: BaseException) -> str:
     """One line that tells what went wrong, in the words of who raised it."""
     text = str(error).strip() or "no message"
-    first = next(line for line in text.splitlines() if line.strip())
     name = type(error).__name__
-    out_of_memory = name == "OutOfMemoryError" or "can't allocate memory" in text
-    return f"out of memory: {first}" if out_of_memory else f"{name}: {first}"
+    if name == "OutOfMemoryError" or "can't allocate memory" in text:
+        name = "out of memory"
+    return f"{name}: {text.splitlines()[0]}"
 
 
 def main() -> None:
