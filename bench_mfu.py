@@ -24,6 +24,7 @@ Before you trust a faster kernel: `converge` with it, and look at its verdict ag
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import sys
@@ -102,7 +103,8 @@ def run(mode: str, argv: list[str]) -> int:
                 probe = bench.begin()
                 if theirs:
                     bench.count()
-                bench.ask_refused(probe, modes.specs(bench))
+                asked = {"names": backends, "specs": modes.specs(bench)}
+                bench.refused = probe.ask(asked)["refused"]
                 probe.close()
         except Failure as e:
             if e.kind == "stopped":
@@ -143,8 +145,9 @@ OF_MODES = {
 
 def check(mode: str, config: BenchConfig) -> None:
     """Raises UserError for knobs that this mode does not have, before anything starts."""
-    if config.record is not None:
-        records.check_slug(config.record)
+    if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
+        slug = repr(config.record)
+        raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
     default = BenchConfig()
     for names_, where in OF_MODES.items():
         fields = [ALIASES.get(name, name) for name in names_]

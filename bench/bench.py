@@ -43,8 +43,7 @@ class Bench:
 
     @property
     def peak(self) -> flops.Peak:
-        m = self.machine
-        return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
+        return flops.Peak(*(self.machine[f"peak_{of}"] for of in ("tflops", "source", "measured")))
 
     @property
     def model(self) -> Any:
@@ -138,10 +137,6 @@ class Bench:
             raise UserError(f"--hf={config.hf}: {e}") from None
         self.hf["counted"] = self.reference.pop("counted")
 
-    def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
-        """Which backends declare that they can do none of this: they get no process."""
-        self.refused = probe.ask({"names": self.backends, "specs": specs})["refused"]
-
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only sets up its job."""
         self.watch(f"the {kind}")
@@ -212,7 +207,7 @@ class Bench:
             rounds or self.config.rounds,
             outcomes=found,
             ahead=self.device.startswith("cuda"),
-            fresh=self.config.fresh_rounds if fresh is None else fresh,
+            fresh=fresh,
             budget=int(0.9 * self.machine["memory_limit"]),
             timeout=self.config.timeout,
             stop=self.stop,

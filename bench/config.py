@@ -68,7 +68,6 @@ class Knobs:
     rounds: PositiveInt = 5  # of each backend, in turn
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
-    fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
     memory_gb: PositiveFloat | None = (
         None  # CPU: for a process; none: 70 % of the free; plan: a GPU's
     )

@@ -59,11 +59,7 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The config of the model, as JSON has it: of its text part, where it has several.
-
-    Raises:
-        UserError: there is none that can be read.
-    """
+    """The config of the model, as JSON has it: of its text part, where it has several."""
     try:
         from transformers import AutoConfig
     except ImportError as e:
@@ -116,13 +112,9 @@ def ran(model: Any) -> list[Resolution]:
 
 
 def asked(model: Any, x: torch.Tensor) -> list[Spec]:
-    """What each attention layer asks for, by one pass of x, (B, T) int64, through attention/hf.py;
-    after it the model has eager attention.
-
-    Raises:
-        BackendUnavailable: attention/hf.py refuses the model: not causal, or one that computes its
-            attention itself.
-    """
+    """What each attention layer asks for, by one pass of x, (B, T) int64, through attention/hf.py,
+    which raises BackendUnavailable for a model that it refuses; after it the model has eager
+    attention."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"

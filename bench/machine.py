@@ -145,14 +145,6 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-def limit_memory(size: int) -> None:
-    """Let an allocation beyond `size` bytes fail here, before Linux kills some process."""
-    import resource
-
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
 # ----------------------------------------------------------------------------- bandwidth
 
 

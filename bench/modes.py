@@ -6,7 +6,6 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def train(bench: Bench) -> list[rows.Row]:
         for name, baseline in everyone.items():
             if name not in bench.refused:
                 try:
-                    fits[name] = fit(bench, name, baseline)
+                    fits[name] = fitting.search(bench, name, baseline)
                     sizes[name] = fits[name]["batch_size"]
                 except Failure as e:
                     found[name, ""].failure = e
@@ -84,22 +83,6 @@ def train(bench: Bench) -> list[rows.Row]:
     return made
 
 
-def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
-    """The largest batch that fits for one backend or baseline: fitting.search()."""
-    config, memory = bench.config, bench.machine["memory_limit"]
-    job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
-    how = (config.slowest_step, memory, config.timeout, bench.watch, bench.stop)
-    best = fitting.search(job, *how)
-    limits = {"memory": "memory", "time": f"a step of {config.slowest_step:g} s (--slowest_step)",
-              "search": f"{fitting.SEARCH_S:g} s of searching"}  # fmt: skip
-    tried = ", ".join(best["tried"])
-    bench.tell(
-        f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
-        f"tried {tried}, not compiled"
-    )
-    return best
-
-
 def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
     """A worker's profile of one micro-batch and the update, with each part's roofline."""
     config, m = bench.config, bench.machine
@@ -123,14 +106,13 @@ def grid(bench: Bench) -> list[dict[str, Any]]:
     elif bench.mode == "train":  # secondary, and nine backends have been compiled before it
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
+    windows = config.windows or (model.attention_window,)
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # The largest corner would take most of the time.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
     return [
         {"B": B, "T": T, **heads, "window": window}
-        for B in batch_sizes
-        for T in lengths
-        for window in config.windows or (model.attention_window,)
+        for B, T, window in itertools.product(batch_sizes, lengths, windows)
         if min(batch_sizes) == B or most >= T
     ]
 
@@ -223,22 +205,17 @@ def converge(bench: Bench) -> list[rows.Row]:
 
     made: list[rows.Row] = []
     for everyone in map(jobs, range(config.seeds)):
-        # One run is one process from its first step to its last: "fresh" is one after the other.
-        groups = [{n: j} for n, j in everyone.items()] if config.fresh_rounds else [everyone]
-        for group in groups:
-            how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
-            made = bench.measure(found, group, {"": {"steps": part}}, row, **how)
+        # Not fresh: one run is one process from its first step to its last.
+        how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
+        made = bench.measure(found, everyone, {"": {"steps": part}}, row, **how)
     return made
 
 
 def datasheet(
     config: BenchConfig, gpu: str, option: str
 ) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here.
-
-    Args:
-        option: that named it, for the UserError of one that is not known.
-    """
+    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here;
+    `option` named it, and the UserError names it where the GPU is not known."""
     wanted: str = config.train.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
@@ -299,23 +276,14 @@ def specs(bench: Bench) -> list[dict[str, Any]]:
     """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
     process."""
     model = bench.model
-    if bench.hf:
-        own: dict[str, Any] = model.layers[0]
-    else:
-        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-        own["window"] = model.spec("float32").window
+    own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
+    own |= model.layers[0] if bench.hf else {"window": model.spec("float32").window}
     if bench.mode == "decode":
-        pages = {"paged": {"page_size": 16}}
-        caches = bench.config.kv_caches
-        return [{**own, "grad": False, "cache": c, **pages.get(c, {})} for c in caches]
+        asked = [{**own, "grad": False, "cache": cache} for cache in bench.config.kv_caches]
+        return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in asked]
     if bench.mode == "kernel":
         return [{**own, "window": point["window"]} for point in grid(bench)]
     return [{**own, "dropout": model.dropout}]
 
 
-MODES: dict[str, Callable[[Bench], list[rows.Row]]] = {
-    "train": train,
-    "kernel": kernel,
-    "decode": decode,
-    "converge": converge,
-}
+MODES = {"train": train, "kernel": kernel, "decode": decode, "converge": converge}

@@ -12,8 +12,7 @@ from attention.gpus import SERVERS, find_rated
 from bench import modes, tables
 from bench.config import BenchConfig, vocabulary
 from bench.fitting import SHARE
-from bench.links import KINDS, Cluster
-from bench.scale import Job, Plan, parameters
+from bench.scale import KINDS, Cluster, Job, Plan, parameters
 from core import flops
 from core.settings import UserError
 

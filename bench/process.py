@@ -38,11 +38,9 @@ LOOK = 0.2  # seconds between two looks at the signals while a worker works
 
 
 class Failure(Exception):
-    """What a worker could not do.
-
-    kind: "unavailable" (refused, with reasons), "failed" (it raised), "died" (the process can
-    answer nothing more), "skipped" (it would take too long), or "stopped": the bench is to end.
-    """
+    """What a worker could not do: `kind` is "unavailable" (refused, with reasons), "failed" (it
+    raised), "died" (the process can answer nothing more), "skipped" (it would take too long), or
+    "stopped" (the bench is to end)."""
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
         super().__init__("; ".join(why))
@@ -59,8 +57,7 @@ class Stop:
 
     def check(self, late: float = 0.0) -> None:
         """Raises: Failure, "stopped", at a signal, and `late` seconds after the deadline."""
-        number = self.signals.signal if self.signals else None
-        if number:
+        if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"it was stopped by {name}"
         elif self.deadline is not None and time.monotonic() > self.deadline + late:
@@ -78,12 +75,8 @@ class Stop:
 
 def start(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
     """Start a command that ends when this process does, and all that it starts with it."""
-    return subprocess.Popen(
-        [*GUARD, *command],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is ours to handle
-        **pipes,
-    )
+    pipes |= {"stdin": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is ours to handle
+    return subprocess.Popen([*GUARD, *command], **pipes)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

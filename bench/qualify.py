@@ -54,20 +54,13 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
     On a GPU the width and the tokens of a call are the FlashAttention papers', 2048 and 16,384;
     elsewhere an eighth of the width and one sequence.
     """
+    plain: Any = [(T, D, None, 1) for T in (1024, 4096, 16384, 512, 2048, 8192) for D in (64, 128)]
+    more = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
     made = []
-
-    def add(T: int, D: int, window: int | None = None, group: int = 1) -> None:
+    for T, D, window, group in [*plain[:4], *more, *plain[4:], (16384, 128, 1024, 1)]:
         H = (2048 if cuda else 256) // D
         heads = {"H": H, "Hkv": max(1, H // group), "D": D}
         made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
-
-    for T in (1024, 4096, 16384, 512, 2048, 8192):
-        for D in (64, 128):
-            add(T, D)
-        if T == 4096:
-            add(T, 64, window=1024)
-            add(T, 128, group=4)
-    add(16384, 128, window=1024)
     return made
 
 
@@ -108,8 +101,7 @@ def numbers(bench: Bench, box: float) -> Content:
     first = bench.machine["dtype"]
     others = ("bfloat16", "float16", "float32") if bench.device.startswith("cuda") else ("float32",)
     dtypes = list(dict.fromkeys((first, *others)))
-    made = proof.prove(bench.job("proof", ""), bench.backends, dtypes, bench.stop,
-                       bench.config.timeout, bench.watch)  # fmt: skip
+    made = proof.prove(bench, dtypes)
     for row in made:
         counts = (f"{row[n]} {n.replace('_', ' ')}" for n in tables.VERDICTS)
         bench.tell(f"{row['backend']}: {', '.join(counts)}")
@@ -266,12 +258,12 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
     began = time.monotonic()
     try:
         bench.stop.check()
-        bench.ask_refused(probe, modes.specs(bench))
+        asked = {"names": bench.backends, "specs": modes.specs(bench)}
+        bench.refused = probe.ask(asked)["refused"]
         with watched() as entry["watched"]:
             entry["record"] = STAGE[name].run(bench, box)
-        whole = entry["record"].get("complete", not bench.stop.why)
-        entry["status"] = "done" if whole else "cut"
-        entry["why"] = "" if whole else entry["record"].get("incomplete", bench.stop.why)
+        why = entry["record"].get("incomplete", bench.stop.why)
+        entry |= {"status": "cut" if why else "done", "why": why}
     except (Failure, UserError) as e:
         stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
         entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
@@ -281,8 +273,10 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 
 def ranked(record: Content, names: list[str]) -> list[str]:
     """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
-    ms = {row["backend"]: row["ms"] for row in ok_rows(record, "kernels")
-          if (row["point"]["T"], row["point"]["D"]) == (1024, 64)}  # fmt: skip
+    short = (
+        r for r in ok_rows(record, "kernels") if (r["point"]["T"], r["point"]["D"]) == (1024, 64)
+    )
+    ms = {row["backend"]: row["ms"] for row in short}
     return sorted(names, key=lambda name: ms.get(name, math.inf))
 
 

@@ -46,14 +46,9 @@ def git_state() -> dict[str, Any]:
 
 
 def source_sha256(commit: str | None = None) -> str | None:
-    """A hash of the project's Python source: of each tracked *.py, its path and its git blob.
-
-    Args:
-        commit: whose source; None: the working tree, with the same hash if nothing was changed.
-
-    Returns:
-        None outside a checkout, or without such a commit.
-    """
+    """A hash of the project's Python source, of each tracked *.py its path and its git blob: that
+    of a commit, or of the working tree, which is the same if nothing was changed. None outside a
+    checkout, or without such a commit."""
     if commit is None:
         names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
         found = [name for name in names if name and (ROOT / name).is_file()]
@@ -103,12 +98,6 @@ def device_slug(machine: dict[str, Any]) -> str:
 
 def folder_of(records_dir: str | Path, slug: str, machine: dict[str, Any]) -> Path:
     return Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
-
-
-def check_slug(slug: str) -> None:
-    """Raises UserError for a slug that cannot be part of a folder's name."""
-    if not re.fullmatch(r"[\w.-]+", slug):
-        raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug!r}")
 
 
 def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
@@ -190,14 +179,13 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
     if mode in ("train", "converge"):
-        per_token = {k: f"{v / 1e6:,.2f}" for k, v in content["flops_per_token"].items()}
-        counted = f"{per_token['mfu']} (mfu), {per_token['mfu_causal']} (mfu_causal)"
+        said = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in content["flops_per_token"].items())
         if "flops_per_token" in content["reference"]:
             by_torch = content["reference"]["flops_per_token"] / 1e6
-            counted += f"; torch's counter: {by_torch:,.2f}"
+            said += f"; torch's counter: {by_torch:,.2f}"
         if "hf" in content:
-            counted += "; both are the counter's, with attention's products by the formula"
-        found["MFLOP a token"] = counted
+            said += "; both are the counter's, with attention's products by the formula"
+        found["MFLOP a token"] = said
     return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 
 

@@ -54,7 +54,8 @@ class Handler:
         try:
             if self.job is None:
                 self.job = begin(request)
-                self.where = f"{describe(self.job.device)}, run {request['run']}"
+                device = describe(torch.device(request["device"]))
+                self.where = f"{device}, run {request['run']}"
                 return {"ok": self.job.about}
             result = self.job.round(request)
             keep = getattr(self.job, "keeps_memory", False)
@@ -79,8 +80,11 @@ class Handler:
 
 def begin(job: dict[str, Any]) -> Any:
     """Set the job up."""
-    if job["memory_limit"]:
-        machine.limit_memory(job["memory_limit"])
+    if job["memory_limit"] and sys.platform == "linux":
+        import resource
+
+        # An allocation beyond it fails here, before Linux kills some process.
+        resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
     module, kind = JOBS[job["job"]]

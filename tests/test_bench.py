@@ -733,9 +733,12 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
             begun.append("closed")
 
     monkeypatch.setattr(fitting, "Worker", Counts)
-    found = fitting.search({"name": "a"}, 10.0, 1e9, 60.0)
+    config = BenchConfig(slowest_step=10.0)
+    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, {"memory_limit": 1e9})
+    found = fitting.search(bench, "sdpa", "")
     assert 36 <= found["batch_size"] <= 40 and found["limit"] == "memory"
-    assert "128" in found["tried"] and begun == ["a", "closed", "a", "closed"]  # 128 killed one
+    assert "128" in found["tried"]
+    assert begun == ["sdpa", "closed", "sdpa", "closed"]  # 128 killed one
 
 
 def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:

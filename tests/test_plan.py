@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 import bench_mfu
 from bench import planned, roofline, scale
-from bench.links import Cluster, Sent, collective
-from bench.scale import Job, Plan
+from bench.scale import Cluster, Job, Plan, Sent, collective
 from core import flops, parallel
 from core.distributed import DistInfo
 from core.flops import Peak

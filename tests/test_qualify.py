@@ -325,7 +325,8 @@ def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
     asked = len(proof.items(["float32"]))
     stop = Stop(deadline=5 * asked)
     names = ["slow", "good", "leaks", "breaks"]
-    rows = {r["backend"]: r for r in proof.prove({}, names, ["float32"], stop, 9)}
+    bench = Bench("kernel", BenchConfig(), "cpu", 64, names, None, print, stop=stop)
+    rows = {r["backend"]: r for r in proof.prove(bench, ["float32"])}
     assert rows["good"]["right"] == asked and rows["good"]["canary"] is True
     assert 0 < rows["slow"]["right"] < 4 and rows["slow"]["not_reached"] > asked - 4
     canaries = sum(item["feature"] == "canary" for item in proof.items(["float32"]))
