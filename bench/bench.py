@@ -65,8 +65,8 @@ class Bench:
             "settings": self.config.flat(),
             "fresh_rounds": self.fresh,
             "flops_per_token": {
-                name: flops.flops_per_token(model, model.block_size, causal)
-                for name, causal in (("mfu", False), ("mfu_causal", True))
+                "mfu": flops.flops_per_token(model, model.block_size),
+                "mfu_causal": flops.flops_per_token(model, model.block_size, causal=True),
             },
             "reference": self.reference,
             **({"hf": self.hf} if self.hf else {}),
@@ -145,11 +145,9 @@ class Bench:
         return worker.about
 
     def look_again(self) -> None:
-        """Measure the machine's rates once more, after the rounds, and keep the better of both.
-
-        If another process was busy while the peak was measured, it is too low and every MFU too
-        high. Done once, so that all rows have the same peak.
-        """
+        """Measure the machine's rates once more, after the rounds, and keep the better of both:
+        where another process was busy the peak came out too low and every MFU too high. Done once,
+        so that all rows have the same peak."""
         m, decode = self.machine, self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else self.peak.measured
         if m.get("looked_again") or self.stop.why or not measured:

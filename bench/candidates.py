@@ -275,23 +275,18 @@ class HuggingFace(Candidate):
         import transformers
 
         self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
-        if job.hf:
-            self.model = hf.build(job, implementation)
-            return
         config, device = self.config, job.device
+        if job.hf:
+            self.model = hf.build(job, job.hf, implementation)
+            return
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
         same: dict[str, Any] = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
-        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-        same |= dict.fromkeys(("bos_token_id", "eos_token_id"))
         same |= {"vocab_size": job.vocab_size, "n_positions": config.block_size}
+        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        same |= {"bos_token_id": None, "eos_token_id": None, "model_type": "gpt2"}
         same["activation_function"] = "gelu" if config.gelu == "exact" else "gelu_new"
-        sizes = transformers.GPT2Config(**same)
-        make: Any = transformers.AutoModelForCausalLM.from_config
-        try:
-            self.model = make(sizes, attn_implementation=implementation).to(device)
-        except ImportError as e:
-            raise UserError(" ".join(str(e).split())) from e
+        self.model = hf.build(job, same, implementation)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)

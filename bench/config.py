@@ -69,7 +69,7 @@ class Knobs:
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
     memory_gb: PositiveFloat | None = (
-        None  # CPU: for a process; none: 70 % of the free; plan: a GPU's
+        None  # CPU: a process's; none: 70 % of the free; plan: a GPU's
     )
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that

@@ -14,8 +14,7 @@ and values of every sequence, whether or not they are kept in a cache here:
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
 
 context is the mean length of the text while it grows; the position embeddings, of which one row is
-read, do not count. For a baseline it is the same formula. The bandwidth is measured
-(bench/machine.py).
+read, do not count. For a baseline it is the same formula.
 """
 
 from __future__ import annotations

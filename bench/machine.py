@@ -118,10 +118,7 @@ def memory(device: torch.device, peak: bool = True) -> int:
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
     """Return memory that is kept for later, before others measure; the bytes that remain held.
-
-    Args:
-        keep: not on CUDA, where the next round would wait for the driver to give it again.
-    """
+    With `keep` not on CUDA, where the next round would wait for the driver to give it again."""
     if device.type == "cuda":
         if not keep:
             torch.cuda.empty_cache()
@@ -149,10 +146,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def last_level_cache(device: torch.device) -> int | None:
-    """Bytes of the largest caches in front of the memory, all that this process may use together.
-
-    A server CPU has one last-level cache for every few cores, so those of all cores are added up.
-    """
+    """Bytes of the largest caches in front of the memory, all that this process may use together:
+    a server CPU has one for every few cores."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
     if not hasattr(os, "sched_getaffinity"):
@@ -220,10 +215,8 @@ class MachineProbe:
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The backends ("names") that declare that they can do none of what is asked ("specs").
-
-        No process need be started for them. Those that remain still have to prove themselves.
-        """
+        """The backends ("names") that declare that they can do none of what is asked ("specs"): no
+        process need be started for them."""
         config = self.job.config
         here = Machine.here(str(self.device), attention.packages(*request["names"]))
         always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
@@ -241,8 +234,7 @@ class MachineProbe:
 
 
 def reason(error: attention.BackendUnavailable) -> str:
-    """Why a backend that was named strictly does not run."""
-    # the error says: attention backend 'x' cannot run here. x: why; and why
+    """The why of "attention backend 'x' cannot run here. x: why; and why"."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 

@@ -81,11 +81,8 @@ def too_long(
 
 
 def seconds(bench: Bench, points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """An estimate for each backend and baseline of the mode that is not left out.
-
-    Args:
-        points: of attention alone, or of decoding.
-    """
+    """An estimate for each backend and baseline of the mode that is not left out, with `points` of
+    attention alone, or of decoding."""
     config, mode, model = bench.config, bench.mode, bench.model
     rate = SHARE * bench.peak.tflops * 1e12
     batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps

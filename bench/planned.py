@@ -21,11 +21,7 @@ CONTEXTS = (1, 2, 4, 8)
 
 
 def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
-    """The GPUs of --gpu, and the lines that say what is known of them.
-
-    Raises:
-        UserError: --gpu is missing or unknown, or a rate that no table has is not given.
-    """
+    """The GPUs of --gpu, and the lines that say what is known of them."""
     name = config.gpu
     if name is None:
         raise UserError('plan needs a GPU: --gpu="NVIDIA H200"; names are those that drivers give')
@@ -60,11 +56,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
-    """Every way to share the job among so many GPUs.
-
-    Raises:
-        UserError: they do not fill their servers, or a ring of --context_parallels does not.
-    """
+    """Every way to share the job among so many GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
     one = (config.train.context_parallel,) * (config.train.context_parallel > 1)

@@ -65,11 +65,7 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
 
 
 def that_fit(bench: Bench, box: float) -> tuple[list[Content], list[str]]:
-    """The points of the grid that fit into the box, and the names of the others.
-
-    Raises:
-        Failure: none fits.
-    """
+    """The points of the grid that fit into the box, and the names of the others."""
     taken: list[Content] = []
     points = grid(bench.device.startswith("cuda"))
     for point in points:

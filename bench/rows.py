@@ -63,11 +63,8 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge.
-
-    Args:
-        reference: loss and gradient_norm by manual in float32, where they are known.
-    """
+    """A row of the modes train and converge; `reference` has loss and gradient_norm by manual in
+    float32, where they are known."""
     if row["status"] != "ok":
         return row
     T, about, warm = config.block_size, outcome.about, outcome.warm

@@ -199,11 +199,8 @@ class Training:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Milliseconds of a step by its parts (bench/profiling.py), over `steps` steps whose
-        batches are drawn and copied as train.py's are.
-
-        A step here is one micro-batch and the update: the others are the same again, and the
-        profiler keeps every kernel of every one.
-        """
+        batches are drawn and copied as train.py's are. A step here is one micro-batch and the
+        update: the others are the same again, and the profiler keeps every kernel of every one."""
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
