@@ -68,9 +68,7 @@ class Knobs:
     rounds: PositiveInt = 5  # of each backend, in turn
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
-    memory_gb: PositiveFloat | None = (
-        None  # CPU: a process's; none: 70 % of the free; plan: a GPU's
-    )
+    memory_gb: PositiveFloat | None = None  # plan: a GPU's; CPU: a worker's, none: 70 % of free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
     minutes: PositiveFloat | None = None  # end after that, with what is there; none: qualify: 9
