@@ -24,6 +24,8 @@ Before you trust a faster kernel: `converge` with it, and look at its verdict ag
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import sys
 import time
@@ -60,9 +62,10 @@ def run(mode: str, argv: list[str]) -> int:
         return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
-    theirs: dict[str, Any] = {"name": config.hf, "config": hf.read(config.hf)} if config.hf else {}
     vocab_size, source = vocabulary(config)
-    if theirs:
+    theirs: dict[str, Any] = {}
+    if config.hf:
+        theirs = {"name": config.hf, "config": hf.read(config.hf)}
         vocab_size, source = theirs["config"]["vocab_size"], f"--hf={config.hf}"
     limit = None
     if device.type == "cpu":
@@ -73,18 +76,20 @@ def run(mode: str, argv: list[str]) -> int:
     told = {
         "format": records.FORMAT,
         "mode": mode,
-        "command": records.command([mode, *argv]),
+        "command": shlex.join(["python", "bench_mfu.py", mode, *argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **state,
     }
     folder: Path | None = None
-    why_not = {name: Outcome(failure=Failure("unavailable", [w])) for name, w in left_out.items()}
-    others = [rows.begin(mode, name, {}, outcome) for name, outcome in why_not.items()]
+    others = [
+        rows.begin(mode, name, {}, Outcome(failure=Failure("unavailable", [why])))
+        for name, why in left_out.items()
+    ]
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
             content = bench.content(table + others, "it had not ended when this was written")
-            records.save(folder, records.seal({**told, **content}))
+            records.write(folder, {**told, **content}, whole=False)
 
     whole = mode == "qualify"  # it gives each stage a deadline of its own
     stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
@@ -98,7 +103,8 @@ def run(mode: str, argv: list[str]) -> int:
                 probe = bench.begin()
                 if theirs:
                     bench.count()
-                bench.ask_refused(probe, modes.specs(bench))
+                asked = {"names": backends, "specs": modes.specs(bench)}
+                bench.refused = probe.ask(asked)["refused"]
                 probe.close()
         except Failure as e:
             if e.kind == "stopped":
@@ -139,8 +145,9 @@ OF_MODES = {
 
 def check(mode: str, config: BenchConfig) -> None:
     """Raises UserError for knobs that this mode does not have, before anything starts."""
-    if config.record is not None:
-        records.check_slug(config.record)
+    if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
+        slug = repr(config.record)
+        raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
     default = BenchConfig()
     for names_, where in OF_MODES.items():
         fields = [ALIASES.get(name, name) for name in names_]
@@ -188,8 +195,8 @@ def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
 
     def watch(what: str) -> None:
         nonlocal doing, last
-        if what.partition(":")[0] != doing or time.monotonic() - last >= 2:
-            doing, last = what.partition(":")[0], time.monotonic()
+        if (of := what.partition(":")[0]) != doing or time.monotonic() - last >= 2:
+            doing, last = of, time.monotonic()
             tell(what)
 
     yield watch, tell

@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 from attention.system import cpu_name  # noqa: E402
 from bench.process import end, start  # noqa: E402
+from bench.tables import markdown  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
 Pair = tuple[tuple[float, int], tuple[float, int]]  # (s a step, bytes) of ours, of nanoGPT
@@ -51,30 +52,27 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Size:
-    """One row of the table."""
+    """A row of the table."""
 
-    title: str
-    dataset: str
     n_layer: int
     n_head: int
     n_embd: int
     block_size: int
     batch_size: int
-    steps: int  # counted in a run
+    dataset: str = "shakespeare_char"
 
 
-CHARS = "shakespeare_char"
-SIZES = {
-    "a": Size("4 layers, 128 wide, block 64, batch 12", CHARS, 4, 4, 128, 64, 12, 400),
-    "b": Size("6 layers, 384 wide, block 256, batch 16", CHARS, 6, 6, 384, 256, 16, 15),
-    "c": Size("GPT-2 124M, block 512, batch 2", "shakespeare", 12, 12, 768, 512, 2, 6),
+SIZES = {  # and the steps that are counted in a run
+    "a": (Size(4, 4, 128, 64, 12), 400),
+    "b": (Size(6, 6, 384, 256, 16), 15),
+    "c": (Size(12, 12, 768, 512, 2, "shakespeare"), 6),  # GPT-2 124M
 }
 
 
-def settings(size: Size, config: BenchConfig) -> list[str]:
+def settings(name: str, config: BenchConfig) -> list[str]:
     """What both train.py take by the same names."""
-    both = {k: v for k, v in asdict(size).items() if k not in ("title", "steps")}
-    both |= {"max_iters": SKIP + size.steps, "compile": config.compile, "device": "cpu"}
+    size, steps = SIZES[name]
+    both = {**asdict(size), "max_iters": SKIP + steps, "compile": config.compile, "device": "cpu"}
     both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
     both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
     return [f"--{name}={value}" for name, value in both.items()]
@@ -97,19 +95,18 @@ def run(command: list[str], cwd: Path) -> tuple[str, int]:
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def ours(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
+def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
     """Mean seconds a step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
-    command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1",
-                f"--attention_backend={config.attention_backend}",
-                f"--dtype={config.dtype}"]  # fmt: skip
+    command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
+    command += [f"--attention_backend={config.attention_backend}", f"--dtype={config.dtype}"]
     _, memory = run(command, work)
     with (work / "ours" / "metrics.jsonl").open(encoding="utf-8") as rows:
         times = [r["ms"] / 1e3 for r in map(json.loads, rows) if "ms" in r and r["iter"] > SKIP]
     return statistics.mean(times), memory
 
 
-def theirs(size: Size, config: BenchConfig, work: Path) -> tuple[float, int]:
+def theirs(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
     """Mean seconds a step, and bytes, of nanoGPT's loop."""
     command = [sys.executable, str(Path(config.nanogpt).resolve() / "train.py")]
     command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
@@ -127,26 +124,25 @@ def prepare(config: BenchConfig, work: Path) -> None:
             raise UserError(f"{checkout} is no checkout of nanoGPT: it has no {name}")
     # It reads configurator.py and data/ from the working directory.
     (work / "configurator.py").symlink_to(checkout / "configurator.py")
-    for dataset in {SIZES[s].dataset for s in config.sizes}:
+    for dataset in {SIZES[s][0].dataset for s in config.sizes}:
         folder = work / "data" / dataset
-        command = [sys.executable, "-m", "data", dataset, f"--out_dir={folder}"]
-        run(command, ROOT)
+        run([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta["vocab_size"] < 1024:  # for BPE it pads the vocabulary to 50304 itself, as we do
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
 
 
-def row(size: Size, pairs: list[Pair]) -> str:
-    """A line of the Markdown table."""
+def row(size: Size, pairs: list[Pair]) -> list[str]:
+    """A line of the table."""
     tokens = size.batch_size * size.block_size
     speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
     memory = [statistics.median(m for _, m in side) / 1e9 for side in zip(*pairs, strict=True)]
     ratios = sorted(a / b for a, b in zip(*speed, strict=True))
-    mine, other = (statistics.median(s) for s in speed)
-    return (
-        f"| {size.title} | {other:,.0f} | {mine:,.0f} | **{statistics.median(ratios):.2f}** "
-        f"({ratios[0]:.2f} to {ratios[-1]:.2f}) | {memory[1]:.2f} | {memory[0]:.2f} |"
-    )
+    mine, other = (f"{statistics.median(s):,.0f}" for s in speed)
+    title = f"{size.n_layer} layers, {size.n_embd} wide, block {size.block_size}, "
+    ratio = f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    sizes = (f"{memory[1]:.2f}", f"{memory[0]:.2f}")
+    return [f"{title}batch {size.batch_size}", other, mine, ratio, *sizes]
 
 
 def main() -> int:
@@ -160,18 +156,15 @@ def main() -> int:
         for n in range(config.rounds):
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
-                pairs.append((ours(SIZES[s], config, work), theirs(SIZES[s], config, work)))
-    about = (
+                pairs.append((ours(s, config, work), theirs(s, config, work)))
+    print(
         f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
-        f"{'compiled' if config.compile else 'not compiled'}"
+        f"{'compiled' if config.compile else 'not compiled'}\n"
     )
-    table = "\n".join([
-        "| size | nanoGPT tok/s | ours tok/s | ratio (lowest to highest) | nanoGPT GB | ours GB |",
-        "|---|---|---|---|---|---|",
-        *(row(SIZES[s], pairs) for s, pairs in results.items()),
-    ])  # fmt: skip
-    print(f"{about}\n\n{table}")
+    head = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB"]
+    lines = [row(SIZES[s][0], pairs) for s, pairs in results.items()]
+    print(markdown(([*head, "ours GB"], lines)))
     return 0
 
 

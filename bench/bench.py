@@ -43,8 +43,7 @@ class Bench:
 
     @property
     def peak(self) -> flops.Peak:
-        m = self.machine
-        return flops.Peak(m["peak_tflops"], m["peak_source"], m["peak_measured"])
+        return flops.Peak(*(self.machine[f"peak_{of}"] for of in ("tflops", "source", "measured")))
 
     @property
     def model(self) -> Any:
@@ -66,8 +65,8 @@ class Bench:
             "settings": self.config.flat(),
             "fresh_rounds": self.fresh,
             "flops_per_token": {
-                name: flops.flops_per_token(model, model.block_size, causal)
-                for name, causal in (("mfu", False), ("mfu_causal", True))
+                "mfu": flops.flops_per_token(model, model.block_size),
+                "mfu_causal": flops.flops_per_token(model, model.block_size, causal=True),
             },
             "reference": self.reference,
             **({"hf": self.hf} if self.hf else {}),
@@ -114,7 +113,7 @@ class Bench:
     def begin(self) -> Worker:
         """Look at the machine; the worker that did can be asked which backends it refuses."""
         self.watch("the machine")
-        probe = Worker(self.job("machine", ""), self.config.timeout, stop=self.stop)
+        probe = Worker(self.config.timeout, self.stop).begin(self.job("machine", ""))
         self.machine = probe.about
         self.machine["memory_limit"] = self.memory_limit or self.machine["free_memory"]
         return probe
@@ -138,23 +137,17 @@ class Bench:
             raise UserError(f"--hf={config.hf}: {e}") from None
         self.hf["counted"] = self.reference.pop("counted")
 
-    def ask_refused(self, probe: Worker, specs: list[dict[str, Any]]) -> None:
-        """Which backends declare that they can do none of this: they get no process."""
-        self.refused = probe.ask({"names": self.backends, "specs": specs})["refused"]
-
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
         """The answer of a worker that only sets up its job."""
         self.watch(f"the {kind}")
-        worker = Worker(self.job(kind, "", batch_size), self.config.timeout, stop=self.stop)
+        worker = Worker(self.config.timeout, self.stop).begin(self.job(kind, "", batch_size))
         worker.close()
         return worker.about
 
     def look_again(self) -> None:
-        """Measure the machine's rates once more, after the rounds, and keep the better of both.
-
-        If another process was busy while the peak was measured, it is too low and every MFU too
-        high. Done once, so that all rows have the same peak.
-        """
+        """Measure the machine's rates once more, after the rounds, and keep the better of both:
+        where another process was busy the peak came out too low and every MFU too high. Done once,
+        so that all rows have the same peak."""
         m, decode = self.machine, self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else self.peak.measured
         if m.get("looked_again") or self.stop.why or not measured:
@@ -169,22 +162,29 @@ class Bench:
         found: dict[Key, Outcome],
         jobs: dict[str, dict[str, Any]],
         points: dict[str, dict[str, Any]],
-        table: Callable[[], list[rows.Row]],
+        row: Callable[[str, str, Outcome], rows.Row],
         rounds: int | None = None,
         fresh: bool | None = None,
+        judge: Callable[[list[rows.Row]], Any] = lambda table: None,
     ) -> list[rows.Row]:
         """Run the rounds, as far as the bench is not stopped; what the table is then.
 
         Args:
-            found: gets the outcome of each pair of job and point, as it becomes known.
-            points: name -> what is asked of a worker.
-            table: makes the rows of what was found so far.
+            found: the outcome of each pair of job and point, a row each; more is added to it.
+            points: what is asked of a worker, by name.
+            row: makes the row of a pair; `judge`, told of all rows, adds to them.
             rounds: None: as many as the settings say.
         """
-        for name, point in itertools.product(jobs, points):
+        for point, name in itertools.product(points, jobs):
+            outcome = found.setdefault((name, point), Outcome())
             if name in self.refused:
-                found[name, point] = Outcome(failure=Failure("unavailable", self.refused[name]))
+                outcome.failure = Failure("unavailable", self.refused[name])
         told = set[str]()
+
+        def table() -> list[rows.Row]:
+            made = [row(*pair, outcome) for pair, outcome in found.items()]
+            judge(made)
+            return made
 
         def known(name: str, point: str) -> None:
             outcome, where = found[name, point], f"{name} {point}".strip()
@@ -205,7 +205,7 @@ class Bench:
             rounds or self.config.rounds,
             outcomes=found,
             ahead=self.device.startswith("cuda"),
-            fresh=self.config.fresh_rounds if fresh is None else fresh,
+            fresh=fresh,
             budget=int(0.9 * self.machine["memory_limit"]),
             timeout=self.config.timeout,
             stop=self.stop,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ Table = dict[str, tables.Cells]  # by what is done
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.board", description=__doc__,
-                                     formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
+    how: Any = {"description": __doc__, "formatter_class": argparse.RawTextHelpFormatter}
+    parser = argparse.ArgumentParser(prog="python -m bench.board", **how)
     parser.add_argument("--check", action="store_true", help="verify, write nothing")
     check = parser.parse_args(argv).check
     found, problems = load(FOLDER)
@@ -91,34 +91,24 @@ def heading(row: Row, part: Part) -> str:
     return ", ".join(words + [name for name, on in more.items() if on])
 
 
-def tokens(row: Row, part: Part) -> str:
-    return f"{part['settings']['block_size']:,}"
-
-
-def sequences(row: Row, part: Part) -> str:
-    return str(sequences_of(row, part))
-
-
-def compiled(row: Row, part: Part) -> str:
-    asked = part["settings"].get("compile") is True
-    return "yes" if row.get("compiled", asked and row["mode"] == "decode") else "no"
+def work(row: Row, part: Part) -> list[str]:
+    """The cells under WORK."""
+    mode, p, s = row["mode"], row["point"], part["settings"]
+    compiled = "yes" if row.get("compiled", s.get("compile") is True) else "no"
+    if mode == "kernel":
+        return [f"{p['T']:,}", str(p["B"])]
+    if mode == "decode":
+        return [str(p["P"]), str(p["new_tokens"]), str(p["B"]), tables.cache(row), compiled]
+    made = [f"{s['block_size']:,}", str(sequences_of(row, part))]
+    return [*made, compiled] if mode == "train" else made
 
 
 # The table's title and these columns, left of "machine", define the work.
-WORK: dict[str, dict[str, Callable[[Row, Part], str]]] = {
-    "train": {"tokens": tokens, "sequences": sequences, "compiled": compiled},
-    "kernel": {
-        "tokens": lambda row, part: f"{row['point']['T']:,}",
-        "sequences": lambda row, part: str(row["point"]["B"]),
-    },
-    "decode": {
-        "prompt": lambda row, part: str(row["point"]["P"]),
-        "new": lambda row, part: str(row["point"]["new_tokens"]),
-        "sequences": lambda row, part: str(row["point"]["B"]),
-        "cache": lambda row, part: tables.cache(row),
-        "compiled": compiled,
-    },
-    "converge": {"tokens": tokens, "sequences": sequences},
+WORK = {
+    "train": ("tokens", "sequences", "compiled"),
+    "kernel": ("tokens", "sequences"),
+    "decode": ("prompt", "new", "sequences", "cache", "compiled"),
+    "converge": ("tokens", "sequences"),
 }
 # And right of it these of the records' own tables.
 FIGURES = {
@@ -129,15 +119,16 @@ FIGURES = {
 }
 
 
-def peak(part: Part) -> str:
-    """Where the peak is from."""
+def trust(row: Row, part: Part) -> list[str]:
+    """Where the peak is from, the error of the proof, or for attention alone at this shape, and how
+    far the record can be trusted."""
     source = part["machine"]["peak_source"]
-    return "given" if source.startswith("--") else source.partition(":")[0].partition(" ")[0]
-
-
-def error(row: Row) -> str:
-    """The error from its proof; for attention alone, at this shape."""
-    return tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
+    peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
+    error = tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
+    state = "checked" + ", incomplete" * (not part.get("complete", True))
+    if part["dirty"] or not part["commit"]:
+        state += ", uncommitted code" if part["dirty"] else ", no commit"
+    return [peak, error, state if part["format"] == records.FORMAT else OLD]
 
 
 def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[str]]:
@@ -153,44 +144,32 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[
             machine = part["machine"]["about"]
             for row in part["rows"]:
                 if row["status"] == "ok":
-                    mode = row["mode"]
-                    at = [cell(row, part) for cell in WORK[mode].values()]
+                    mode, at = row["mode"], work(row, part)
                     seen = f"{row['backend']}: {tables.kernel_names(row)}"
                     columns = dict(tables.COLUMNS[mode])
                     made = [columns[title](row) for title in FIGURES[mode]]
-                    more = [peak(part), error(row), state(part), link(part["date"][:10], name)]
                     order = ([number(cell) for cell in at], machine, row["ms"])
-                    line = [*at, machine, seen, *made, *more]
+                    line = [*at, machine, seen, *made, *trust(row, part)]
+                    line.append(link(part["date"][:10], name))
                     lines.setdefault((mode, heading(row, part)), []).append((order, line))
             for backend, status, why in tables.missing(part["rows"])[1]:
                 links = missing.setdefault((machine, backend, status, why), [])
                 links.append(link(str(len(links) + 1), name))
-    made_: dict[str, Table] = {}
-    for mode, work in WORK.items():
-        head = [*work, "machine", "kernel", *FIGURES[mode], "peak", "error", "record", "date"]
+    by_mode: dict[str, Table] = {}
+    for mode, titles in WORK.items():
+        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "record", "date"]
         for (of_mode, what), group in sorted(lines.items()):
             if of_mode == mode:
                 sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
-                made_.setdefault(records.TITLES[mode], {})[what] = (head, sorted_)
+                by_mode.setdefault(records.TITLES[mode], {})[what] = (head, sorted_)
     absent = [[*key, " ".join(links)] for key, links in sorted(missing.items())]
-    return made_, (["machine", "backend", "status", "why", "records"], absent), others
+    return by_mode, (["machine", "backend", "status", "why", "records"], absent), others
 
 
 def number(cell: str) -> tuple[float, str]:
     """A sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
-
-
-def state(part: Part) -> str:
-    """How far a record can be trusted."""
-    if part["format"] != records.FORMAT:
-        return OLD
-    return (
-        "checked"
-        + ", incomplete" * (not part.get("complete", True))
-        + (", uncommitted code" if part["dirty"] else ", no commit" if not part["commit"] else "")
-    )
 
 
 def link(text: str, name: str) -> str:

@@ -7,9 +7,8 @@ in the same rounds, so that a ratio can be claimed.
                             hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
                             stepped as its Trainer does (fused AdamW, gradients clipped)
 
-In the mode decode each writes with its own generate(). nanoGPT has no cache, and samples;
-transformers takes the likeliest token, with sdpa, its default, and has a row for each of its caches
-that is also one of ours. Its static cache is compiled where ours is.
+In the mode decode each writes with its own generate(): transformers greedily, with sdpa, its
+default, and compiled with a static cache where ours is; nanoGPT samples, and has no cache.
 
 Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
 window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
@@ -23,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,13 +70,11 @@ def build(baseline: str, job: Job) -> Candidate:
         return Plain(job) if name else Ours(job)
     config = job.config
     wanted = {
-        "attention_window": config.attention_window,
-        "n_kv_head": config.n_kv_head not in (None, config.n_head),
+        "attention_window": config.attention_window and not job.hf,
+        "n_kv_head": config.n_kv_head not in (None, config.n_head) and not job.hf,
         "gradient_checkpointing": config.gradient_checkpointing,
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
     }
-    if job.hf:
-        wanted = {name: wanted[name] for name in ("gradient_checkpointing",)}
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it has no {' and no '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
@@ -84,13 +82,10 @@ def build(baseline: str, job: Job) -> Candidate:
 
 def evidence(chosen: list[Resolution]) -> dict[str, Any]:
     """Of what was chosen for a model's layers: the kernels, and the proof that came out worst."""
-
-    def share(proof: dict[str, Any]) -> float:
-        return proof["error"] / proof["allowed"]
-
     proofs = [c.proof for c in chosen if c.proof]
     kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
-    return {"kernels": kernels, "proof": max(proofs, key=share, default=None)}
+    worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
+    return {"kernels": kernels, "proof": worst}
 
 
 def parameters(who: Any) -> int:
@@ -108,7 +103,6 @@ class Candidate:
     as_reference = False  # whether its weights are the reference's, so that losses compare
     optimizer: Any
     run: Any  # the model, compiled or not
-    loss: Callable[[Tensor, Tensor], Tensor]
     make_optimizer: Callable[[], Any]
 
     def __init__(self, job: Job) -> None:
@@ -130,6 +124,9 @@ class Candidate:
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         """What was chosen for its layers, with a cache or to train; [] where nobody here knows."""
         return []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         """One step as its own loop does it, with the marks of train.train_step."""
@@ -187,20 +184,13 @@ class Ours(Candidate):
             page = 16 if cache == "paged" else None
             return [self.model.attention(cache=cache, page_size=page)[0]]
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.run(x, y)[1]
-
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         how = (self.run, self.optimizer, self.scaler, self.setup.autocast)
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens.
-
-        Returns:
-            when the first and the last token were there, in seconds of time.perf_counter(), and
-            the bytes of the cache.
-        """
+        """Continue `prompt`, (B, T) int64, by `new` tokens: when the first and the last one were
+        there, by time.perf_counter(), and the bytes of the cache."""
         stats, compile = Stats(), self.compile and cache == "static"
         how: dict[str, Any] = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
         texts = engine.stream(self.model, prompt, new, stats=stats, **how)
@@ -212,9 +202,7 @@ class Ours(Candidate):
 class Plain(Candidate):
     """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
     logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
-
-    It is told to run in float32 with the backend manual (bench/modes.py, converge).
-    """
+    bench/modes.py tells it to run in float32 with the backend manual."""
 
     title = "plain PyTorch, float32"
 
@@ -254,9 +242,6 @@ class NanoGPT(Candidate):
         args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
         return self.model.configure_optimizers(*args)
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.run(x, y)[1]
-
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         """Its generate(), which reads the whole text anew for every token; see Ours."""
         if cache != "none":
@@ -290,23 +275,18 @@ class HuggingFace(Candidate):
         import transformers
 
         self.title, self.as_reference = f"transformers {transformers.__version__}", bool(job.hf)
-        if job.hf:
-            self.model = hf.build(job, implementation)
-            return
         config, device = self.config, job.device
+        if job.hf:
+            self.model = hf.build(job, job.hf, implementation)
+            return
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
         same: dict[str, Any] = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
-        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-        same |= dict.fromkeys(("bos_token_id", "eos_token_id"))
         same |= {"vocab_size": job.vocab_size, "n_positions": config.block_size}
+        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        same |= {"bos_token_id": None, "eos_token_id": None, "model_type": "gpt2"}
         same["activation_function"] = "gelu" if config.gelu == "exact" else "gelu_new"
-        sizes = transformers.GPT2Config(**same)
-        make: Any = transformers.AutoModelForCausalLM.from_config
-        try:
-            self.model = make(sizes, attn_implementation=implementation).to(device)
-        except ImportError as e:
-            raise UserError(" ".join(str(e).split())) from e
+        self.model = hf.build(job, same, implementation)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)
@@ -324,7 +304,8 @@ class HuggingFace(Candidate):
         """Its generate(), greedy; its streamer is told of every token. See Ours."""
         if cache not in ("dynamic", "static"):
             raise UserError(f"it is measured with its caches dynamic and static, not with {cache}")
-        reader = Reader()
+        times: list[float] = []
+        note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         found = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -333,23 +314,10 @@ class HuggingFace(Candidate):
             use_cache=True,
             cache_implementation=cache,
             disable_compile=not self.compile,
-            streamer=reader,
+            streamer=note,
             return_dict_in_generate=True,
         )
-        times = reader.times[1:]  # it is told of the prompt first
-        assert len(times) == new and found.sequences.shape[1] == prompt.shape[1] + new
+        # It is told of the prompt first.
+        assert len(times) == 1 + new and found.sequences.shape[1] == prompt.shape[1] + new
         layers = found.past_key_values.layers
-        return times[0], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))
-
-
-class Reader:
-    """What transformers takes for a streamer: it notes when it was told something."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
+        return times[1], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))

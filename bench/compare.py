@@ -1,11 +1,8 @@
-"""Two records side by side, row by row, with the machine's drift divided out.
+"""Two records side by side, row by row, with the machine's drift divided out (docs/MEASURE.md).
 
-A machine is faster on some days, and a rate on another machine says nothing about the code. What
-both records share is third-party code: nanoGPT's and transformers' models. So each row's rate is
-divided, round by round within its record, by that of these baselines, and the ratios are compared;
-their spread is the noise. Without such a row `manual` is the baseline: the simplest kernel, but its
-code may have changed, and the notes say so. On one machine the rates are shown as well; without any
-baseline drift cannot be told from a change of the code.
+Each row's rate is divided, round by round within its record, by that of third-party code that both
+records have, and the ratios are compared; their spread is the noise. On one machine the rates are
+shown as well; without any baseline drift cannot be told from a change of the code.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ Rows = dict[Key, Row]
 def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
     """What there is to say before the table, and the table: B against A, row by row."""
     notes = []
-    apart = any(a["machine"].get(n) != b["machine"].get(n) for n in SAME)
-    if apart:
+    if apart := any(a["machine"].get(n) != b["machine"].get(n) for n in SAME):
         notes.append(
             f"two machines ({a['machine']['about']}; {b['machine']['about']}): their rates are no "
             "comparison of code, so each backend's ratio to what both have in common is compared"
@@ -61,18 +57,17 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         if key in base:  # it is the baseline: its ratio is 1 by definition
             continue
         sure = exceeds_noise(by_x, by_y)
-        word = "noise unknown" if sure is None else "within noise"
-        if sure:
-            word = "B faster" if ratio > 1 else "B slower"
+        faster = "B faster" if ratio > 1 else "B slower"
+        word = {None: "noise unknown", False: "within noise", True: faster}[sure]
         noise = "-" if sure is None else f"{(by_x.spread or 0) + (by_y.spread or 0):.1%}"
         shown = [tables.number(s.median) for s in ((by_x, by_y) if apart else (x, y))]
         lines.append([key[1], tables.name_of(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
-    if drifts:
-        ends = {
-            where: dict.fromkeys((f"{min(d):.3f}", f"{max(d):.3f}")) for where, d in drifts.items()
-        }
-        text = "; ".join(f"{' to '.join(found)} in {where}" for where, found in ends.items())
-        notes.append(f"the machine's drift, B / A, is divided out: {text}")
+    told = []
+    for mode, found in drifts.items():
+        ends = dict.fromkeys(f"{drift:.3f}" for drift in (min(found), max(found)))
+        told.append(f"{' to '.join(ends)} in {mode}")
+    if told:
+        notes.append(f"the machine's drift, B / A, is divided out: {'; '.join(told)}")
     if unknown:
         notes.append(
             f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "

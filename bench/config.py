@@ -68,10 +68,7 @@ class Knobs:
     rounds: PositiveInt = 5  # of each backend, in turn
     seconds: PositiveFloat = 1.0  # of steps in a round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round, and as many to compile
-    fresh_rounds: bool | None = None  # new processes in each round; none: where all do not fit
-    memory_gb: PositiveFloat | None = (
-        None  # CPU: for a process; none: 70 % of the free; plan: a GPU's
-    )
+    memory_gb: PositiveFloat | None = None  # plan: a GPU's; CPU: a worker's, none: 70 % of free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     slowest_step: PositiveFloat = 2.0  # s; batch_size=auto and long kernels go no further than that
     minutes: PositiveFloat | None = None  # end after that, with what is there; none: qualify: 9
@@ -126,12 +123,13 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
-    flat = vars(loaded.settings)
-    mine = {f.name: flat[f.name] for f in fields(Knobs)}
-    of_train = {f.name: flat[f.name] for f in fields(TrainConfig)}
-    if flat["batch_size"] == "auto":
+    mine, of_train = (
+        {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
+        for kind in (Knobs, TrainConfig)
+    )
+    if mine["batch_size"] == "auto":
         of_train["batch_size"] = 1
-    if flat["records_dir"] == RECORDS:  # also where the command is run from elsewhere
+    if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
         mine["records_dir"] = str(ROOT / RECORDS)
     try:
         train = TrainConfig(**of_train)
@@ -168,8 +166,6 @@ def names(config: BenchConfig, device: str) -> tuple[list[str], dict[str, str]]:
                 left_out[name] = "only Triton's interpreter runs it here, whose speed means nothing"
             else:
                 chosen[name] = None
-    if not chosen:
-        raise UserError("--backends names none")
     return list(chosen), {k: v for k, v in left_out.items() if k not in chosen}
 
 

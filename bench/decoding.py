@@ -14,8 +14,7 @@ and values of every sequence, whether or not they are kept in a cache here:
     MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
 
 context is the mean length of the text while it grows; the position embeddings, of which one row is
-read, do not count. For a baseline it is the same formula. The bandwidth is measured
-(bench/machine.py).
+read, do not count. For a baseline it is the same formula.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.probing import KERNELS
 from bench import candidates, hf, machine
 from bench.job import Job
+from bench.profiling import kernels_of
 from core import int8
 from core.runtime import synchronize
 
@@ -42,16 +41,16 @@ class Decoding:
         compile = told["train"]["compile"] is True  # of single decode steps, not of the model
         # neither dropout nor gradient_checkpointing is anything to generation
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
-        self.device, dtype, config = job.device, job.setup.dtype, job.config
-        who = candidates.build(told["baseline"], job).for_decoding(compile, told["weights"])
-        self.who: Any = who
-        self.parameters = candidates.parameters(who)
-        self.int8 = int8.parameters(self.who.model)
-        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else config.model(job.vocab_size)
+        self.device, size = job.device, job.setup.dtype.itemsize
+        candidate: Any = candidates.build(told["baseline"], job)
+        self.who = who = candidate.for_decoding(compile, told["weights"])
+        self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
+        model = job.config.model(job.vocab_size)
+        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else model
         self.about = {
-            "title": self.who.title,
-            "weight_bytes": weight_bytes(self.parameters, self.int8, dtype.itemsize),
-            "token_bytes": token_numbers(sizes) * dtype.itemsize,
+            "title": who.title,
+            "weight_bytes": weight_bytes(self.parameters, self.int8, size),
+            "token_bytes": token_numbers(sizes) * size,
         }
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +77,10 @@ class Decoding:
         if chosen := self.who.chosen(cache):
             return {**candidates.evidence(chosen), "peak_bytes": peak}
         # Which kernels torch chose for it, as the profiler saw them in two tokens.
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile() as looking:
             self.who.write(prompt, 2, cache)
             synchronize(self.device)
-        ran = (e.key for e in profiler.key_averages())
-        kernels = list(dict.fromkeys(KERNELS[key] for key in ran if key in KERNELS))
+        kernels = kernels_of(looking)["kernels"]
         return {"kernels": kernels, "proof": None, "peak_bytes": peak}
 
 
@@ -94,10 +92,9 @@ def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
 
 def token_numbers(sizes: Any) -> int:
     """Keys and values of a token, in all layers."""
-    layers = getattr(sizes, "layers", None)
-    if layers is None:
-        return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
-    return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in layers)
+    if isinstance(sizes, hf.Counted):
+        return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)
+    return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
 
 
 def mbu(

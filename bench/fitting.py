@@ -13,10 +13,13 @@ could take minutes a step, and is no faster for it. And it ends after SEARCH_S s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from bench.process import Failure, Stop, Worker
+from bench.process import Failure, Worker
+
+if TYPE_CHECKING:
+    from bench.bench import Bench
 
 SEARCH_S = 60.0  # no size is begun later than that
 SHARE = 0.95  # of the memory, that a prediction fills
@@ -30,14 +33,8 @@ def largest(
     memory: float,
     now: Callable[[], float] = time.monotonic,
 ) -> tuple[int, str, dict[int, str]]:
-    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds.
-
-    Args:
-        memory: bytes that there are.
-
-    Returns:
-        the batch size, what limits it ("memory", "time" or "search": SEARCH_S), and what was said
-        of each size tried.
+    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds; what
+    limits it ("memory", of so many bytes, "time" or "search": SEARCH_S); what each size tried gave.
 
     Raises:
         Failure: not even one sequence fits, the backend may not run at all, or the bench is to end.
@@ -55,13 +52,13 @@ def largest(
             tried[size], bad, limit = str(e), size, "memory"
         else:
             tried[size] = f"{took[0]:.3g} s"
-            if size > 1 and took[0] > slowest:
-                bad, limit = size, "time"
-            else:
+            if took[0] <= slowest:
                 good.append((size, took))
+            elif size == 1:
+                return 1, "time", tried
+            else:
+                bad, limit = size, "time"
         best = good[-1][0]
-        if good[-1][1][0] > slowest:  # a single sequence
-            return 1, "time", tried
         size, foretold = following(good, slowest, memory)
         if size < bad:
             limit = foretold
@@ -85,22 +82,18 @@ def following(good: list[tuple[int, Step]], slowest: float, memory: float) -> tu
     return int(min(*reach, LEAP * b)), "time" if reach[0] < reach[1] else "memory"
 
 
-def search(
-    job: Mapping[str, Any],
-    slowest: float,
-    memory: float,
-    timeout: float,
-    watch: Callable[[str], None] = lambda what: None,
-    stop: Stop | None = None,
-) -> dict[str, Any]:
-    """largest() in a worker, a new one where it died, as a record has it."""
+def search(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
+    """largest() for a backend or baseline in a worker, a new one where it died; as a record has
+    it."""
+    job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
+    slowest = bench.config.slowest_step
     worker: Worker | None = None
 
     def step(batch: int) -> Step:
         nonlocal worker
-        watch(f"does a batch fit? {job['name']}, {batch} sequences")
+        bench.watch(f"does a batch fit? {name}, {batch} sequences")
         try:
-            worker = worker or Worker(job, timeout, stop=stop)
+            worker = worker or Worker(bench.config.timeout, bench.stop).begin(job)
             answer = worker.ask({"fits": batch})
         except Failure as e:
             if worker and e.kind == "died":
@@ -110,8 +103,12 @@ def search(
         return answer["seconds"], answer["peak_bytes"]
 
     try:
-        batch, limit, tried = largest(step, slowest, memory)
+        batch, limit, tried = largest(step, slowest, bench.machine["memory_limit"])
     finally:
         if worker:
             worker.close()
+    by = {"memory": "memory", "time": f"a step of {slowest:g} s (--slowest_step)",
+          "search": f"{SEARCH_S:g} s of searching"}[limit]  # fmt: skip
+    sizes = ", ".join(map(str, tried))
+    bench.tell(f"{name}: batch {batch}, limited by {by}; tried {sizes}, not compiled")
     return {"batch_size": batch, "limit": limit, "tried": {str(k): v for k, v in tried.items()}}

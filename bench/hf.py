@@ -59,11 +59,7 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The config of the model, as JSON has it: of its text part, where it has several.
-
-    Raises:
-        UserError: there is none that can be read.
-    """
+    """The config of the model, as JSON has it: of its text part, where it has several."""
     try:
         from transformers import AutoConfig
     except ImportError as e:
@@ -86,23 +82,23 @@ def rows_of(backends: list[str]) -> dict[str, str]:
     return ours | {f"hf_{name}": f"hf={name}" for name in IMPLEMENTATIONS}
 
 
-def build(job: Job, implementation: str) -> Any:
+def build(job: Job, config: dict[str, Any], implementation: str) -> Any:
     """The model with random weights, on the device; UserError where transformers refuses it."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    told: dict[str, Any] = dict(job.hf or {})
+    told = dict(config)
     for name in told:  # each architecture has names of its own
         if name.endswith(("dropout", "pdrop")) and isinstance(told[name], (int, float)):
             told[name] = job.config.dropout
-    config = CONFIG_MAPPING[told["model_type"]].from_dict(told)
-    longest = getattr(config, "max_position_embeddings", None)
+    sizes = CONFIG_MAPPING[told["model_type"]].from_dict(told)
+    longest = getattr(sizes, "max_position_embeddings", None)
     if longest and longest < job.config.block_size:
         raise UserError(f"--block_size={job.config.block_size}: it has {longest} positions")
     bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
     try:
         make: Any = AutoModelForCausalLM.from_config
-        model = make(config, attn_implementation=implementation, trust_remote_code=False)
+        model = make(sizes, attn_implementation=implementation, trust_remote_code=False)
     except (ValueError, ImportError) as e:
         raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
     return model.to(job.device, torch.float32)  # autocast does the rest, as for ours
@@ -116,13 +112,9 @@ def ran(model: Any) -> list[Resolution]:
 
 
 def asked(model: Any, x: torch.Tensor) -> list[Spec]:
-    """What each attention layer asks for, by one pass of x, (B, T) int64, through attention/hf.py;
-    after it the model has eager attention.
-
-    Raises:
-        BackendUnavailable: attention/hf.py refuses the model: not causal, or one that computes its
-            attention itself.
-    """
+    """What each attention layer asks for, by one pass of x, (B, T) int64, through attention/hf.py,
+    which raises BackendUnavailable for a model that it refuses; after it the model has eager
+    attention."""
     with torch.no_grad():
         model(input_ids=x, use_cache=False)
     model.config._attn_implementation = "eager"

@@ -7,11 +7,8 @@ FLOPs of a call at (B, T, H, D), by the matmuls that the mathematics needs:
 
 with pairs = the visible pairs of query and key, counted once ("causal"), or T * T ("full"). Others
 count 2.5 times the forward for the backward, with the scores computed again; then the rates come
-out higher by up to a sixth.
-
-Caches are warm: a round calls the kernel again and again on the same tensors, so what fits into a
-GPU's L2 (tens of MB) is read from there. In a model q, k and v have just been written, and often
-are there too; but short lengths look better here than beside the rest of a step.
+out higher by up to a sixth. Caches are warm: a round calls the kernel again and again on the same
+tensors (docs/MEASURE.md).
 
 The error is max|x - x64| over max|x64|, of the output and of the worst gradient, where x64 is
 manual's in float64 from the same rounded inputs; for the first sequence and the first key/value
@@ -67,15 +64,12 @@ class Kernels:
             t.requires_grad_()
         return made
 
-    def spec(self, point: dict[str, Any]) -> Spec:
-        heads, hub = (point["H"], point["Hkv"], point["D"]), self.config.attention_hub_kernels
-        return Spec(*heads, self.job.dtype, window=point["window"], hub_kernels=hub)
-
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        spec = self.spec(request)
+        heads = (request["H"], request["Hkv"], request["D"])
+        hub = self.config.attention_hub_kernels
+        spec = Spec(*heads, self.job.dtype, window=request["window"], hub_kernels=hub)
         q, k, v, dout = self.tensors(request)
-        attend = attention.get(self.name).attend
-        clock = self.clock
+        attend, clock = attention.get(self.name).attend, self.clock
 
         def call(stamps: list[Any]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
@@ -93,8 +87,7 @@ class Kernels:
         for _ in range(calls):
             call(stamps)
         ms = clock.ms(start, clock.stop()) / calls
-        B, T, H, D = q.shape
-        shape = {"B": B, "T": T, "H": H, "Hkv": k.shape[2], "D": D}  # that of what really ran
+        shape = dict(zip(("B", "T", "H", "D"), q.shape)) | {"Hkv": k.shape[2]}  # what really ran
         answer: dict[str, Any] = {"ms": ms, "calls": calls, "shape": shape}
         if clock.apart:
             pairs = zip(stamps[0::3], stamps[1::3], strict=True)

@@ -20,7 +20,6 @@ import gc
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -99,7 +98,7 @@ def reset_peak(device: torch.device) -> bool:
 
 def trim() -> None:
     """What was freed goes back to the system, and counts no more."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+    if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
@@ -119,10 +118,7 @@ def memory(device: torch.device, peak: bool = True) -> int:
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
     """Return memory that is kept for later, before others measure; the bytes that remain held.
-
-    Args:
-        keep: not on CUDA, where the next round would wait for the driver to give it again.
-    """
+    With `keep` not on CUDA, where the next round would wait for the driver to give it again."""
     if device.type == "cuda":
         if not keep:
             torch.cuda.empty_cache()
@@ -146,22 +142,12 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-def limit_memory(size: int) -> None:
-    """Let an allocation beyond `size` bytes fail here, before Linux kills some process."""
-    import resource
-
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
 # ----------------------------------------------------------------------------- bandwidth
 
 
 def last_level_cache(device: torch.device) -> int | None:
-    """Bytes of the largest caches in front of the memory, all that this process may use together.
-
-    A server CPU has one last-level cache for every few cores, so those of all cores are added up.
-    """
+    """Bytes of the largest caches in front of the memory, all that this process may use together:
+    a server CPU has one for every few cores."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
     if not hasattr(os, "sched_getaffinity"):
@@ -229,10 +215,8 @@ class MachineProbe:
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The backends ("names") that declare that they can do none of what is asked ("specs").
-
-        No process need be started for them. Those that remain still have to prove themselves.
-        """
+        """The backends ("names") that declare that they can do none of what is asked ("specs"): no
+        process need be started for them."""
         config = self.job.config
         here = Machine.here(str(self.device), attention.packages(*request["names"]))
         always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
@@ -250,22 +234,20 @@ class MachineProbe:
 
 
 def reason(error: attention.BackendUnavailable) -> str:
-    """Why a backend that was named strictly does not run."""
-    # the error says: attention backend 'x' cannot run here. x: why; and why
+    """The why of "attention backend 'x' cannot run here. x: why; and why"."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
 def look(job: Job) -> dict[str, Any]:
     """Everything about this machine that a figure depends on."""
     device, name = job.device, cpu_name() or platform.machine()
+    packages = {}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[package] = metadata.version(package.replace("_", "-"))
     free = free_memory(device)  # before large products are measured, whose memory PyTorch keeps
     peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
-    own: dict[str, Any] = {
-        "name": name,
-        "capability": None,
-        "driver": None,
-        "products_tflops": None,
-    }
+    own: dict[str, Any] = dict.fromkeys(("capability", "driver", "products_tflops"))
     if device.type == "cuda":
         # No matmul reaches what a datasheet promises; so also measure what one does reach.
         own = {
@@ -277,6 +259,7 @@ def look(job: Job) -> dict[str, Any]:
     return {
         "device": str(device),
         "kind": device.type,
+        "name": name,
         **own,
         "about": describe(device),
         "cuda": torch.version.cuda,
@@ -284,7 +267,7 @@ def look(job: Job) -> dict[str, Any]:
         "cpu": name,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": versions(),
+        "packages": packages,
         "dtype": job.dtype,
         "free_memory": free,
         "peak_tflops": peak.tflops,
@@ -295,8 +278,6 @@ def look(job: Job) -> dict[str, Any]:
 
 def nvidia_smi(query: str) -> list[list[str]]:
     """The fields of a query, a list a GPU; empty if nvidia-smi is missing or cannot answer."""
-    if not shutil.which("nvidia-smi"):
-        return []
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -306,25 +287,11 @@ def nvidia_smi(query: str) -> list[list[str]]:
     return [[word.strip() for word in line.split(",")] for line in lines]
 
 
-def versions() -> dict[str, str]:
-    """Import name -> version, of the packages that make kernels."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name.replace("_", "-"))
-    return found
-
-
 # ----------------------------------------------------------------------------- what disturbs it
 
 # Those of nvidia-smi's clocks_event_reasons that slow a GPU down.
-REASONS = {
-    0x4: "its power cap",
-    0x8: "a hardware slowdown",
-    0x20: "heat (software)",
-    0x40: "heat (hardware)",
-    0x80: "the power brake",
-}
+REASONS = {0x4: "its power cap", 0x8: "a hardware slowdown", 0x20: "heat (software)",
+           0x40: "heat (hardware)", 0x80: "the power brake"}  # fmt: skip
 
 
 @contextmanager
@@ -365,9 +332,8 @@ def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> lis
             with suppress(ValueError, IndexError):
                 used, share = float(line[0]), float(line[1])
                 if used > 1000 or share > 10:
-                    found.append(
-                        f"GPU {i} was in use before we began: {used:,.0f} MB, {share:.0f}%"
-                    )
+                    what = f"{used:,.0f} MB, {share:.0f}%"
+                    found.append(f"GPU {i} was in use before we began: {what}")
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > (os.cpu_count() or 1) / 2:
         found.append(f"the CPU was busy before we began: a load of {load:.1f}")
     return found

@@ -6,7 +6,6 @@ import difflib
 import itertools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,16 @@ def train(bench: Bench) -> list[rows.Row]:
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
     fits: dict[str, dict[str, Any]] = {}
-    found: dict[Key, Outcome] = {}
+    found: dict[Key, Outcome] = {(name, ""): Outcome() for name in everyone}
     if batch is None:
         bench.reference = {"why": "with --batch_size=auto each has a batch of its own"}
         for name, baseline in everyone.items():
             if name not in bench.refused:
                 try:
-                    fits[name] = fit(bench, name, baseline)
+                    fits[name] = fitting.search(bench, name, baseline)
                     sizes[name] = fits[name]["batch_size"]
                 except Failure as e:
-                    found[name, ""] = Outcome(failure=e)
+                    found[name, ""].failure = e
     elif not bench.reference:
         try:
             bench.reference = bench.ask_once("reference", batch * micro)
@@ -59,49 +58,29 @@ def train(bench: Bench) -> list[rows.Row]:
     ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps}
     ask["profile"] = PROFILED_STEPS * config.profile
 
-    def table() -> list[rows.Row]:
-        known = bench.reference if "loss" in bench.reference else {}
-        made = []
-        for name in everyone:
-            outcome, sequences = found[name, ""], sizes[name] * micro
-            row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
-            if name in fits:
-                row["fits"] = fits[name]
-            row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, known)
-            if "profile" in row:
-                row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
-            made.append(row)
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
+        if name in fits:
+            row["fits"] = fits[name]
+        how = bench.model, sizes[name] * micro, bench.peak, bench.reference
+        row = rows.of_training(row, outcome, *how)
+        if "profile" in row:
+            row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
+        return row
 
-    made = bench.measure(found, jobs, {"": ask}, table)
+    made = bench.measure(found, jobs, {"": ask}, row)
     for name, best in fits.items():
         # The limit is not sharp, and a step under the profiler takes more: stay a little below.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
-            made = bench.measure(found, {name: smaller}, {"": ask}, table)
+            made = bench.measure(found, {name: smaller}, {"": ask}, row)
     if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
         made += kernel(replace(bench, config=own, earlier=made))
     return made
-
-
-def fit(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
-    """The largest batch that fits for one backend or baseline: fitting.search()."""
-    config, memory = bench.config, bench.machine["memory_limit"]
-    job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
-    how = (config.slowest_step, memory, config.timeout, bench.watch, bench.stop)
-    best = fitting.search(job, *how)
-    limits = {"memory": "memory", "time": f"a step of {config.slowest_step:g} s (--slowest_step)",
-              "search": f"{fitting.SEARCH_S:g} s of searching"}  # fmt: skip
-    tried = ", ".join(best["tried"])
-    bench.tell(
-        f"{name}: batch {best['batch_size']}, limited by {limits[best['limit']]}; "
-        f"tried {tried}, not compiled"
-    )
-    return best
 
 
 def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
@@ -127,14 +106,13 @@ def grid(bench: Bench) -> list[dict[str, Any]]:
     elif bench.mode == "train":  # secondary, and nine backends have been compiled before it
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
+    windows = config.windows or (model.attention_window,)
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # The largest corner would take most of the time.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
     return [
         {"B": B, "T": T, **heads, "window": window}
-        for B in batch_sizes
-        for T in lengths
-        for window in config.windows or (model.attention_window,)
+        for B, T, window in itertools.product(batch_sizes, lengths, windows)
         if min(batch_sizes) == B or most >= T
     ]
 
@@ -144,17 +122,13 @@ def kernel(bench: Bench) -> list[rows.Row]:
     points = {rows.where(point): point for point in grid(bench)}
     jobs = {name: bench.job("kernel", name) for name in bench.backends}
     seconds = bench.config.seconds / 5
-    found: dict[Key, Outcome] = {}
 
-    def table() -> list[rows.Row]:
-        made = []
-        for (where, point), name in itertools.product(points.items(), jobs):
-            row = rows.begin("kernel", name, point, found[name, where])
-            made.append(rows.of_kernel(row, found[name, where], bench.peak))
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("kernel", name, points[where], outcome)
+        return rows.of_kernel(row, outcome, bench.peak)
 
     ask = {where: {**point, "seconds": seconds} for where, point in points.items()}
-    return bench.measure(found, jobs, ask, table)
+    return bench.measure({}, jobs, ask, row)
 
 
 def texts(bench: Bench) -> list[dict[str, Any]]:
@@ -179,18 +153,13 @@ def decode(bench: Bench) -> list[rows.Row]:
     points = {rows.where(point): point for point in texts(bench)}
     everyone = bench.everyone(("sdpa",))
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
-    found: dict[Key, Outcome] = {}
 
-    def table() -> list[rows.Row]:
-        made = []
-        for (where, point), name in itertools.product(points.items(), jobs):
-            outcome = found[name, where]
-            row = rows.begin("decode", name, point, outcome)
-            row["baseline"] = name not in bench.backends
-            made.append(rows.of_decoding(row, outcome, bench.machine["bandwidth"]))
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("decode", name, points[where], outcome)
+        row["baseline"] = name not in bench.backends
+        return rows.of_decoding(row, outcome, bench.machine["bandwidth"])
 
-    return bench.measure(found, jobs, points, table)
+    return bench.measure({}, jobs, points, row)
 
 
 def converge(bench: Bench) -> list[rows.Row]:
@@ -219,41 +188,34 @@ def converge(bench: Bench) -> list[rows.Row]:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    found: dict[Key, Outcome] = {}  # its rounds are those of all seeds, in order
+    # Its rounds are those of all seeds, in order.
+    found: dict[Key, Outcome] = {(name, ""): Outcome() for name in jobs(0)}
     planned = CONVERGE_ROUNDS * config.seeds
     sequences = batch * config.train.gradient_accumulation_steps
 
-    def table() -> list[rows.Row]:
-        made = []
-        for name in jobs(0):
-            outcome = found[name, ""]
-            row = rows.begin("converge", name, {}, outcome)
-            made.append(rows.of_training(row, outcome, bench.model, sequences, bench.peak, {}))
-            if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
-                row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
-        rows.of_convergence(made, next(iter(jobs(0))), config.tolerance, config.seeds)
-        return made
+    def row(name: str, where: str, outcome: Outcome) -> rows.Row:
+        row = rows.begin("converge", name, {}, outcome)
+        row = rows.of_training(row, outcome, bench.model, sequences, bench.peak, {})
+        if row["status"] == "ok" and len(outcome.rounds) < planned:  # no final loss yet
+            row |= {"status": "stopped", "why": [f"{len(outcome.rounds)} of {planned} parts"]}
+        return row
 
-    for seed in range(config.seeds):
-        everyone = jobs(seed)
-        # One run is one process from its first step to its last: "fresh" is one after the other.
-        groups = [{n: j} for n, j in everyone.items()] if config.fresh_rounds else [everyone]
-        for name in everyone:
-            found.setdefault((name, ""), Outcome())
-        for group in groups:
-            ask = {"": {"steps": part}}
-            bench.measure(found, group, ask, table, CONVERGE_ROUNDS, fresh=False)
-    return table()
+    def judge(table: list[rows.Row]) -> None:
+        rows.of_convergence(table, next(iter(jobs(0))), config.tolerance, config.seeds)
+
+    made: list[rows.Row] = []
+    for everyone in map(jobs, range(config.seeds)):
+        # Not fresh: one run is one process from its first step to its last.
+        how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
+        made = bench.measure(found, everyone, {"": {"steps": part}}, row, **how)
+    return made
 
 
 def datasheet(
     config: BenchConfig, gpu: str, option: str
 ) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here.
-
-    Args:
-        option: that named it, for the UserError of one that is not known.
-    """
+    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here;
+    `option` named it, and the UserError names it where the GPU is not known."""
     wanted: str = config.train.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
@@ -314,23 +276,14 @@ def specs(bench: Bench) -> list[dict[str, Any]]:
     """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
     process."""
     model = bench.model
-    if bench.hf:
-        own: dict[str, Any] = model.layers[0]
-    else:
-        own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-        own["window"] = model.spec("float32").window
+    own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
+    own |= model.layers[0] if bench.hf else {"window": model.spec("float32").window}
     if bench.mode == "decode":
-        pages = {"paged": {"page_size": 16}}
-        caches = bench.config.kv_caches
-        return [{**own, "grad": False, "cache": c, **pages.get(c, {})} for c in caches]
+        asked = [{**own, "grad": False, "cache": cache} for cache in bench.config.kv_caches]
+        return [{**s, "page_size": 16} if s["cache"] == "paged" else s for s in asked]
     if bench.mode == "kernel":
         return [{**own, "window": point["window"]} for point in grid(bench)]
     return [{**own, "dropout": model.dropout}]
 
 
-MODES: dict[str, Callable[[Bench], list[rows.Row]]] = {
-    "train": train,
-    "kernel": kernel,
-    "decode": decode,
-    "converge": converge,
-}
+MODES = {"train": train, "kernel": kernel, "decode": decode, "converge": converge}

@@ -72,16 +72,14 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
 
 def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
     """Time and memory of attention alone against the length, at the smallest batch."""
-    smallest = min(r["point"]["B"] for r in rows)
-    same = {k: rows[0]["point"][k] for k in ("H", "D", "window")} | {"B": smallest}
-    rows = [r for r in rows if {k: r["point"][k] for k in same} == same]
+    same = {k: rows[0]["point"][k] for k in ("H", "D", "window")}
+    same["B"] = min(r["point"]["B"] for r in rows)
+    rows = [r for r in rows if r["point"].items() >= same.items()]
     lengths = sorted({r["point"]["T"] for r in rows})
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    sides = (
-        ("ms", 1.0, "milliseconds, forward and backward"),
-        ("memory_bytes", 1e-6, "MB beyond the inputs"),
-    )
-    for ax, (key, unit, title) in zip(axes, sides):
+    time = ("ms", 1.0, "milliseconds, forward and backward")
+    memory = ("memory_bytes", 1e-6, "MB beyond the inputs")
+    for ax, (key, unit, title) in zip(axes, (time, memory)):
         for name in dict.fromkeys(r["backend"] for r in rows):
             its = [r for r in rows if r["backend"] == name and r.get(key)]
             colour, marker = look[name]
@@ -94,7 +92,7 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
         ax.minorticks_off()
         ax.set(xlabel="tokens", title=title)
     axes[0].legend()
-    figure.suptitle(f"batch {smallest}, {same['H']} heads of {same['D']}", fontsize=10)
+    figure.suptitle(f"batch {same['B']}, {same['H']} heads of {same['D']}", fontsize=10)
     return figure
 
 

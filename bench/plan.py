@@ -53,25 +53,25 @@ def too_long(
             long this one would take.
     """
     config, alone = bench.config, "T" in point
-    if bench.mode == "decode" and name in LONGEST and bench.device.startswith("cuda"):
-        return "" if name in config.backends else "beside the point on a GPU; name it in --backends"
-    if bench.mode == "decode" or (bench.mode == "converge" and name == "manual"):
+    if bench.mode == "decode":
+        away = name in LONGEST and bench.device.startswith("cuda") and name not in config.backends
+        return "beside the point on a GPU; name it in --backends" * away
+    if bench.mode == "converge" and name == "manual":
         return ""
-    T = point["T"] if alone else config.train.block_size
-    most = (COMPILED if compiled(bench) and not alone else LONGEST).get(name, T)
+    T, step = point["T"] if alone else config.train.block_size, not alone and compiled(bench)
+    most = (COMPILED if step else LONGEST).get(name, T)
     named = name in config.backends and (bool(config.lengths) or not alone)
     if most < T and not named:
-        kind = "as a compiled step " if not alone and compiled(bench) else ""
         return (
-            f"left out {kind}beyond {most:,} tokens, where it takes too long or too much "
-            "memory; name it in --backends" + ", and --lengths" * alone
+            f"left out {'as a compiled step ' * step}beyond {most:,} tokens, where it takes too "
+            "long or too much memory; name it in --backends" + ", and --lengths" * alone
         )
     for (who, where), outcome in (found or {}).items():
-        took = outcome.warm.get("call_s", 0.0)
+        took, at = outcome.warm.get("call_s", 0.0), outcome.warm.get("point", {})
         if who != name or took < SURE or not alone:
             continue
-        if bool(outcome.warm["point"]["window"]) == bool(point["window"]):  # else another kernel
-            wait = took * work(point) / work(outcome.warm["point"])
+        if bool(at["window"]) == bool(point["window"]):  # else another kernel
+            wait = took * work(point) / work(at)
             if wait > config.slowest_step:
                 return (
                     f"a call would take about {wait:.2g} s, by {took:.2g} s at {where}; none "
@@ -81,11 +81,8 @@ def too_long(
 
 
 def seconds(bench: Bench, points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """An estimate for each backend and baseline of the mode that is not left out.
-
-    Args:
-        points: of attention alone, or of decoding.
-    """
+    """An estimate for each backend and baseline of the mode that is not left out, with `points` of
+    attention alone, or of decoding."""
     config, mode, model = bench.config, bench.mode, bench.model
     rate = SHARE * bench.peak.tflops * 1e12
     batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps

@@ -12,23 +12,16 @@ from attention.gpus import SERVERS, find_rated
 from bench import modes, tables
 from bench.config import BenchConfig, vocabulary
 from bench.fitting import SHARE
-from bench.links import KINDS, Cluster
-from bench.scale import Job, Plan, parameters
+from bench.scale import KINDS, Cluster, Job, Plan, parameters
 from core import flops
 from core.settings import UserError
-from model import GPTConfig
 
 HEAD = 128  # channels of a head, and of the width for each layer, of the largest model
 CONTEXTS = (1, 2, 4, 8)
-MEMORY = ("weights", "gradients", "AdamW", "activations", "logits", "gathered")
 
 
 def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
-    """The GPUs of --gpu, and the lines that say what is known of them.
-
-    Raises:
-        UserError: --gpu is missing or unknown, or a rate that no table has is not given.
-    """
+    """The GPUs of --gpu, and the lines that say what is known of them."""
     name = config.gpu
     if name is None:
         raise UserError('plan needs a GPU: --gpu="NVIDIA H200"; names are those that drivers give')
@@ -63,17 +56,14 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
-    """Every way to share the job among so many GPUs.
-
-    Raises:
-        UserError: they do not fill their servers, or a ring of --context_parallels does not.
-    """
+    """Every way to share the job among so many GPUs."""
     if gpus > at.node and gpus % at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
     one = (config.train.context_parallel,) * (config.train.context_parallel > 1)
+    knob = "--context_parallels" if config.context_parallels else "--context_parallel"
     for N in (asked := config.context_parallels or one):
         if gpus % N:
-            raise UserError(f"--context_parallels: rings of {N} do not divide --gpus={gpus}")
+            raise UserError(f"{knob}: rings of {N} do not divide --gpus={gpus}")
     rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
     ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
     return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
@@ -105,11 +95,10 @@ def run(config: BenchConfig) -> int:
     for n, ways in every.items():
         made = [row(p) for p in ways]
         content += made
-        for i, r in enumerate(r for r in made if "why" in r):
-            blank = "\n" * (i == 0)
-            print(
-                f"{blank}{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}"
-            )
+        bad = [r for r in made if "why" in r]
+        print(end="\n" * bool(bad))
+        for r in bad:
+            print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
         good = [r for r in made if "why" not in r]
         for title, cells in sections(good) if good else ():
             print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
@@ -132,7 +121,6 @@ def row(plan: Plan) -> dict[str, Any]:
     m, compute = plan.job.model, plan.computing[0]
     total = compute + plan.exposed
     rate = plan.job.sequences * m.block_size / total
-    big = largest(plan)
     return {
         **row,
         "sequences": plan.sequences,
@@ -147,8 +135,7 @@ def row(plan: Plan) -> dict[str, Any]:
         "exposed_ms": 1e3 * plan.exposed,
         "ms": 1e3 * total,
         **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
-        "largest_model": big
-        and {"n_layer": big.n_layer, "n_embd": big.n_embd, "N": parameters(big)},
+        "largest_model": largest(plan),
         "longest_context": longest(plan),
     }
 
@@ -159,15 +146,16 @@ def alone(plan: Plan, **sizes: Any) -> Plan:
     return replace(plan, job=replace(job, sequences=plan.gpus // plan.context, batch=1))
 
 
-def largest(plan: Plan) -> GPTConfig | None:
+def largest(plan: Plan) -> dict[str, int] | None:
     """The largest model of L layers, L heads of HEAD channels, that fits; as wide for its depth as
     GPT-3's (Brown et al. 2020, table 2.1). None: not even one layer does."""
 
     def sized(L: int) -> Plan:
         return alone(plan, n_layer=L, n_head=L, n_embd=HEAD * L, n_kv_head=None)
 
-    L = most(lambda L: sized(L).over <= 0)
-    return sized(L).job.model if L else None
+    if not (L := most(lambda L: sized(L).over <= 0)):
+        return None
+    return {"n_layer": L, "n_embd": HEAD * L, "N": parameters(sized(L).job.model)}
 
 
 def longest(plan: Plan) -> int:
@@ -211,18 +199,16 @@ def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
         return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
 
     def limits(r: dict[str, Any]) -> list[str]:
-        big, longest = r["largest_model"], f"{r['longest_context']:,}"
-        if big is None:
-            return ["-", "none", longest]
-        return [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}", longest]
+        big, size = r["largest_model"], ["-", "none"]
+        if big is not None:
+            size = [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}"]
+        return [*size, f"{r['longest_context']:,}"]
 
-    links = ["NVLink", "network"]
+    ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
+    fits = ["1e9 parameters", "layers x width", "longest context"]
     return [
-        ("memory of a rank, GB", table([*MEMORY, "sum", "left"], memory)),
-        ("sent by a rank in a step, GB", table(["micro", *KINDS, *links], sent)),
-        ("a step, ms", table(["compute", "sending", "exposed", "step", "Mtok/s", "mfu"], time)),
-        (
-            "what would fit, one sequence at a time",
-            table(["1e9 parameters", "layers x width", "longest context"], limits),
-        ),
+        ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
+        ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
+        ("a step, ms", table(ms, time)),
+        ("what would fit, one sequence at a time", table(fits, limits)),
     ]

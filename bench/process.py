@@ -38,11 +38,9 @@ LOOK = 0.2  # seconds between two looks at the signals while a worker works
 
 
 class Failure(Exception):
-    """What a worker could not do.
-
-    kind: "unavailable" (refused, with reasons), "failed" (it raised), "died" (the process can
-    answer nothing more), "skipped" (it would take too long), or "stopped": the bench is to end.
-    """
+    """What a worker could not do: `kind` is "unavailable" (refused, with reasons), "failed" (it
+    raised), "died" (the process can answer nothing more), "skipped" (it would take too long), or
+    "stopped" (the bench is to end)."""
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
         super().__init__("; ".join(why))
@@ -59,8 +57,7 @@ class Stop:
 
     def check(self, late: float = 0.0) -> None:
         """Raises: Failure, "stopped", at a signal, and `late` seconds after the deadline."""
-        number = self.signals.signal if self.signals else None
-        if number:
+        if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"it was stopped by {name}"
         elif self.deadline is not None and time.monotonic() > self.deadline + late:
@@ -78,12 +75,8 @@ class Stop:
 
 def start(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
     """Start a command that ends when this process does, and all that it starts with it."""
-    return subprocess.Popen(
-        [*GUARD, *command],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is ours to handle
-        **pipes,
-    )
+    pipes |= {"stdin": subprocess.PIPE, "start_new_session": True}  # Ctrl-C is ours to handle
+    return subprocess.Popen([*GUARD, *command], **pipes)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -106,44 +99,30 @@ def result(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["ok"]
 
 
-class Started:
-    """A process that waits for its job; meanwhile it imports what every job needs."""
+class Worker:
+    """One process, and the lines between it and us; it imports until it is told its job."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    about: dict[str, Any]  # its answer to the job
+    setup_s: float
+
+    def __init__(
+        self, timeout: float, stop: Stop | None = None, command: Sequence[str] = COMMAND
+    ) -> None:
+        self.timeout, self.stop = timeout, stop or Stop()
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.process = start(command, stdout=subprocess.PIPE, stderr=self.errors)
 
-    def close(self) -> None:
-        """End the process."""
-        end(self.process)
-        assert self.process.stdout
-        self.process.stdout.close()
-        self.errors.close()
-
-
-class Worker:
-    """One process with a job, and the lines between it and us."""
-
-    def __init__(
-        self,
-        job: Mapping[str, Any],
-        timeout: float,
-        command: Sequence[str] = COMMAND,
-        stop: Stop | None = None,
-        started: Started | None = None,
-    ) -> None:
-        """Start the process, unless it is `started`, and set up its job; `about` is its answer."""
-        self.timeout, self.stop = timeout, stop or Stop()
-        self.stop.check()
-        self.started = started or Started(command)
-        self.process, self.errors = self.started.process, self.started.errors
+    def begin(self, job: Mapping[str, Any]) -> Worker:
+        """Have it set up its job; it ends where it cannot."""
         began = time.perf_counter()
         try:
+            self.stop.check()
             self.about = self.ask(job)
         except BaseException:
             self.close()
             raise
         self.setup_s = time.perf_counter() - began
+        return self
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer, `timeout` seconds at most."""
@@ -180,7 +159,10 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.started.close()
+        end(self.process)
+        assert self.process.stdout
+        self.process.stdout.close()
+        self.errors.close()
 
 
 @dataclass
@@ -245,7 +227,7 @@ def measure(
     warm_by = time.monotonic() + WARM_UP * ((stop.deadline or 0) - time.monotonic())
     # Importing takes seconds of one core, so all begin with it at once, where there is no memory
     # limit that it might come near.
-    waiting = {name: Started(command) for name in jobs if ahead and not fresh}
+    waiting = {name: Worker(timeout, stop, command) for name in jobs if ahead and not fresh}
 
     def drop(*names: str) -> None:
         for name in names:
@@ -261,7 +243,8 @@ def measure(
         if round_ == 0 and held and stop.deadline and time.monotonic() > warm_by:
             raise Failure("stopped", ["warming it up would have left no time for the rounds"])
         if name not in workers:
-            workers[name] = Worker(jobs[name], timeout, command, stop, waiting.pop(name, None))
+            worker = waiting.pop(name, None) or Worker(timeout, stop, command)
+            workers[name] = worker.begin(jobs[name])
         worker = workers[name]
         outcome.about, outcome.setup_s = worker.about, outcome.setup_s or worker.setup_s
         if round_ == 0 or fresh:
@@ -273,13 +256,6 @@ def measure(
             held[name] = warm.get("held_bytes", 0)
         if round_ > 0:
             outcome.rounds.append(worker.ask(points[point]))
-
-    def failed(name: str, point: str, e: Failure) -> None:
-        lives = name in workers or e.kind == "skipped"
-        for p in [point] if lives else points:  # not begun: it never will
-            outcomes[name, p].failure = e
-        if e.kind == "died" and name in workers:
-            drop(name)
 
     try:
         for round_ in range(rounds + 1):
@@ -293,7 +269,11 @@ def measure(
                     watch(f"{doing}: {name} {point}".strip() + f" ({begun} of {of})")
                     one(name, point, round_)
                 except Failure as e:
-                    failed(name, point, e)
+                    lives = name in workers or e.kind == "skipped"
+                    for p in [point] if lives else points:  # not begun: it never will
+                        outcomes[name, p].failure = e
+                    if e.kind == "died" and name in workers:
+                        drop(name)
                 if round_ == rounds or outcomes[name, point].failure:
                     known(name, point)
                 if fresh is None and budget and sum(held.values()) + peak > budget:
@@ -303,6 +283,6 @@ def measure(
             after_round()
     finally:
         drop(*workers)
-        for started in waiting.values():
-            started.close()
+        for worker in waiting.values():
+            worker.close()
     return outcomes, bool(fresh)

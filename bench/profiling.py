@@ -110,16 +110,8 @@ class Scopes:
     def enter(self, part: str) -> None:
         self.open.append(record_function(RANGE + part).__enter__())
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         self.open.pop().__exit__(None, None, None)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave()
 
     def mark(self, part: str) -> None:
         """What train.train_step tells of."""
@@ -140,17 +132,14 @@ class Scopes:
         def enters(part: str) -> Callable[..., None]:
             return lambda *_: self.enter(part)
 
-        def leaves(*_: Any) -> None:
-            self.leave()
-
         for name, module in self.model.named_modules():
             if not (part := names[name]):
                 continue
             handles.append(module.register_forward_pre_hook(enters(part)))
-            handles.append(module.register_forward_hook(leaves, always_call=True))
+            handles.append(module.register_forward_hook(self.leave, always_call=True))
             if name == last:
                 handles.append(module.register_forward_hook(enters("head and loss")))
-                handles.append(self.model.register_forward_hook(leaves))
+                handles.append(self.model.register_forward_hook(self.leave))
         try:
             yield
         finally:
@@ -159,10 +148,8 @@ class Scopes:
 
 
 def part_of(name: str, module: nn.Module) -> str | None:
-    """The part that a module of a GPT does, of ours, of nanoGPT's or of transformers'.
-
-    None: it only holds others, which say it themselves.
-    """
+    """The part that a module of a GPT does, of ours, of nanoGPT's or of transformers'; None where
+    it only holds others, which say it themselves."""
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -181,10 +168,9 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 def read(events: Iterable[Any], config: GPTConfig, rows: int, compiled: bool,
          device: str) -> Found:  # fmt: skip
-    """What the profiler's events say of each part.
+    """What the profiler's events, with shapes, say of each part.
 
     Args:
-        events: torch.profiler's, with shapes.
         rows: tokens in a micro-batch.
         compiled: attribute by operators, sizes and names, not by modules.
         device: on "cuda" the time is the kernels', elsewhere the operators'.
@@ -213,10 +199,10 @@ def read(events: Iterable[Any], config: GPTConfig, rows: int, compiled: bool,
         found.busy_ms = union((e.time_range.start, e.time_range.end) for e in kernels) / 1e3
         return found
     for e in on_host:
-        waits = e.name == RANGE + "data"
-        if waits or not (e.scope == USER or HOST.search(e.name)):
-            name = "waiting for the next batch" if waits else e.name
-            found.add("data" if waits else owner.of(e), name, e.self_cpu_time_total)
+        if e.name == RANGE + "data":
+            found.add("data", "waiting for the next batch", e.self_cpu_time_total)
+        elif e.scope != USER and not HOST.search(e.name):
+            found.add(owner.of(e), e.name, e.self_cpu_time_total)
     found.busy_ms = sum(found.ms.values())
     return found
 

@@ -7,14 +7,16 @@ it, by a bad address on CUDA say, is noted, and another process continues with t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attention
-from attention import check, matrix
+from attention import check
 from attention.spec import DTYPES, Machine
 from bench.job import Job
-from bench.process import Failure, Stop, Worker
+from bench.process import Failure, Worker
+
+if TYPE_CHECKING:
+    from bench.bench import Bench
 
 Item = dict[str, str]  # of the job "proof": a case or a promise, its feature, and a dtype
 
@@ -25,7 +27,7 @@ class Proof:
     def __init__(self, told: dict[str, Any]) -> None:
         self.device = Job(told).device
         self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
-        self.about = {"cases": len(matrix.CASES)}
+        self.about: dict[str, Any] = {}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel itself raises is
@@ -48,44 +50,31 @@ def items(dtypes: list[str]) -> list[Item]:
     ]
 
 
-def prove(
-    job: dict[str, Any],
-    backends: list[str],
-    dtypes: list[str],
-    stop: Stop,
-    timeout: float,
-    watch: Callable[[str], None] = lambda what: None,
-) -> list[dict[str, Any]]:
-    """Test until all is done or the time is up. The backend that has used the least time is next,
+def prove(bench: Bench, dtypes: list[str]) -> list[dict[str, Any]]:
+    """A row a backend: how many cases were right, wrong, refused and not reached, the canary, and
+    what was wrong.
+
+    It tests until all is done or the time is up. The backend that has used the least time is next,
     so that one that compiles for minutes takes none from the others.
-
-    Args:
-        stop: when to end.
-
-    Returns:
-        a row a backend: how many cases were right, wrong, refused and not reached, the canary, and
-        what was wrong.
     """
-    asked = items(dtypes)
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in backends}
-    spent = dict.fromkeys(backends, 0.0)
+    asked, job = items(dtypes), bench.job("proof", "")
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.backends}
+    spent = dict.fromkeys(bench.backends, 0.0)
     worker = None
     try:
-        while waiting := [name for name in backends if len(answers[name]) < len(asked)]:
-            stop.check()
+        while waiting := [name for name in bench.backends if len(answers[name]) < len(asked)]:
+            bench.stop.check()
             name = min(waiting, key=spent.__getitem__)
             item, began = asked[len(answers[name])], time.monotonic()
-            watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+            bench.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+            worker = worker or Worker(bench.config.timeout, bench.stop).begin(job)
             try:
-                worker = worker or Worker(job, timeout, stop=stop)
                 answer = worker.ask({"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":
                     raise
                 answer = {"verdict": "wrong", "why": str(e)}
                 if e.kind == "died":
-                    if worker is None:  # no process can be started: give up
-                        raise
                     worker.close()
                     worker = None
             answers[name].append({**item, **answer})
@@ -96,15 +85,13 @@ def prove(
     finally:
         if worker is not None:
             worker.close()
-    return [row(name, answers[name], len(asked), spent[name]) for name in backends]
+    return [row(name, answers[name], len(asked), spent[name]) for name in bench.backends]
 
 
 def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
     """A backend's answers in one row."""
     by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
-    heard = [
-        a["verdict"] for a in answers if a["feature"] == "canary" and a["verdict"] != "refused"
-    ]
+    heard = {a["verdict"] for a in answers if a["feature"] == "canary"} - {"refused"}
     return {
         "backend": name,
         **{verdict: len(found) for verdict, found in by.items()},

@@ -13,9 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import data
 from bench import modes, plan, proof, records, rows, tables
@@ -54,39 +54,26 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
     On a GPU the width and the tokens of a call are the FlashAttention papers', 2048 and 16,384;
     elsewhere an eighth of the width and one sequence.
     """
+    plain: Any = [(T, D, None, 1) for T in (1024, 4096, 16384, 512, 2048, 8192) for D in (64, 128)]
+    more = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
     made = []
-
-    def add(T: int, D: int, window: int | None = None, group: int = 1) -> None:
+    for T, D, window, group in [*plain[:4], *more, *plain[4:], (16384, 128, 1024, 1)]:
         H = (2048 if cuda else 256) // D
         heads = {"H": H, "Hkv": max(1, H // group), "D": D}
         made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
-
-    for T in (1024, 4096, 16384, 512, 2048, 8192):
-        for D in (64, 128):
-            add(T, D)
-        if T == 4096:
-            add(T, 64, window=1024)
-            add(T, 128, group=4)
-    add(16384, 128, window=1024)
     return made
 
 
 def that_fit(bench: Bench, box: float) -> tuple[list[Content], list[str]]:
-    """The points of the grid that fit into the box, and the names of the others.
-
-    Raises:
-        Failure: none fits.
-    """
+    """The points of the grid that fit into the box, and the names of the others."""
     taken: list[Content] = []
-    dropped = []
-    for point in grid(bench.device.startswith("cuda")):
+    points = grid(bench.device.startswith("cuda"))
+    for point in points:
         if sum(plan.seconds(bench, [*taken, point]).values()) <= box:
             taken.append(point)
-        else:
-            dropped.append(rows.where(point))
     if not taken:
         raise Failure("skipped", [f"{box:.0f} s are too short for one point; --minutes gives more"])
-    return taken, dropped
+    return taken, [rows.where(point) for point in points if point not in taken]
 
 
 def contenders(bench: Bench, box: float) -> list[str]:
@@ -105,18 +92,12 @@ def contenders(bench: Bench, box: float) -> list[str]:
 # --- the stages ---
 
 
-def machine(bench: Bench, box: float) -> Content:
-    """The machine: measured just before, and at the top of the record."""
-    return {"about": bench.machine["about"]}
-
-
 def numbers(bench: Bench, box: float) -> Content:
     """The matrix and the canary for every backend that runs here, as time allows."""
     first = bench.machine["dtype"]
     others = ("bfloat16", "float16", "float32") if bench.device.startswith("cuda") else ("float32",)
     dtypes = list(dict.fromkeys((first, *others)))
-    made = proof.prove(bench.job("proof", ""), bench.backends, dtypes, bench.stop,
-                       bench.config.timeout, bench.watch)  # fmt: skip
+    made = proof.prove(bench, dtypes)
     for row in made:
         counts = (f"{row[n]} {n.replace('_', ' ')}" for n in tables.VERDICTS)
         bench.tell(f"{row['backend']}: {', '.join(counts)}")
@@ -171,17 +152,17 @@ SMALL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size":
                          "compile": False}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One of the six: what it does, in which mode of the bench, with which of its knobs."""
 
     run: Callable[[Bench, float], Content]
     mode: str = "kernel"
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, Any] = {}
 
 
 STAGE = {
-    "machine": Stage(machine),
+    # measured just before, and at the top of the record
+    "machine": Stage(lambda bench, box: {"about": bench.machine["about"]}),
     "proof": Stage(numbers),
     "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
     "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
@@ -212,9 +193,6 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
     Args:
         told: the record's entries about the command.
         given: the names of the settings that the user gave.
-
-    Raises:
-        Failure: nothing can be measured here.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
@@ -228,12 +206,10 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
     bench.vocab_size, _ = vocabulary(config)
     record: Content = {**told, "mode": "qualify", "machine": bench.machine, "stages": [],
                        "vocab_size": bench.vocab_size, "settings": config.flat()}  # fmt: skip
-    slug = config.record or "qualify"
-    folder = records.folder_of(config.records_dir, slug, bench.machine)
+    folder = records.folder_of(config.records_dir, config.record or "qualify", bench.machine)
     if config.resume:
-        folder, record["stages"] = earlier(folder, slug, record)
-        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
-        wanted = [name for name in wanted if name not in done]
+        folder, record["stages"] = earlier(folder, record)
+        wanted = [name for name in wanted if name in undone(record)]
         record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
     shares = boxes(end - time.monotonic(), wanted).items()
     sizes = f"{config.train.n_layer} layers, {config.train.n_embd} wide, batch {config.batch_size}"
@@ -242,11 +218,11 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         f"over goes to those after it. Training: {sizes}, {config.train.block_size} tokens"
     )
     for i, name in enumerate(wanted):
-        stage, left = STAGE[name], end - time.monotonic()
-        box = boxes(left, wanted[i:])[name]
+        stage, now = STAGE[name], time.monotonic()
+        box = boxes(end - now, wanted[i:])[name]
         bench.backends = ranked(record, bench.backends)
         own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
-                      stop=Stop(time.monotonic() + box, bench.stop.signals),
+                      stop=Stop(now + box, bench.stop.signals),
                       began=time.perf_counter())  # fmt: skip
         if name == "converge" and cuda:  # beside the plain path; on a CPU: the fused kernels
             own.config = replace(own.config, paths=("bfloat16",), backends=("all",))
@@ -258,15 +234,18 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         record["stages"].append(entry)
         record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
         bench.stop.why = bench.stop.why or (own.stop.why if own.stop.code else "")
-        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
-        missing = [name for name in STAGES if name not in done]
-        record |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
-        if not missing:
-            del record["incomplete"]
-        record["answers"] = conclusions(record)
-        records.save(folder, records.seal(record))
+        record.pop("incomplete", None)
+        if missing := undone(record):
+            record["incomplete"] = f"not done: {', '.join(missing)}"
+        record |= {"complete": not missing, "answers": conclusions(record)}
+        records.write(folder, record, whole=False)
     probe.close()
     return record, folder
+
+
+def undone(record: Content) -> list[str]:
+    done = {s["name"] for s in record["stages"] if s["status"] == "done"}
+    return [name for name in STAGES if name not in done]
 
 
 def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
@@ -275,12 +254,12 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
     began = time.monotonic()
     try:
         bench.stop.check()
-        bench.ask_refused(probe, modes.specs(bench))
+        asked = {"names": bench.backends, "specs": modes.specs(bench)}
+        bench.refused = probe.ask(asked)["refused"]
         with watched() as entry["watched"]:
             entry["record"] = STAGE[name].run(bench, box)
-        whole = entry["record"].get("complete", not bench.stop.why)
-        entry["status"] = "done" if whole else "cut"
-        entry["why"] = "" if whole else entry["record"].get("incomplete", bench.stop.why)
+        why = entry["record"].get("incomplete", bench.stop.why)
+        entry |= {"status": "cut" if why else "done", "why": why}
     except (Failure, UserError) as e:
         stopped = isinstance(e, Failure) and e.kind in ("stopped", "skipped")
         entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
@@ -290,14 +269,16 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 
 def ranked(record: Content, names: list[str]) -> list[str]:
     """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
-    ms = {row["backend"]: row["ms"] for row in ok_rows(record, "kernels")
-          if (row["point"]["T"], row["point"]["D"]) == (1024, 64)}  # fmt: skip
+    short = (
+        r for r in ok_rows(record, "kernels") if (r["point"]["T"], r["point"]["D"]) == (1024, 64)
+    )
+    ms = {row["backend"]: row["ms"] for row in short}
     return sorted(names, key=lambda name: ms.get(name, math.inf))
 
 
-def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Content]]:
-    """The newest record of this slug and device, and its stages, for --resume."""
-    tail = folder.name.split("_", 1)[1]
+def earlier(folder: Path, record: Content) -> tuple[Path, list[Content]]:
+    """The newest record of this device and name, and its stages, for --resume."""
+    tail = folder.name.partition("_")[2]
     found = sorted(folder.parent.glob(f"*_{tail}/record.json"))
     if not found:
         raise UserError(f"--resume: there is no record *_{tail} in {folder.parent}")
@@ -315,14 +296,13 @@ def earlier(folder: Path, slug: str, record: Content) -> tuple[Path, list[Conten
 # --- the conclusions ---
 
 
-def stages_of(record: Content) -> dict[str, Content]:
-    """The stages with results, by name."""
-    return {s["name"]: s for s in record["stages"] if s["record"]}
+def results(record: Content, stage: str) -> Content:
+    """Those of a stage; {} where it has none."""
+    return next((s["record"] for s in record["stages"] if s["name"] == stage), {})
 
 
 def rows_of(record: Content, stage: str) -> list[Content]:
-    """The rows of a stage; none where it has no results."""
-    return stages_of(record).get(stage, {}).get("record", {}).get("rows", [])
+    return results(record, stage).get("rows", [])
 
 
 def ok_rows(record: Content, stage: str) -> list[Content]:
@@ -331,26 +311,20 @@ def ok_rows(record: Content, stage: str) -> list[Content]:
 
 def conclusions(record: Content) -> list[str]:
     """Who was right, what each stage says, what makes a figure doubtful, what is missing."""
-    said = [f"Proof: {text}." for text in of_proof(record)]
+    said = []
+    if rows := rows_of(record, "proof"):
+        ok = [r for r in rows if not r["wrong"] and r["right"]]
+        names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in ok) or "none"
+        said.append(f"Proof: every number right and nothing leaked: {names}.")
+        left = [f"{r['backend']} {r['not_reached']}" for r in rows if r["not_reached"]]
+        if left:
+            said.append(f"Proof: cases not reached in the time: {', '.join(left)}.")
     for stage in record["stages"]:
         said += stage["record"].get("answers", [])
     said += [f"Suspicious: {text}." for text in doubts(record)]
     for stage in record["stages"]:
         if stage["status"] != "done":
             said.append(f"Missing: {stage['name']}: {stage['status']}: {stage['why']}.")
-    return said
-
-
-def of_proof(record: Content) -> list[str]:
-    """Who was right in all cases that were reached, and how many those were."""
-    if not (rows := rows_of(record, "proof")):
-        return []
-    ok = [r for r in rows if not r["wrong"] and r["right"]]
-    names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in ok) or "none"
-    left = [f"{r['backend']} {r['not_reached']}" for r in rows if r["not_reached"]]
-    said = [f"every number right and nothing leaked: {names}"]
-    if left:
-        said.append(f"cases not reached in the time: {', '.join(left)}")
     return said
 
 
@@ -366,13 +340,11 @@ def doubts(record: Content) -> list[str]:
             f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of the datasheet's "
             f"{peak:,.4g}: is the power limit lowered, or the name another's?"
         )
-    said += stages_of(record).get("machine", {}).get("record", {}).get("busy", [])
+    said += results(record, "machine").get("busy", [])
     for stage in record["stages"]:
         if held := stage.get("watched", {}).get("held_down_by"):
-            said.append(
-                f"in the stage {stage['name']} the GPU's clock was held down by "
-                f"{' and '.join(held)}"
-            )
+            why = " and ".join(held)
+            said.append(f"in the stage {stage['name']} the GPU's clock was held down by {why}")
         rows = ok_rows(record, stage["name"])
         noisy = [row for row in rows if row.get("noisy")]
         if len(noisy) > len(rows) / 2:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 import subprocess
-from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,6 @@ TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and bac
 # What a stage of a qualify record takes from the whole record unless it has its own.
 SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seconds", "machine",
           "vocab_size", "settings", "fresh_rounds", "reference", "complete")  # fmt: skip
-
-
-def command(argv: list[str], program: str = "bench_mfu.py") -> str:
-    return shlex.join(["python", *program.split(), *argv])
 
 
 def git(*words: str, told: str | None = None) -> str | None:
@@ -52,14 +46,9 @@ def git_state() -> dict[str, Any]:
 
 
 def source_sha256(commit: str | None = None) -> str | None:
-    """A hash of the project's Python source: of each tracked *.py, its path and its git blob.
-
-    Args:
-        commit: whose source; None: the working tree, with the same hash if nothing was changed.
-
-    Returns:
-        None outside a checkout, or without such a commit.
-    """
+    """A hash of the project's Python source, of each tracked *.py its path and its git blob: that
+    of a commit, or of the working tree, which is the same if nothing was changed. None outside a
+    checkout, or without such a commit."""
     if commit is None:
         names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
         found = [name for name in names if name and (ROOT / name).is_file()]
@@ -89,7 +78,7 @@ def rounds_sha256(content: dict[str, Any]) -> str:
 
 
 def seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Add the hash of its rounds, in place: the last step before it is written."""
+    """Add the hash of its rounds, in place."""
     content["rounds_sha256"] = rounds_sha256(content)
     return content
 
@@ -111,41 +100,24 @@ def folder_of(records_dir: str | Path, slug: str, machine: dict[str, Any]) -> Pa
     return Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
 
 
-def check_slug(slug: str) -> None:
-    """Raises UserError for a slug that cannot be part of a folder's name."""
-    if not re.fullmatch(r"[\w.-]+", slug):
-        raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug!r}")
+def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
+    """Seal the content; write record.json, and where it is whole the pictures and README.md.
 
-
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """Seal the content; write record.json, the pictures and README.md."""
-    drawn = pictures.draw(content) if "rows" in content else {}
-    seal(content)
-    save(folder, content, readme(content, list(drawn)), drawn)
-
-
-def save(
-    folder: Path, content: dict[str, Any], page: str = "", drawn: Mapping[str, bytes] | None = None
-) -> None:
-    """Write a record's files; record.json atomically, so that a killed process leaves a complete
-    one."""
+    record.json is replaced at once, so that a killed process leaves a complete one.
+    """
+    drawn = pictures.draw(content) if whole and "rows" in content else {}
+    text = json.dumps(seal(content), indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "record.json.part"
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         part.write_text(text, encoding="utf-8")
         part.replace(folder / "record.json")
-        if page:
-            (folder / "README.md").write_text(page, encoding="utf-8")
-        for name, picture in (drawn or {}).items():
+        if whole:
+            (folder / "README.md").write_text(readme(content, list(drawn)), encoding="utf-8")
+        for name, picture in drawn.items():
             (folder / f"{name}.png").write_bytes(picture)
     except OSError as e:
         raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
-
-
-def commit(content: dict[str, Any]) -> str:
-    """The abbreviated commit, and whether the code was changed since."""
-    return (content["commit"] or "none")[:10] + (" (with changes)" if content["dirty"] else "")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -173,9 +145,8 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
-    rounds = f"{s['rounds']} rounds" + ", each in new processes" * content.get(
-        "fresh_rounds", False
-    )
+    fresh = content.get("fresh_rounds", False)
+    rounds = f"{s['rounds']} rounds" + ", each in new processes" * fresh
     if mode == "converge":  # it has no warm-up: there every step counts
         rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
     warm_up = {
@@ -186,49 +157,46 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     found = {
         "command": content["command"],
         "date": content["date"],
-        "commit": commit(content),
+        "commit": (content["commit"] or "none")[:10] + " (with changes)" * bool(content["dirty"]),
         "device": m["about"],
         "software": f"{software}, python {m['python']}, {m['system']}",
     }
     if "hf" in content:
         h, counted = content["hf"], content["hf"]["counted"]
-        found["model"] = (
+        model = (
             f"{h['name']} ({h['config']['model_type']}), random weights, {len(counted['layers'])} "
-            f"layers of attention, {counted['parameters']:,} parameters that a token multiplies, "
-            f"{s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
+            f"layers of attention, {counted['parameters']:,} parameters that a token multiplies"
         )
-    elif mode != "kernel":
-        found["model"] = (
-            f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
-            f"{content['vocab_size']:,}, {s['block_size']} tokens, batch {s['batch_size']}, "
-            f"{m['dtype']}"
-        )
+    else:
+        model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, "
+        model += f"vocabulary {content['vocab_size']:,}"
+    if mode != "kernel":
+        sizes = f"{s['block_size']} tokens, batch {s['batch_size']}, {m['dtype']}"
+        found["model"] = f"{model}, {sizes}"
     if mode == "decode":
         source = m.get("bandwidth_source", "measured")
         found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
     else:
         found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
     if mode in ("train", "converge"):
-        per_token = {k: f"{v / 1e6:,.2f}" for k, v in content["flops_per_token"].items()}
-        counted = f"{per_token['mfu']} (mfu), {per_token['mfu_causal']} (mfu_causal)"
+        said = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in content["flops_per_token"].items())
         if "flops_per_token" in content["reference"]:
             by_torch = content["reference"]["flops_per_token"] / 1e6
-            counted += f"; torch's counter: {by_torch:,.2f}"
+            said += f"; torch's counter: {by_torch:,.2f}"
         if "hf" in content:
-            counted += "; both are the counter's, with attention's products by the formula"
-        found["MFLOP a token"] = counted
+            said += "; both are the counter's, with attention's products by the formula"
+        found["MFLOP a token"] = said
     return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 
 
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
     """The tables of a record, or of all its stages, with their titles."""
-    if content["mode"] == "qualify":
-        proven = (
-            s["record"]["rows"] for s in content["stages"] if s["name"] == "proof" and s["record"]
-        )
-        found = [("Proof", tables.proof(rows)) for rows in proven]
-        return found + [table for part in parts(content) for table in sections(part)]
     found = []
+    if content["mode"] == "qualify":
+        for stage in content["stages"]:
+            if stage["name"] == "proof" and stage["record"]:
+                found.append(("Proof", tables.proof(stage["record"]["rows"])))
+        return found + [table for part in parts(content) for table in sections(part)]
     for mode, name in TITLES.items():
         made = tables.cells(mode, [r for r in content["rows"] if r["mode"] == mode])
         if made[1]:

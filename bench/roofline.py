@@ -94,11 +94,9 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
     Where keys are masked `mfu` can be more than 1, and is None: attention does only those it sees.
     Matmuls run at `tflops`, the memory at `bandwidth` bytes a second; `peak` is what the MFU is of.
     """
-    ms = sum(w.ms(tflops, bandwidth) for w in parts.values())
-    tokens = sequences * config.block_size
-    rate = tokens / (ms / 1e3)
+    ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")
-    return {"ms": ms, **flops.Speed(config, config.block_size, rate, of).row()}
+    return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
 
 
 def told(found: dict[str, Any], of: str) -> str:
@@ -111,17 +109,11 @@ def told(found: dict[str, Any], of: str) -> str:
 
 def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:
     """A line a part that has work, the longest first."""
-    total = sum(w.ms(tflops, bandwidth) for w in parts.values())
-    made = [
-        {
-            "part": part,
-            "tflop": w.flops / 1e12,
-            "gb": w.bytes / 1e9,
-            "roofline_ms": w.ms(tflops, bandwidth),
-            "share": w.ms(tflops, bandwidth) / total,
-            "limit": w.limit(tflops, bandwidth),
-        }
-        for part, w in parts.items()
-        if w.flops or w.bytes
-    ]
-    return sorted(made, key=lambda line: -line["roofline_ms"])
+    ms = {part: w.ms(tflops, bandwidth) for part, w in parts.items() if w.flops or w.bytes}
+    made = []
+    for part in sorted(ms, key=ms.__getitem__, reverse=True):
+        w = parts[part]
+        line = {"part": part, "tflop": w.flops / 1e12, "gb": w.bytes / 1e9, "roofline_ms": ms[part]}
+        share = ms[part] / sum(ms.values())
+        made.append({**line, "share": share, "limit": w.limit(tflops, bandwidth)})
+    return made

@@ -38,12 +38,10 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
         status = "failed" if failure.kind == "died" else failure.kind
         return row | {"status": status, "why": list(failure.why)}
+    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "events", "device_kernels")}
     row |= {
         "title": outcome.about.get("title", ""),
-        "kernels": outcome.warm.get("kernels", outcome.about.get("kernels", [])),
-        "events": outcome.warm.get("events", []),
-        "device_kernels": outcome.warm.get("device_kernels", []),
-        "proof": outcome.warm.get("proof", outcome.about.get("proof")),
+        "proof": outcome.warm.get("proof"),
         "setup_s": outcome.setup_s,
         "warm_up_s": outcome.warm_up_s,
         "rounds": outcome.rounds,
@@ -54,9 +52,7 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
     ms = Summary.of([r["ms"] for r in outcome.rounds])
     row |= {"q1_ms": ms.q1, "q3_ms": ms.q3, "spread": ms.spread, "noisy": ms.noisy()}
     peaks = [r["peak_bytes"] for r in (outcome.warm, *outcome.rounds) if "peak_bytes" in r]
-    if peaks:
-        row["memory_bytes"] = max(peaks)
-    return row
+    return row | ({"memory_bytes": max(peaks)} if peaks else {})
 
 
 def of_training(
@@ -67,23 +63,19 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge.
-
-    Args:
-        reference: loss and gradient_norm by manual in float32; empty if unknown.
-    """
+    """A row of the modes train and converge; `reference` has loss and gradient_norm by manual in
+    float32, where they are known."""
     if row["status"] != "ok":
         return row
     T, about, warm = config.block_size, outcome.about, outcome.warm
     rate = sequences * T / (row["ms"] / 1e3)
     row |= {"tokens_a_step": sequences * T, **flops.Speed(config, T, rate, peak).row()}
     row |= {name: about[name] for name in ("base_bytes", "compiled", "dtype")}
-    for name in ("first_step_s", "loss", "gradient_norm", "profile"):
-        if name in warm:
-            row[name] = warm[name]
+    first = ("first_step_s", "loss", "gradient_norm", "profile")
+    row |= {name: warm[name] for name in first if name in warm}
     if about["compiled"] and "first_step_s" in warm:
         row["compile_s"] = max(0.0, warm["first_step_s"] - row["ms"] / 1e3)
-    if reference and "loss" in warm and not config.dropout:
+    if "loss" in reference and "loss" in warm and not config.dropout:
         row["loss_difference"] = warm["loss"] - reference["loss"]
         norm = reference["gradient_norm"]
         row["gradient_norm_difference"] = (warm["gradient_norm"] - norm) / norm
@@ -124,8 +116,7 @@ def of_profile(
     made["products_tflops"] = products_tflops
     for name, rate in (("ceiling", peak.tflops), ("reachable", products_tflops)):
         if rate:
-            args = (parts, config, sequences, rate, bandwidth[0], peak.tflops)
-            made[name] = roofline.ceiling(*args)
+            made[name] = roofline.ceiling(parts, config, sequences, rate, bandwidth[0], peak.tflops)
     return made
 
 
@@ -171,13 +162,8 @@ def allowed(base: Row, tolerance: float) -> float:
 
 
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
-    """Judge the final losses against the baseline's, in place; returns whether all passed.
-
-    A loss that is too low is as suspicious as one too high.
-
-    Args:
-        rows: their rounds are those of all seeds, one seed after the other.
-    """
+    """Judge the final losses against the baseline's, in place; returns whether all passed. A loss
+    that is too low is as suspicious as one too high. Rounds are of one seed after the other."""
     for row in rows:
         if row["status"] == "ok":
             losses = [loss for r in row["rounds"] for loss in r["losses"]]

@@ -27,22 +27,14 @@ class Summary:
     median: float
     q1: float  # a quarter of the rounds were below
     q3: float  # a quarter of the rounds were above
-    rounds: int
+    spread: float | None  # (q3 - q1) / median; None for a single round
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        assert values, "no round was measured"
         if len(values) == 1:
-            return cls(values[0], values[0], values[0], 1)
+            return cls(values[0], values[0], values[0], None)
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, q1, q3, len(values))
-
-    @property
-    def spread(self) -> float | None:
-        """(q3 - q1) / median; None for a single round."""
-        if self.rounds < 2:
-            return None
-        return (self.q3 - self.q1) / self.median if self.median else math.inf
+        return cls(median, q1, q3, (q3 - q1) / median if median else math.inf)
 
     def noisy(self) -> bool:
         return self.spread is not None and self.spread > NOISY

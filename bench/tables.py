@@ -149,11 +149,10 @@ def profile(found: dict[str, Any]) -> Cells:
 
 def rooflines(lines: list[dict[str, Any]]) -> Cells:
     """The roofline of each part, by bench/roofline.py."""
-    of = ("tflop", "gb", "roofline_ms")
-    made = [
-        [p["part"], *(number(p[name]) for name in of), percent(p["share"]), p["limit"]]
-        for p in lines
-    ]
+    made = []
+    for p in lines:
+        figures = (number(p[name]) for name in ("tflop", "gb", "roofline_ms"))
+        made.append([p["part"], *figures, percent(p["share"]), p["limit"]])
     return ["part", "TFLOP", "GB", "roofline ms", "share", "limit"], made
 
 
@@ -167,8 +166,7 @@ def proof(rows: list[Row]) -> Cells:
     for r in rows:
         canary = {True: "ok", False: "LEAKS", None: "-"}[r["canary"]]
         counts = [str(r[n]) for n in VERDICTS]
-        first = next(iter(r["failures"]), None)
-        lines.append([r["backend"], *counts, canary, failure(first) if first else "-"])
+        lines.append([r["backend"], *counts, canary, *[*map(failure, r["failures"]), "-"][:1]])
     return head, lines
 
 
@@ -187,7 +185,7 @@ def missing(rows: list[Row]) -> Cells:
             seen.setdefault(key, []).append(name_of(row))
     lines = []
     for (name, status, why), places in seen.items():
-        at = "" if status == "unavailable" else f" ({'; '.join(places)})"
+        at = f" ({'; '.join(places)})" * (status != "unavailable")
         lines.append([name, status + at, why])
     return ["backend", "status", "why"], lines
 
@@ -219,7 +217,7 @@ def answers(content: dict[str, Any]) -> list[str]:
         said.append(f"MFU: the best is {best['backend']}'s: {flops.in_words(best)}, {rate}.")
     for of, title in (("mfu", "mfu"), ("share", "share of the peak"), ("mbu", "mbu")):
         for why, names in _by_reason(rows, f"{of}_why").items():
-            said.append(f"Peak: {title} not known of {', '.join(names)}: {why}.")
+            said.append(f"Peak: {title} not known of {names}: {why}.")
     said += [f"Profile: {r['backend']}: {_profiled(r['profile'])}." for r in rows if "profile" in r]
     if any("loss_difference" in r or "error_out" in r for r in rows):
         fine = f"all agree with {exact(content)}, as far as compared"
@@ -240,17 +238,17 @@ def _profiled(p: dict[str, Any]) -> str:
         told += "; " + roofline.told(p["reachable"], of)
     told += f"; the largest gap: {worst['part']}, {worst['share']:.0%} of a step under the profiler"
     for why, names in _by_reason(p["parts"], "times_why").items():
-        told += f"; {', '.join(names)}: beyond the roofline: {why}"
+        told += f"; {names}: beyond the roofline: {why}"
     return told
 
 
-def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, list[str]]:
+def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, str]:
     """Reason -> the backends, or the parts of a step, that give it; each once."""
     found: dict[str, dict[str, None]] = {}
     for line in lines:
         if why in line:
             found.setdefault(line[why], {})[line.get("backend") or line["part"]] = None
-    return {reason: list(names) for reason, names in found.items()}
+    return {reason: ", ".join(names) for reason, names in found.items()}
 
 
 def fastest(rows: list[Row]) -> list[str]:
@@ -282,7 +280,7 @@ def winner(rows: list[Row]) -> str:
     best = min(rows, key=lambda r: r["ms"] / r.get("tokens_a_step", 1))
     level = (name(r) for r in rows if r is not best and differ(ms(best), ms(r)) is False)
     others = ", ".join(dict.fromkeys(level))
-    return name(best) + (f" (level: {others})" if others else "")
+    return name(best) + f" (level: {others})" * bool(others)
 
 
 def exact(content: dict[str, Any]) -> str:

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
 from bench import candidates, hf, machine
 from bench.job import Job
-from bench.profiling import Scopes, kernels_of, profiler, read
+from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
@@ -38,6 +39,11 @@ Mark = Callable[[str], None]
 def gradient_norm(params: Iterable[Tensor]) -> float:
     grads = [p.grad for p in params if p.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
+
+
+def finite(loss: Tensor) -> None:
+    if not math.isfinite(float(loss)):
+        raise FloatingPointError(f"the loss became {float(loss)}")
 
 
 class Reference:
@@ -131,14 +137,12 @@ class Training:
         N, (B, T) = candidates.parameters(self.who), x.shape
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
         if self.clock.apart:
-            for name, places in (
-                ("forward_ms", range(0, 2 * self.micro, 2)),
-                ("backward_ms", range(1, 2 * self.micro, 2)),
-                ("optimizer_ms", [-2]),
-            ):
-                answer[name] = sum(ms(s[i], s[i + 1]) for s in stamps for i in places) / steps
-        if not math.isfinite(float(losses[-1])):
-            raise FloatingPointError(f"the loss became {float(losses[-1])}")
+            last = 2 * self.micro
+            parts = {"forward": range(0, last, 2), "backward": range(1, last, 2), "optimizer": [-2]}
+            for name, places in parts.items():
+                spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
+                answer[f"{name}_ms"] = sum(spans) / steps
+        finite(losses[-1])
         if self.converge:
             answer["losses"] = [float(loss) for loss in losses]
         return answer
@@ -160,44 +164,43 @@ class Training:
         """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
         the first loss, the kernels' names."""
         answer: dict[str, Any] = {}
-        began = time.perf_counter()
-        if not self.converge:  # there every step counts, and none comes before the first
-            x, y = self.batch
-
-            def look(part: str) -> None:
-                if part == "update" and self.who.as_reference:  # the gradients are there
-                    norm = gradient_norm(self.who.model.parameters())
-                    answer["gradient_norm"] = norm / self.scaler.get_scale()
-
-            first = self.step(x, y, look)
-            synchronize(self.device)
-            if self.who.as_reference:
-                answer["loss"] = float(first)
-            answer["first_step_s"] = time.perf_counter() - began
-            machine.reset_peak(self.device)
-            for _ in range(request.get("warm_up_steps", 1)):
-                self.step(x, y)
-            self.step_s = self.timed(1)["ms"] / 1e3
+        if self.converge:  # there every step counts, and none comes before the first
+            if self.compiled:  # compiling belongs to no step: a pass that leaves no trace
+                with self.setup.autocast:
+                    self.who.loss(*self.batches.get(0)).backward()
+                self.who.optimizer.zero_grad(set_to_none=True)
             answer["peak_bytes"] = machine.memory(self.device)
-            answer |= self.kernels()
-            if request.get("profile") and not request.get("again"):
-                answer["profile"] = self.profile(request["profile"])
-            machine.reset_peak(self.device)
-        elif self.compiled:  # compiling belongs to no step: a pass that leaves no trace
-            with self.setup.autocast:
-                self.who.loss(*self.batches.get(0)).backward()
-            self.who.optimizer.zero_grad(set_to_none=True)
-        answer = {**candidates.evidence(self.who.chosen()), **answer}
-        answer.setdefault("peak_bytes", machine.memory(self.device))
-        return answer
+            return answer | candidates.evidence(self.who.chosen())
+        began = time.perf_counter()
+
+        def look(part: str) -> None:
+            if part == "update" and self.who.as_reference:  # the gradients are there
+                norm = gradient_norm(self.who.model.parameters())
+                answer["gradient_norm"] = norm / self.scaler.get_scale()
+
+        first = self.step(*self.batch, look)
+        synchronize(self.device)
+        if self.who.as_reference:
+            answer["loss"] = float(first)
+        answer["first_step_s"] = time.perf_counter() - began
+        machine.reset_peak(self.device)
+        for _ in range(request.get("warm_up_steps", 1)):
+            self.step(*self.batch)
+        self.step_s = self.timed(1)["ms"] / 1e3
+        answer["peak_bytes"] = machine.memory(self.device)
+        with profiler(self.device) as looking:
+            self.step(*self.batch)
+            synchronize(self.device)
+        answer |= kernels_of(looking)
+        if request.get("profile") and not request.get("again"):
+            answer["profile"] = self.profile(request["profile"])
+        machine.reset_peak(self.device)
+        return {**candidates.evidence(self.who.chosen()), **answer}
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Milliseconds of a step by its parts (bench/profiling.py), over `steps` steps whose
-        batches are drawn and copied as train.py's are.
-
-        A step here is one micro-batch and the update: the others are the same again, and the
-        profiler keeps every kernel of every one.
-        """
+        batches are drawn and copied as train.py's are. A step here is one micro-batch and the
+        update: the others are the same again, and the profiler keeps every kernel of every one."""
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not see what runs on {device.type}"}
@@ -207,21 +210,19 @@ class Training:
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
         scopes = Scopes(self.who.model)
 
-        def one(x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> None:
-            self.who.step(x, y, 1, mark)
-
         def run(watching: Any) -> float:
             """Milliseconds of the steps."""
             ahead: Any = batches.prefetch(0, steps + 1)
             with closing(ahead):
-                one(*next(ahead))  # while it runs, the next batches are drawn
+                # While it runs, the next batches are drawn.
+                self.who.step(*next(ahead), 1, lambda part: None)
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
-                        with scopes.part("data"):
+                        with record_function(RANGE + "data"):
                             x, y = next(ahead)
-                        with scopes.part("head and loss"):
-                            one(x, y, scopes.mark)
+                        with record_function(RANGE + "head and loss"):
+                            self.who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
         plain = run(nullcontext())
@@ -245,13 +246,6 @@ class Training:
                       for part, names in found.names.items()},
         }  # fmt: skip
 
-    def kernels(self) -> dict[str, list[str]]:
-        """The attention operators and device kernels that ran in a step, by the profiler."""
-        with profiler(self.device) as looking:
-            self.step(*self.batch)
-            synchronize(self.device)
-        return kernels_of(looking)
-
     def fits(self, batch: int) -> dict[str, Any]:
         """Whether two steps of `batch` sequences go through; the second has all of the memory."""
         x, y = self.job.random_tokens(batch)
@@ -261,6 +255,5 @@ class Training:
         start = self.clock.start()
         loss = self.step(x, y)
         seconds = self.clock.ms(start, self.clock.stop()) / 1e3
-        if not math.isfinite(float(loss)):
-            raise FloatingPointError(f"the loss became {float(loss)}")
+        finite(loss)
         return {"seconds": seconds, "peak_bytes": machine.memory(self.device)}

@@ -3,10 +3,7 @@
 A record keeps what was measured: raw rounds, sizes, the profiler's names. Everything derived from
 these is recomputed here, by the functions that computed it when it was written (bench/rows.py), and
 compared. The rest (the numerical error, the canary, the source) is checked against the policy, the
-table of GPUs, or the repository's history.
-
-This is no proof against somebody who carefully invents every round. It finds mistakes and small
-lies: tests/test_board.py has twelve.
+table of GPUs, or the repository's history. What it does not find stands in docs/MEASURE.md.
 """
 
 from __future__ import annotations
@@ -39,30 +36,24 @@ OLD = "before proofs were kept"
 FROZEN = records.ROOT / "bench" / "records" / "before_proofs.sha256"
 
 # What the profiler shows when a backend ran: short names of PyTorch's and our own kernels (KERNELS
-# in attention/select.py; empty: none of them), and what the names of the device's kernels have in
+# in attention/probing.py; empty: none of them), and what the names of the device's kernels have in
 # common, the only trace of another package or of a CUDA graph.
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SDPA = (ANY, r"flash|fmha|sdpa|cudnn|attn")
-NOT_FUSED = ("", "")
 PACKAGE = r"^(?!.*pytorch_flash).*flash"  # PyTorch's own FlashAttention-2 is not the package
 SHOWS: dict[str, tuple[str, str]] = {
-    "manual": NOT_FUSED,
-    "tiled": NOT_FUSED,
-    "sdpa": SDPA,
-    "sdpa_bmm": SDPA,
+    **dict.fromkeys(("manual", "tiled", "hf_eager"), ("", "")),  # not fused
+    **dict.fromkeys(("sdpa", "sdpa_bmm", "hf_sdpa"), (ANY, r"flash|fmha|sdpa|cudnn|attn")),
     "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", "flash|attn"),
     "sdpa_efficient": ("efficient", "fmha|attn"),
     "sdpa_cudnn": ("cudnn", "cudnn|sdpa"),
     "sdpa_math": (r"math( \(MPS\))?", ""),
     "flex": ("", "flex"),
     "triton": (r"flash \(our Triton\)", r"forward|dkdv|dq"),
-    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("", PACKAGE)),
+    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4", "hf_flash_attention_2"),
+                    ("", PACKAGE)),
     "paged": (rf"paged decode \(Triton\)|{ANY}", ""),
     "nanogpt": (ANY, ""),
-    "hf_eager": NOT_FUSED,
-    "hf_sdpa": SDPA,
-    "hf_flash_attention_2": ("", PACKAGE),
-}
+}  # fmt: skip
 MAY_SHOW_NONE = {"paged", "nanogpt"}  # plain PyTorch does, where their fast kernel cannot
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 OTHERS = {"nanogpt", *(f"hf_{name}" for name in HF)}
@@ -83,7 +74,7 @@ def verify(content: dict[str, Any], folder: Path) -> list[str]:
         return list(dict.fromkeys([*_whole(content), *_parts(content)]))
     except UserError as e:
         return [f"its settings are none of train.py's ({e})"]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         return [f"it is malformed ({type(e).__name__}: {e})"]
 
 
@@ -122,21 +113,17 @@ def _parts(content: dict[str, Any]) -> Iterator[str]:
                 yield f"{name} is {part[name]!r}, which is of another kind"
                 return
         devices.add(tuple(str(part["machine"][name]) for name in SAME))
-        yield from _peak(part)
-        yield from _machine(part)
-        for row in part["rows"]:
-            if row["status"] == "ok":
-                yield from (f"{_name(row)}: {why}" for why in _row(row, part))
         ok = [row for row in part["rows"] if row["status"] == "ok"]
+        yield from _peak(part)
+        yield from _machine(ok, part["machine"]["about"])
+        for row in ok:
+            at = f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
+            yield from (f"{at}: {why}" for why in _row(row, part))
         yield from tables.disagreeing(ok, part)
         if part["mode"] == "converge":
             yield from _convergence(part)
     if len(devices) > 1:
         yield "its stages were measured on two machines"
-
-
-def _name(row: Row) -> str:
-    return f"{row['mode']} {row['backend']} {rows.where(row['point'])}".strip()
 
 
 def _peak(part: dict[str, Any]) -> Iterator[str]:
@@ -155,11 +142,9 @@ def _peak(part: dict[str, Any]) -> Iterator[str]:
         yield f"the peak is {rate:,.4g} TFLOP/s{sparse}; {known[1]} has {known[0]:,.4g}, dense"
 
 
-def _machine(part: dict[str, Any]) -> Iterator[str]:
+def _machine(ok: list[Row], named: str) -> Iterator[str]:
     """All rounds are from the named machine, and from one run."""
-    ok = [row for row in part["rows"] if row["status"] == "ok"]
     where = {r["machine"] for row in ok for r in row["rounds"]}
-    named = part["machine"]["about"]
     if len(where) > 1:
         yield f"its rounds are from two machines or runs: {'; '.join(sorted(where))}"
     elif any(w.rpartition(", run ")[0] != named for w in where):
@@ -171,7 +156,11 @@ def _machine(part: dict[str, Any]) -> Iterator[str]:
 
 def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
     settings, mode = part["settings"], row["mode"]
-    asked = rounds_asked(row, part)
+    asked = settings["rounds"]
+    if mode == "converge":
+        asked = CONVERGE_ROUNDS * settings.get("seeds", 1)
+    elif mode == "kernel" and part["mode"] == "train":
+        asked = min(SWEEP_ROUNDS, asked)
     if len(row["rounds"]) < asked and part.get("complete", True):
         yield f"it has {len(row['rounds'])} of {asked} rounds"
     yield from _work(row, part)
@@ -186,15 +175,6 @@ def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
         yield from _kernel(row, part["machine"]["kind"] == "cuda")
         if row["backend"] not in OTHERS:
             yield from _proof(row)
-
-
-def rounds_asked(row: Row, part: dict[str, Any]) -> int:
-    """How many rounds its settings ask for."""
-    settings = part["settings"]
-    if row["mode"] == "converge":
-        return CONVERGE_ROUNDS * settings.get("seeds", 1)
-    swept = row["mode"] == "kernel" and part["mode"] == "train"
-    return min(SWEEP_ROUNDS, settings["rounds"]) if swept else settings["rounds"]
 
 
 def model_of(part: dict[str, Any]) -> Any:
@@ -249,19 +229,18 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     Computed by the functions that made them when the record was written.
     """
     m, mode, model = part["machine"], row["mode"], model_of(part)
-    warm: dict[str, Any] = {
-        k: row[k] for k in ("first_step_s", "loss", "gradient_norm") if k in row
-    }
+    first = ("first_step_s", "loss", "gradient_norm")
+    warm: dict[str, Any] = {k: row[k] for k in first if k in row}
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
     again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
     if mode in ("train", "converge"):
-        known = part["reference"] if mode == "train" and "loss" in part["reference"] else {}
+        known = part["reference"] if mode == "train" else {}
         again = rows.of_training(again, outcome, model, sequences_of(row, part), peak, known)
     elif mode == "kernel":
         again = rows.of_kernel(again, outcome, peak)
     elif mode == "decode":
-        size = {"bfloat16": 2, "float16": 2}.get(m["dtype"], 4)
+        size = 4 if m["dtype"] == "float32" else 2
         shape = row["rounds"][0]["shape"]
         read = weight_bytes(shape["parameters"], shape.get("int8_parameters", 0), size)
         outcome.about = {"weight_bytes": read, "token_bytes": token_numbers(model) * size}
@@ -269,7 +248,7 @@ def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
     else:
         raise ValueError(f"there is no mode {mode!r}")
     # These include the warm-up, of which a record keeps only the sum.
-    told = {"memory_bytes", "kernels", "events", "device_kernels", "title"}
+    told = {"memory_bytes", "kernels", "events", "device_kernels", "title", "proof"}
     return {k: v for k, v in again.items() if k not in told}
 
 
@@ -310,37 +289,36 @@ def _proof(row: Row) -> Iterator[str]:
         yield f"the canary {word}: nobody knows whether a later token leaks into an earlier one"
     if not proof:
         return
-    pairs = [("error", "allowed"), ("grad_error", "grad_allowed")]
-    for error, allowed in pairs[: 1 if row["mode"] == "decode" else 2]:
-        off, most = proof.get(error), proof.get(allowed)
+    for grad in ("",) if row["mode"] == "decode" else ("", "grad_"):
+        off, most = proof.get(f"{grad}error"), proof.get(f"{grad}allowed")
         if off is None or most is None:
-            yield f"its proof has no {error}"
+            yield f"its proof has no {grad}error"
         elif not off <= most:  # written so that NaN fails
-            yield f"its {error} of {off:.2g} is more than the {most:.2g} that is allowed"
+            yield f"its {grad}error of {off:.2g} is more than the {most:.2g} that is allowed"
 
 
 def _convergence(part: dict[str, Any]) -> Iterator[str]:
     """Every candidate ended where its baseline did, and that follows from the losses."""
     settings, judged = part["settings"], [r for r in part["rows"] if r["mode"] == "converge"]
     base = next((r for r in judged if r.get("verdict") == "baseline"), None)
-    if base is None and not part.get("complete", True):
-        return  # it was stopped early: no row claims to have passed
-    if base is None:
-        yield "converge has no baseline, so nothing has passed"
+    if base is None:  # of one that was stopped early no row claims to have passed
+        if part.get("complete", True):
+            yield "converge has no baseline, so nothing has passed"
         return
     if settings["tolerance"] > TOLERANCE:
         yield f"a tolerance of {settings['tolerance']:.0%} is more than {TOLERANCE:.0%}"
     for row in judged:
         if row["status"] == "unavailable":
             continue
+        name = f"converge {row['backend']}"
         if row["status"] != "ok" or row["verdict"] not in ("ok", "baseline"):
-            yield f"{_name(row)} did not converge as {base['backend']} did"
+            yield f"{name} did not converge as {base['backend']} did"
             continue
         finals, most = row["final_losses"], rows.allowed(base, settings["tolerance"])
         found = rows.final_loss(row["losses"]), statistics.fmean(finals)
         if not same(found[0], finals[0]) or not same(found[1], row["final_loss"]):
-            yield f"{_name(row)}: its final loss does not follow from its losses"
+            yield f"{name}: its final loss does not follow from its losses"
         if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
-            yield f"{_name(row)}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
+            yield f"{name}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
         if row is not base and not abs(off) <= most:
-            yield f"{_name(row)} did not converge: {off:+.2%} off, {most:.2%} is allowed"
+            yield f"{name} did not converge: {off:+.2%} off, {most:.2%} is allowed"

@@ -71,19 +71,20 @@ class Handler:
 
     def broken(self) -> bool:
         """Whether nothing more can be asked here: after some errors CUDA is lost to a process."""
-        if self.job is None:
-            return True
         try:
             machine.reset_peak(self.job.device)  # also frees what the failed call held
-        except Exception:
+        except Exception:  # or there is no job
             return True
         return False
 
 
 def begin(job: dict[str, Any]) -> Any:
     """Set the job up."""
-    if job["memory_limit"]:
-        machine.limit_memory(job["memory_limit"])
+    if job["memory_limit"] and sys.platform == "linux":
+        import resource
+
+        # An allocation beyond it fails here, before Linux kills some process.
+        resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
     module, kind = JOBS[job["job"]]
@@ -93,10 +94,10 @@ def begin(job: dict[str, Any]) -> Any:
 def first_line(error: BaseException) -> str:
     """One line that tells what went wrong, in the words of who raised it."""
     text = str(error).strip() or "no message"
-    first = next(line for line in text.splitlines() if line.strip())
     name = type(error).__name__
-    out_of_memory = name == "OutOfMemoryError" or "can't allocate memory" in text
-    return f"out of memory: {first}" if out_of_memory else f"{name}: {first}"
+    if name == "OutOfMemoryError" or "can't allocate memory" in text:
+        name = "out of memory"
+    return f"{name}: {text.splitlines()[0]}"
 
 
 def main() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench import planned, tables
-from bench.links import Cluster
-from bench.scale import Job, Plan
+from bench.scale import Cluster, Job, Plan
 from core import flops
 from docs.format import table
 from model import GPTConfig

@@ -16,16 +16,12 @@ class InProcess:
 
     setup_s = 1.0
 
-    def __init__(
-        self,
-        job: Any,
-        timeout: float,
-        command: Sequence[str] = (),
-        stop: Any = None,
-        started: Any = None,
-    ) -> None:
+    def __init__(self, timeout: float, stop: Any = None, command: Sequence[str] = ()) -> None:
         self.handler = worker.Handler()
+
+    def begin(self, job: Any) -> InProcess:
         self.about = self.ask({**job, "memory_limit": None})  # it would be this process's
+        return self
 
     def ask(self, request: Any) -> dict[str, Any]:
         answer = self.handler.answer(json.loads(json.dumps(request)))
@@ -35,17 +31,8 @@ class InProcess:
         self.handler.job = None
 
 
-class NotStarted:
-    """bench.process.Started's part, of which nothing is needed."""
-
-    def __init__(self, command: Sequence[str] = ()) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Every mode of the bench takes such workers."""
     for module in (fitting, bench, process, proof):
         patch.setattr(module, "Worker", kind)
-    patch.setattr(process, "Started", NotStarted)
     patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too

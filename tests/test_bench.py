@@ -366,8 +366,11 @@ class NoWorker:
         "system": "none", "bandwidth": 1.0, "free_memory": 1,
     }  # fmt: skip
 
-    def __init__(self, job: dict[str, Any], timeout: float, stop: Any = None) -> None:
+    def __init__(self, timeout: float, stop: Any = None) -> None:
         self.about = dict(self.about)
+
+    def begin(self, job: dict[str, Any]) -> NoWorker:
+        return self
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"refused": {}}
@@ -430,11 +433,11 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     tried: list[int] = []
 
     def fails(words: str) -> Callable[..., Any]:
-        def run(self: Any, found: Any, jobs: Any, points: Any, table: Any, **more: Any) -> Any:
+        def run(self: Any, found: Any, jobs: Any, points: Any, row: Any, **more: Any) -> Any:
             (job,) = jobs.values()
             tried.append(job["train"]["batch_size"])
             found["sdpa", ""] = Outcome(failure=Failure("failed", [words]))
-            return table()
+            return [row("sdpa", "", found["sdpa", ""])]
 
         return run
 
@@ -717,8 +720,11 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
     begun: list[str] = []
 
     class Counts:
-        def __init__(self, job: Any, timeout: float, stop: Any = None) -> None:
+        def __init__(self, timeout: float, stop: Any = None) -> None: ...
+
+        def begin(self, job: Any) -> Counts:
             begun.append(job["name"])
+            return self
 
         def ask(self, request: Any) -> dict[str, Any]:
             if request["fits"] > 40:
@@ -729,9 +735,12 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
             begun.append("closed")
 
     monkeypatch.setattr(fitting, "Worker", Counts)
-    found = fitting.search({"name": "a"}, 10.0, 1e9, 60.0)
+    config = BenchConfig(slowest_step=10.0)
+    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, {"memory_limit": 1e9})
+    found = fitting.search(bench, "sdpa", "")
     assert 36 <= found["batch_size"] <= 40 and found["limit"] == "memory"
-    assert "128" in found["tried"] and begun == ["a", "closed", "a", "closed"]  # 128 killed one
+    assert "128" in found["tried"]
+    assert begun == ["sdpa", "closed", "sdpa", "closed"]  # 128 killed one
 
 
 def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:
@@ -952,9 +961,10 @@ def test_hf_writes_with_its_caches(monkeypatch):
 
 def test_median_quartiles_and_noise():
     s = Summary.of([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert (s.median, s.q1, s.q3, s.rounds) == (3.0, 2.0, 4.0, 5)
+    assert (s.median, s.q1, s.q3) == (3.0, 2.0, 4.0)
     assert s.spread == pytest.approx(2 / 3) and s.noisy()
-    assert Summary(100, 98, 103.01, 5).noisy() and not Summary(100, 98, 102.99, 5).noisy()
+    assert Summary.of([97, 98, 100, 103.01, 104]).noisy()
+    assert not Summary.of([97, 98, 100, 102.99, 104]).noisy()
     one = Summary.of([7.0])
     assert one.spread is None and not one.noisy()
     outcome = Outcome(rounds=[{"ms": 100.0 + x} for x in (0, 1, 2, 3, 40)])
@@ -964,9 +974,9 @@ def test_median_quartiles_and_noise():
 
 
 def test_a_difference_must_exceed_both_spreads():
-    a, b = Summary(100, 98, 102, 5), Summary(110, 108, 112, 5)
+    a, b = Summary.of([97, 98, 100, 102, 103]), Summary.of([107, 108, 110, 112, 113])
     assert exceeds_noise(a, b) and exceeds_noise(b, a)
-    assert not exceeds_noise(a, Summary(107, 104, 111, 5))
+    assert not exceeds_noise(a, Summary.of([103, 104, 107, 111, 112]))
     assert exceeds_noise(a, Summary.of([110.0])) is None
 
 

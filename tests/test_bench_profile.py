@@ -20,6 +20,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile as autograd_profile
 from torch.autograd.profiler_util import EventList
+from torch.profiler import record_function
 
 import bench_mfu
 from attention.gpus import datasheet_bandwidth
@@ -156,9 +157,9 @@ def profiled(worker: training.Training) -> list[Any]:
     scopes = Scopes(worker.who.model)
     worker.step(*worker.batch)
     with scopes.modules(), training.profiler(worker.device, shapes=True) as looking:
-        with scopes.part("data"):
+        with record_function(RANGE + "data"):
             pass
-        with scopes.part("head and loss"):
+        with record_function(RANGE + "head and loss"):
             worker.step(*worker.batch, scopes.mark)
     return list(looking.events())
 

@@ -63,7 +63,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
-    ["Worker({}, 600, [*command, 'worker']).ask({})", "run(command, folder)"],
+    ["Worker(600, None, [*command, 'worker']).begin({}).ask({})", "run(command, folder)"],
     ids=["worker", "against_nanogpt"],
 )
 def test_nothing_outlives_a_bench_that_is_killed(tmp_path, call):
@@ -141,7 +141,7 @@ def test_nothing_begins_after_a_signal_and_what_there_is_stays(tmp_path):
         assert row["status"] == status
     assert row["why"] == ["it was stopped by SIGTERM"]
     with pytest.raises(Failure, match="SIGTERM"):  # nor does a worker start
-        Worker({}, 60.0, ("never", "run"), stop)
+        Worker(60.0, stop).begin({})
 
 
 def test_a_part_of_a_run_may_have_a_deadline_of_its_own():
@@ -207,10 +207,13 @@ def stopping(at: int, how: Callable[[Any], None]) -> type[in_process.InProcess]:
     asked = [0]
 
     class Stops(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None,
-                     started: Any = None) -> None:  # fmt: skip
-            self.stop, self.counts = stop, job["job"] in ("train", "kernel", "converge")
-            super().__init__(job, timeout, command, stop)
+        def __init__(self, timeout: float, stop: Any = None, command: Any = ()) -> None:
+            super().__init__(timeout, stop, command)
+            self.stop, self.counts = stop, False
+
+        def begin(self, job: Any) -> in_process.InProcess:
+            self.counts = job["job"] in ("train", "kernel", "converge")
+            return super().begin(job)
 
         def ask(self, request: Any) -> dict[str, Any]:
             answer = super().ask(request)
@@ -313,8 +316,7 @@ def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
 
 def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     class Refuses(in_process.InProcess):
-        def __init__(self, job: Any, timeout: float, command: Any = (), stop: Any = None,
-                     started: Any = None) -> None:  # fmt: skip
+        def __init__(self, timeout: float, stop: Any = None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             stop.check()
 
@@ -427,8 +429,11 @@ def test_who_is_late_to_warm_up_leaves_the_time_to_the_rounds(monkeypatch):
         setup_s = 1.0
         about: ClassVar[dict[str, Any]] = {}
 
-        def __init__(self, job: Any, *how: Any) -> None:
+        def __init__(self, *how: Any) -> None: ...
+
+        def begin(self, job: Any) -> Slow:
             clock[0] += 1
+            return self
 
         def ask(self, request: dict[str, Any]) -> dict[str, Any]:
             clock[0] += 30 if request.get("warm_up") else 1
@@ -456,13 +461,13 @@ def test_processes_that_are_started_ahead_are_used_or_ended(tmp_path):
     )
     made = []
 
-    class Noted(process.Started):
-        def __init__(self, command: Any) -> None:
-            super().__init__(command)
+    class Noted(process.Worker):
+        def __init__(self, *how: Any) -> None:
+            super().__init__(*how)
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "Started", Noted)
+        patch.setattr(process, "Worker", Noted)
         how: dict[str, Any] = {"command": (sys.executable, str(script)), "ahead": True}
         skip = lambda name, point: "no" * (name == "b")  # noqa: E731
         found, _ = measure({"a": {}, "b": {}}, {"": {}}, 1, skip=skip, **how)

@@ -361,7 +361,7 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     own: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content["commit"] = None  # nothing of this checkout matters here
-    records.save(board.FOLDER / "mine", content, "")
+    records.write(board.FOLDER / "mine", content, whole=False)
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
@@ -373,7 +373,7 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert board.main(["--check"]) == 1
     assert "PAGE is out of date: python -m bench.board writes it anew" in capsys.readouterr().err
     typed_by_hand(content)
-    records.save(board.FOLDER / "mine", content, "")
+    records.write(board.FOLDER / "mine", content, whole=False)
     (board.FOLDER / "empty").mkdir()
     assert board.main([]) == 1  # and nothing is written
     told = capsys.readouterr().err.splitlines()

@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 import bench_mfu
 from bench import planned, roofline, scale
-from bench.links import Cluster, Sent, collective
-from bench.scale import Job, Plan
+from bench.scale import Cluster, Job, Plan, Sent, collective
 from core import flops, parallel
 from core.distributed import DistInfo
 from core.flops import Peak
@@ -625,14 +624,14 @@ def test_what_a_ring_waits_for() -> None:
 def test_one_more_does_not_fit(parallel: str, gpus: int) -> None:
     p = on_h200(parallel, gpus)
     big, T = planned.largest(p), planned.longest(p)
-    assert big is not None and big.n_head == big.n_layer == big.n_embd / 128
+    assert big is not None and big["n_layer"] == big["n_embd"] / 128
 
     assert planned.alone(p).sequences == planned.alone(p).micro == 1 and p.sequences > 1
 
     def left(**sizes: Any) -> float:
         return -planned.alone(p, **sizes).over
 
-    L = big.n_layer
+    L = big["n_layer"]
     assert left(n_layer=L, n_head=L, n_embd=128 * L) >= 0
     assert left(n_layer=L + 1, n_head=L + 1, n_embd=128 * (L + 1)) < 0
     assert left(block_size=T) >= 0 > left(block_size=T + 1024)
@@ -700,14 +699,17 @@ def test_what_is_given_counts() -> None:
         (["--gpu=NVIDIA H20O"], "no bfloat16 or float16 rates of 'NVIDIA H20O'"),
         (["--gpu=NVIDIA H20O"], "'NVIDIA H200'"),
         (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12 is not a multiple of --gpus_per_node=8"),
-        (["--gpu=NVIDIA H200", "--context_parallels=3"], "rings of 3 do not divide --gpus=8"),
+        (["--gpu=NVIDIA H200", "--context_parallels=3"],
+         "--context_parallels: rings of 3 do not divide --gpus=8"),
+        (["--gpu=NVIDIA H200", "--context_parallel=3"],
+         "--context_parallel: rings of 3 do not divide --gpus=8"),
         (["--gpu=NVIDIA H200", "--batch_size=auto"], "plan needs a --batch_size"),
         (["--gpu=NVIDIA L40S"], "no table has the memory of 'NVIDIA L40S': --memory_gb="),
         (["--gpu=AMD Instinct MI300X", "--gpus=16"], "has the network of 'AMD Instinct MI300X'"),
         (["--gpu=NVIDIA H200", "--record=x"], "nothing to --record"),
         (["--gpu=NVIDIA H200", "--gpus=0"], "gpus must be"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_told_in_one_sentence(argv: list[str], says: str) -> None:
     with pytest.raises(UserError) as told:
         run(*argv)

@@ -64,7 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [{**p, "T": p["T"] // 32} for p in qualify.grid(False)[:3]]
     monkeypatch.setattr(qualify, "grid", lambda cuda: small)
     knobs = {"batch_size": 4, "steps": 10}
-    stage = replace(qualify.STAGE["converge"], knobs=knobs)
+    stage = qualify.STAGE["converge"]._replace(knobs=knobs)
     monkeypatch.setitem(qualify.STAGE, "converge", stage)
 
 
@@ -104,7 +104,7 @@ def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
     assert second["stages"][:2] == first["stages"]
     first["source_sha256"] = "another"
     (folder,) = tmp_path.iterdir()
-    records.save(folder, records.seal(first))
+    records.write(folder, first, whole=False)
     with pytest.raises(UserError, match="measured with another source"):
         run(*words, "--resume")
 
@@ -114,7 +114,7 @@ def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path, quick, monkey
     def fails(bench: Bench, box: float) -> Any:
         raise Failure("died", ["the GPU fell off the bus"])
 
-    monkeypatch.setitem(qualify.STAGE, "training", replace(qualify.STAGE["training"], run=fails))
+    monkeypatch.setitem(qualify.STAGE, "training", qualify.STAGE["training"]._replace(run=fails))
     words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=4,5")
     code, out, _ = run(*words)
     assert code == 0 and "Missing: training: failed: the GPU fell off the bus." in out
@@ -131,7 +131,7 @@ def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch)
         bench.stop.check()
         return found
 
-    monkeypatch.setitem(qualify.STAGE, "proof", replace(qualify.STAGE["proof"], run=stopped))
+    monkeypatch.setitem(qualify.STAGE, "proof", qualify.STAGE["proof"]._replace(run=stopped))
     code, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--stages=2,4,5")
     assert code == 143 and out.startswith("INCOMPLETE")
     stages = read(tmp_path)["stages"]
@@ -298,9 +298,12 @@ class Judge:
     made: ClassVar[list[Any]] = []
     clock = 0.0
 
-    def __init__(self, job: Any, timeout: float, stop: Stop) -> None:
-        self.about, self.closed = {}, False
+    def __init__(self, timeout: float, stop: Stop) -> None:
+        self.closed = False
         Judge.made.append(self)
+
+    def begin(self, job: Any) -> Judge:
+        return self
 
     def ask(self, request: dict[str, str]) -> dict[str, Any]:
         name = request["backend"]
@@ -323,7 +326,8 @@ def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
     asked = len(proof.items(["float32"]))
     stop = Stop(deadline=5 * asked)
     names = ["slow", "good", "leaks", "breaks"]
-    rows = {r["backend"]: r for r in proof.prove({}, names, ["float32"], stop, 9)}
+    bench = Bench("kernel", BenchConfig(), "cpu", 64, names, None, print, stop=stop)
+    rows = {r["backend"]: r for r in proof.prove(bench, ["float32"])}
     assert rows["good"]["right"] == asked and rows["good"]["canary"] is True
     assert 0 < rows["slow"]["right"] < 4 and rows["slow"]["not_reached"] > asked - 4
     canaries = sum(item["feature"] == "canary" for item in proof.items(["float32"]))
