@@ -94,14 +94,14 @@ class DynamicCache(Cache):
 
     Args:
         max_len: positions that the model has, block_size.
-        window: keys that a query sees, itself included; None: all.
+        window: keys that a query sees, itself included; None: all, so max_len.
         pad: padding on the left of each row; None: no row has any.
     """
 
     def __init__(self, n_layer: int, *,
                  max_len: int, window: int | None = None, pad: Sequence[int] | None = None,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.max_len, self.window, self.device = max_len, window, device
+        self.max_len, self.window, self.device = max_len, window or max_len, device
         self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
         self.v: list[Tensor | None] = [None] * n_layer
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
@@ -126,30 +126,25 @@ class DynamicCache(Cache):
         longest = self.stored + T - self.min_pad
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if self.window is None:
-            self._make_room(self.kept + T, self.max_len)
-        elif T == 1:
-            if self.kept == self.capacity >= 2 * self.window:  # what is seen goes to the front
-                n = self.window - 1
-                for t in (*self.k, *self.v):
-                    if t is not None:
-                        t[:, :n] = t[:, self.kept - n : self.kept]
-                self.kept = n
-            self._make_room(self.kept + 1, 2 * self.window)
-        else:
-            self._make_room(min(self.window - 1, self.kept + T), 2 * self.window)
-        past = self.kept if self.window is None else min(self.kept, self.window - 1)
+        if T == 1 and self.kept == self.capacity >= 2 * self.window:
+            n = self.window - 1  # what is seen goes to the front
+            for t in (*self.k, *self.v):
+                if t is not None:
+                    t[:, :n] = t[:, self.kept - n : self.kept]
+            self.kept = n
+        self._make_room(self.kept + 1 if T == 1 else min(self.window - 1, self.kept + T))
+        past = min(self.kept, self.window - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if self.pad is None:
             return DynamicStep(self, T, at[past:], None)
         pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
         return DynamicStep(self, T, pos, (at >= self.pad).int())
 
-    def _make_room(self, n: int, limit: int) -> None:
+    def _make_room(self, n: int) -> None:
         """Buffers of at least n tokens: doubled, so that each token is copied once on average."""
         if n <= self.capacity:
             return
-        self.capacity = max(n, min(1 << n.bit_length(), limit))
+        self.capacity = max(n, min(1 << n.bit_length(), 2 * self.window, self.max_len))
         for buffers in (self.k, self.v):
             for layer, old in enumerate(buffers):
                 if old is not None:
@@ -183,10 +178,10 @@ class DynamicStep(Step):
         if buffer is None:
             buffer = new.new_empty(new.shape[0], c.capacity, *new.shape[2:])
             buffers[layer] = buffer
-        if c.window is None or T == 1:
-            end = c.kept + T
+        if T == 1:
+            end = c.kept + 1
             buffer[:, c.kept : end] = new
-            return buffer[:, 0 if c.window is None else max(0, end - c.window) : end]
+            return buffer[:, max(0, end - c.window) : end]
         # A chunk's first query sees window - 1 tokens before it, its last one keeps as many after.
         past = min(c.kept, c.window - 1)
         seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
@@ -198,7 +193,7 @@ class DynamicStep(Step):
         c = self.cache
         c.stored += self.T
         c.kept += self.T
-        if c.window is not None and self.T > 1:
+        if self.T > 1:
             c.kept = min(c.kept, c.window - 1)
 
 
@@ -275,7 +270,7 @@ class StaticCache(Cache):
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
-        return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
+        return StaticStep(self, T, length, not any(self.lengths))
 
 
 @dataclass(frozen=True)
@@ -284,8 +279,6 @@ class StaticStep(Step):
 
     cache: StaticCache
     T: int  # columns
-    start: Tensor  # (B,) int32, tokens of each row stored before this step
-    count: Tensor  # (B,) int32, tokens of each row in this step
     length: int  # places that are read
     first: bool  # nothing is stored yet
 
@@ -298,27 +291,28 @@ class StaticStep(Step):
         """The positions of this step's T columns, (B, T) int64."""
         if T != self.T:
             raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
-        at = self.start[:, None] + torch.arange(T, device=self.start.device)
-        return at.clamp(max=self.cache.max_len - 1)
+        c = self.cache
+        at = c.start[:, None] + torch.arange(T, device=c.start.device)
+        return at.clamp(max=c.max_len - 1)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         """The buffers as far as they are read; in the first step k and v as they are, and None."""
-        k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
+        c = self.cache
+        k_buffer, v_buffer = c.k[layer], c.v[layer]
         i = torch.arange(k.shape[1], device=k.device)
-        at = self.start[:, None] + i  # (B, Tq)
-        trash = k_buffer.shape[1] - 1
-        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
+        at = c.start[:, None] + i  # (B, Tq)
+        at = torch.where(i < c.count[:, None], at, c.max_len).clamp(max=c.max_len)
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         k_buffer[row, at] = k
         v_buffer[row, at] = v
         if self.first:
             return k, v, None
-        view = StaticView(self.start, self.count, self.length)
+        view = StaticView(c.start, c.count, self.length)
         return k_buffer[:, : self.length], v_buffer[:, : self.length], view
 
     def advance(self) -> None:
         c = self.cache
-        self.start.add_(self.count)
+        c.start.add_(c.count)
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
 
 
@@ -374,23 +368,18 @@ class PagedCache(Cache):
 
         Raises:
             OutOfPages: nothing was changed.
-            ValueError: no such sequence, or one that has two rows.
+            ValueError: no such sequence.
         """
-        if len(rows) != len(counts) or len(set(rows)) != len(rows) or not rows:
-            raise ValueError(
-                f"each row is one sequence and has one count, got rows {list(rows)} and counts "
-                f"{list(counts)}"
-            )
+        assert len(set(rows)) == len(rows) > 0, "each row is another sequence"
         step = dict(zip(rows, counts, strict=True))
         self.pool.grow(step)
-        start = [self.pool.length(row) for row in rows]
+        lengths = [self.pool.length(row) for row in rows]
         pages = [self.pool.pages(row) for row in rows]
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
-        packed = torch.tensor([*numbers, *start, *counts], dtype=torch.int32)
-        table, starts, new = to_device(packed, self.k.device).split([B * width, B, B])
-        size = self.pool.page_size
-        return PagedStep(self, step, start, table.view(B, width), starts, new, size)
+        packed = torch.tensor([*numbers, *lengths, *counts], dtype=torch.int32)
+        table, start, count = to_device(packed, self.k.device).split([B * width, B, B])
+        return PagedStep(self, step, table.view(B, width), start, count, self.pool.page_size)
 
 
 @dataclass(frozen=True)
@@ -399,7 +388,6 @@ class PagedStep(Step):
 
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
-    lengths: Sequence[int]  # `start`, on the host
     page_table: Tensor  # (B, max_pages) int32
     start: Tensor  # (B,) int32: where each row's first token of this step stands
     count: Tensor  # (B,) int32
@@ -426,12 +414,5 @@ class PagedStep(Step):
         return k_pages, v_pages, PagedView(self.page_table, self.start, self.count)
 
     def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored.
-
-        Raises:
-            ValueError: it has ended already, or a sequence went on in another step.
-        """
-        pool = self.cache.pool
-        if [pool.length(row) for row in self.counts] != list(self.lengths):
-            raise ValueError("this step is over: advance() is called once a step")
-        pool.advance(self.counts)
+        """End the step, after the last layer: its tokens are stored."""
+        self.cache.pool.advance(self.counts)
