@@ -65,16 +65,11 @@ class Cache:
 
     k: Any
     v: Any
-    ended: set[int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of all layers."""
         return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
-
-    def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may grow past max_len."""
-        self.ended.add(row)
 
 
 # --- dynamic: buffers that grow ---
@@ -106,24 +101,21 @@ class DynamicCache(Cache):
         self.v: list[Tensor | None] = [None] * n_layer
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
-        self.min_pad = min(self.pads, default=0)  # of the rows that have not ended
-        self.ended: set[int] = set()
         self.stored = 0  # tokens of a row so far, padding included
         self.kept = 0  # of these, the last so many are in the buffers
         self.capacity = 0  # tokens that the buffers have room for
 
-    def end(self, row: int) -> None:
-        super().end(row)
-        pads = [pad for b, pad in enumerate(self.pads) if b not in self.ended]
-        self.min_pad = min(pads, default=self.stored)
-
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row, whatever `counts` says: make room for them.
+        """Begin a step of T tokens in each row: make room for them.
+
+        Args:
+            counts: 0 for a row whose text has ended: it may grow past max_len. None: no row's has.
 
         Raises:
-            ValueError: the longest row, of those that have not ended, would pass max_len.
+            ValueError: a row that has not ended would pass max_len.
         """
-        longest = self.stored + T - self.min_pad
+        pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
+        longest = self.stored + T - min(pads, default=0)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if T == 1 and self.kept == self.capacity >= 2 * self.window:
@@ -250,7 +242,6 @@ class StaticCache(Cache):
         self.count.zero_()
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)  # `count`, on the host
-        self.ended = set()
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
         """Begin a step of T columns.
@@ -259,18 +250,18 @@ class StaticCache(Cache):
             counts: tokens of each row, 0 .. T; what follows in a row is padding. None: T.
 
         Raises:
-            ValueError: a row that has not ended would pass max_len.
+            ValueError: a row would pass max_len.
         """
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
-        longest = max((n for b, n in enumerate(after) if b not in self.ended), default=1)
+        longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if counts != self.counts:  # once before the prompt, and once after it
+        if counts != self.counts:  # for the prompt, after it, and when a row's text has ended
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
-        return StaticStep(self, T, length, not any(self.lengths))
+        return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
 
 
 @dataclass(frozen=True)
@@ -279,6 +270,8 @@ class StaticStep(Step):
 
     cache: StaticCache
     T: int  # columns
+    start: Tensor  # (B,) int32, tokens of each row stored before this step
+    count: Tensor  # (B,) int32, tokens of each row in this step
     length: int  # places that are read
     first: bool  # nothing is stored yet
 
@@ -291,28 +284,26 @@ class StaticStep(Step):
         """The positions of this step's T columns, (B, T) int64."""
         if T != self.T:
             raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
-        c = self.cache
-        at = c.start[:, None] + torch.arange(T, device=c.start.device)
-        return at.clamp(max=c.max_len - 1)
+        at = self.start[:, None] + torch.arange(T, device=self.start.device)
+        return at.clamp(max=self.cache.max_len - 1)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         """The buffers as far as they are read; in the first step k and v as they are, and None."""
-        c = self.cache
-        k_buffer, v_buffer = c.k[layer], c.v[layer]
+        k_buffer, v_buffer, trash = self.cache.k[layer], self.cache.v[layer], self.cache.max_len
         i = torch.arange(k.shape[1], device=k.device)
-        at = c.start[:, None] + i  # (B, Tq)
-        at = torch.where(i < c.count[:, None], at, c.max_len).clamp(max=c.max_len)
+        at = self.start[:, None] + i  # (B, Tq)
+        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         k_buffer[row, at] = k
         v_buffer[row, at] = v
         if self.first:
             return k, v, None
-        view = StaticView(c.start, c.count, self.length)
+        view = StaticView(self.start, self.count, self.length)
         return k_buffer[:, : self.length], v_buffer[:, : self.length], view
 
     def advance(self) -> None:
         c = self.cache
-        c.start.add_(c.count)
+        self.start.add_(self.count)
         c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
 
 

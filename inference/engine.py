@@ -152,27 +152,23 @@ class _Batch:
         options: Options,
     ) -> None:
         self.model, self.max_new_tokens, self.kv_cache = model, max_new_tokens, kv_cache
-        self.options, self.constraint = options, options.constraint
-        self.device = model.transformer.wte.weight.device
+        self.options, self.device = options, model.transformer.wte.weight.device
         self.block_size = model.config.block_size
         lengths = [len(prompt) for prompt in prompts]
-        self.room = [  # tokens that each row can have
-            options.room(row, T, max_new_tokens, self.block_size) for row, T in enumerate(lengths)
-        ]
+        room = [options.room(b, T, max_new_tokens, self.block_size) for b, T in enumerate(lengths)]
         self.B, self.T = len(prompts), max(lengths)
         self.pad = [self.T - T for T in lengths]
+        self.ends = [self.T + n for n in room]  # the column behind each text, as far as is known
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
         width = self.T + max_new_tokens
         self.ids = torch.zeros(self.B, width, dtype=torch.int64, device=self.device)
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
-        self.ends: list[int | None] = [None] * self.B  # the column behind the text, once it ended
         greedy = options.temperature == 0
         self.uniform = None if greedy else Uniform(self.B, self.device, generator)
         self.params = SamplingParams.on(self.device, options)
-        self.state: Tensor | None = None  # (B, 2) of the constraint
-        if self.constraint is not None:
-            self.state = self.constraint.start(self.room)
+        constraint = options.constraint
+        self.state = None if constraint is None else constraint.start(room)  # (B, 2)
         self.token: Tensor | None = None  # (B,) the last that was drawn, in memory of its own
         self.cache: Any = None
         self.lent: dict[Any, StaticCache] = {}  # to be given back
@@ -196,12 +192,11 @@ class _Batch:
         for column, drawn in enumerate(behind(self.launch(), ahead), self.T):
             ids = [ENDED] * self.B
             for row, (token, *over) in enumerate(drawn.wait()):
-                end = self.ends[row]
-                if end is None or column < end:
+                if column < self.ends[row]:
                     ids[row] = token
                     new[row].append(token)
                     if any(over) or stops(row, new[row]):
-                        self._end(row, column + 1)
+                        self.ends[row] = column + 1
             if all(id_ == ENDED for id_ in ids):
                 return  # launched before the last row was known to have ended
             yield torch.tensor(ids)
@@ -210,10 +205,7 @@ class _Batch:
         """The next token of each row, and with a constraint whether the text is over with it: on
         the device, not waited for."""
         for n in range(self.T, self.T + self.max_new_tokens):
-            for row, room in enumerate(self.room):
-                if self.ends[row] is None and n - self.T >= room:
-                    self._end(row, n)
-            going = [pad for row, pad in enumerate(self.pad) if self.ends[row] is None]
+            going = [pad for pad, end in zip(self.pad, self.ends, strict=True) if n < end]
             if not going:
                 return
             if n - min(going) > self.block_size:  # it slides: no position in the cache still holds
@@ -225,23 +217,19 @@ class _Batch:
             self.ids[:, n] = self.token
             yield Copy(self.token, over)
 
-    def _end(self, row: int, column: int) -> None:
-        self.ends[row] = column
-        if self.cache is not None:
-            self.cache.end(row)
-
     # --- one token ---
 
     def _next(self, n: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Draw what follows the first n columns: see sample_step()."""
         processor = self.options.logits_processor
         u = None if self.uniform is None else self.uniform.next()
-        how = u, self.params, self.constraint, self.state
+        how = u, self.params, self.options.constraint, self.state
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
             decode, decode_and_sample = next_logits, _next_token
         else:
-            idx, last, step = self.token[:, None], None, self.cache.reserve(1, [1] * self.B)
+            step = self.cache.reserve(1, [int(n < end) for end in self.ends])
+            idx, last = self.token[:, None], None
             decode, decode_and_sample = self.decode, self.decode_and_sample
         read = self.model, idx, last, step, self.options.vocab_size
         if processor is None:
@@ -272,7 +260,7 @@ class _Batch:
             return processor(self.ids[:, :n], logits)
         rows = []
         for row, (pad, one) in enumerate(zip(self.pad, logits.split(1), strict=True)):
-            going = self.ends[row] is None
+            going = n < self.ends[row]
             rows.append(processor(self.ids[row : row + 1, pad:n], one) if going else one)
         return torch.cat(rows)
 

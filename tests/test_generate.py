@@ -837,7 +837,7 @@ def test_a_cache_that_was_used_before_is_empty(eager_graphs) -> None:
     (cache,) = engine._idle[model].values()
     for t in (*cache.k, *cache.v, cache.start, cache.count):
         t.fill_(7 if t.dtype == torch.int32 else torch.nan)
-    cache.end(0)
+    cache.lengths, cache.counts = [99, 99], (1, 0)
     assert torch.equal(engine.generate(model, tokens(T=5), 9, **how), want)
     assert [*engine._idle[model].values()] == [cache]
 
