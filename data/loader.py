@@ -61,14 +61,12 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     path = folder / f"{split}.bin"
     meta = read_meta(folder)
     again = f"prepare it again with: {command(folder, meta)}"
-    expected = meta["tokens"].get(split)
+    N = meta["tokens"].get(split, 0)
     if not path.is_file():
         raise UserError(f"{path} is missing; {again}")
-    N, odd = divmod(path.stat().st_size, 2)
-    if odd:
-        raise UserError(f"{path} has {2 * N + 1} bytes, no multiple of 2 (uint16); {again}")
-    if expected != N:
-        raise UserError(f"{path} has {N:,} tokens, meta.json says {expected:,}; {again}")
+    if (size := path.stat().st_size) != 2 * N:
+        says = f"{path} has {size:,} bytes, 2 a token, and meta.json says {N:,} tokens"
+        raise UserError(f"{says}; {again}")
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, a sequence of --block_size={block_size} and its "

@@ -278,14 +278,14 @@ def test_half_a_token(folder: Path) -> None:
     with (folder / "train.bin").open("ab") as f:
         f.write(b"\0")
     told = refusal(folder)
-    assert "1801 bytes" in told and "multiple of 2" in told and "python -m data" in told
+    assert "1,801 bytes, 2 a token" in told and "900 tokens" in told and "python -m data" in told
 
 
 def test_a_truncated_file(folder: Path) -> None:
     with (folder / "train.bin").open("r+b") as f:
         f.truncate(1000)
     told = refusal(folder)
-    assert "500 tokens" in told and "900" in told and "python -m data" in told
+    assert "1,000 bytes, 2 a token" in told and "900 tokens" in told and "python -m data" in told
 
 
 def test_too_few_tokens_for_a_window(folder: Path) -> None:
