@@ -10,9 +10,7 @@ Texts go to stdout, or as JSON lines to --out, in the order of their prompts; ho
 stderr. Ctrl-C keeps what is there: the texts so far are written, and the exit code is 130.
 
 Each text has a seed of its own: --seed for the first, one more for each that follows it, samples of
-a prompt one after another. A text is the same alone, in a batch and as a stream.
-With --kv_cache=paged a prompt takes the place of a text that has ended (serve.py), and samples of
-one prompt share its part of the cache; with the other caches one batch follows another.
+a prompt one after another. A text is the same alone, in a batch, as a stream, and with any cache.
 """
 
 from __future__ import annotations

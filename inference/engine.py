@@ -8,21 +8,16 @@ with one it costs a reading of the weights and of the keys and values so far. Fo
 float32 that is 497 MB of weights and 74 kB for each token of context, so at batch 1 the weights are
 what there is to wait for.
 
-The caches are those of cache.py; "none" is there to compare with, and a paged batch is served by
-serve.py.
-
-**The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. What
-happens to a text that gets there is the same for every cache: overflow="slide" goes on as nanoGPT
-does, with the last block_size tokens, of which the first is at position 0. Every token then moves
-every position, so no key or value can be kept, and from there on a token costs a whole window, as
-without a cache. overflow="stop" ends a text that has block_size tokens.
+**The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. A
+text that gets there slides on as nanoGPT does, with the last block_size tokens, the first of them
+at position 0: every token moves every position, so no key or value can be kept, and a token costs a
+whole window. overflow="stop" ends it there.
 
 **Rows are alone.** No row's tokens depend on its neighbours: shorter prompts are padded with tokens
 that nothing sees, and each row can have a random generator of its own.
 
 **The host never waits** for the device to decide what to do next. Lengths are counted on the host,
-sampling is tensor operations, and what was drawn is copied back beside the next step, which has
-been launched by then (on CUDA).
+sampling is tensor operations, and on CUDA what was drawn is copied back beside the next step.
 """
 
 from __future__ import annotations
@@ -95,13 +90,9 @@ def stream(
 
     Args:
         idx: (B, T) int64, prompts of one length; or a list of prompts of any lengths, each (T,).
-        max_new_tokens: for each row.
-        generator: the source of randomness, a list of one for each row, or one for all. None:
-            PyTorch's own.
-        kv_cache: "none", "dynamic", "static" or "paged".
+        generator: a list of one for each row, or one for all. None: PyTorch's own.
         compile: torch.compile each decode step, sampling included, to one graph; on CUDA a CUDA
             graph. With kv_cache="static".
-        page_size: tokens a page, of the paged cache.
         options: those of sampling.Options.
 
     Yields:

@@ -18,10 +18,9 @@ first, and of one sequence the last page before the first.
 
 Page 0 is the null page: nobody's, and never handed out. inference/cache.py writes padding there.
 
-Source  Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; of its sharing only that of full
-        pages, so that no page is ever copied. Names that are hashes over the whole beginning are
-        vLLM's "automatic prefix caching", which came after the paper.
+Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; of its sharing
+        only that of full pages, so that no page is ever copied. Names that are hashes over the
+        whole beginning are vLLM's "automatic prefix caching", which came after the paper.
 """
 
 from __future__ import annotations

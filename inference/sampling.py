@@ -113,11 +113,8 @@ class Options:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature and cuts, as sample_token() wants them: see Options.
-
-    Those that may change from call to call are tensors where the step is compiled, since a Python
-    number would be compiled into the graph.
-    """
+    """Temperature and cuts of Options, as sample_token() wants them: numbers that change from call
+    to call are tensors, since a Python number would be compiled into the graph."""
 
     temperature: Tensor | float = 1.0
     top_k: int | None = None
@@ -125,7 +122,6 @@ class SamplingParams:
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
-        """Those of the options, as tensors on the device."""
         top_p = options.top_p if options.top_p != 1 else None
         return cls(
             torch.tensor(float(options.temperature), device=device),

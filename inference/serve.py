@@ -8,11 +8,10 @@ the last one has. Here a new prompt takes the row's place at once:
     row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
              a batch, then the next                            capitals: a prompt is read
 
-("Iteration-level scheduling": Yu et al. 2022, "Orca: A Distributed Serving System for
-Transformer-Based Generative Models", OSDI, section 3.) In a step the prompts that are admitted go
-through the model, in groups of about one length, padded on the right, and the last token of every
-other row, as one batch; then a token is drawn for all of them at once. Each text is the one that
-generate() makes of its prompt alone (greedily, or with a generator for each prompt).
+("Iteration-level scheduling": Yu et al. 2022, "Orca", OSDI, section 3.) In a step the prompts that
+are admitted go through the model, in groups of about one length, padded on the right, and the last
+token of every other row, as one batch; then a token is drawn for all of them at once. Each text is
+the one that generate() makes of its prompt alone.
 
 **Pages** come from a pool of limited size (inference/pages.py). A prompt is admitted only when the
 pages that its text may need to its end are free, counting what the texts in progress may still
@@ -67,7 +66,7 @@ def stream(
     """Continue many prompts, and hand out each token as it comes.
 
     Args:
-        prompts: each (T,) token ids. Taken one by one, when there is room for another.
+        prompts: each (T,) token ids.
         max_new_tokens: for each prompt, or of each prompt in turn.
         generator: the source of randomness, one for all prompts, or one of each prompt in turn.
         slots: texts in progress at once, at most.
