@@ -197,8 +197,8 @@ MIN_BUCKET = 128
 def bucket(n: int, limit: int) -> int:
     """How much of a static cache is read where n tokens are stored: a power of two, at least 128.
 
-    So attention costs at most twice what the stored tokens alone would, and a decode step is
-    compiled for log2(limit / 128) + 1 shapes, not for each length.
+    So attention costs at most twice what the stored tokens alone would, for log2(limit / 128) + 1
+    shapes to compile.
     """
     return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
 
@@ -292,7 +292,7 @@ class StaticStep(Step):
         k_buffer, v_buffer, trash = self.cache.k[layer], self.cache.v[layer], self.cache.max_len
         i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq)
-        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
+        at = torch.where(i < self.count[:, None], at, trash)
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         k_buffer[row, at] = k
         v_buffer[row, at] = v

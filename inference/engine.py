@@ -40,6 +40,7 @@ from inference.sampling import (
     SamplingParams,
     Uniform,
     behind,
+    each_alone,
     next_logits,
     sample_step,
 )
@@ -214,7 +215,7 @@ class _Batch:
         """Draw what follows the first n columns: see sample_step()."""
         processor = self.options.logits_processor
         u = None if self.uniform is None else self.uniform.next()
-        how = u, self.params, self.options.constraint, self.state
+        how = self.params, self.options.constraint, u, self.state
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
             decode, decode_and_sample = next_logits, _next_token
@@ -226,7 +227,13 @@ class _Batch:
         if processor is None:
             drawn = decode_and_sample(*read, *how)
         else:
-            drawn = self.sample(self._process(processor, n, decode(*read)), *how)
+            logits = decode(*read)
+            if any(self.pad):  # it never sees padding
+                texts = [ids[pad:n] for ids, pad in zip(self.ids, self.pad, strict=True)]
+                logits = each_alone(processor, texts, logits)
+            else:
+                logits = processor(self.ids[:, :n], logits)
+            drawn = self.sample(logits, *how)
         if step is not None:
             step.advance()
         return drawn
@@ -244,16 +251,6 @@ class _Batch:
         if self.cache is not None:
             step = self.cache.reserve(T, [n - pad for pad in self.pad])
         return idx, last, step
-
-    def _process(self, processor: Callable[..., Tensor], n: int, logits: Tensor) -> Tensor:
-        """The logits (B, V) after the processor, which never sees padding."""
-        if not any(self.pad):
-            return processor(self.ids[:, :n], logits)
-        rows = []
-        for row, (pad, one) in enumerate(zip(self.pad, logits.split(1), strict=True)):
-            going = n < self.ends[row]
-            rows.append(processor(self.ids[row : row + 1, pad:n], one) if going else one)
-        return torch.cat(rows)
 
     def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config

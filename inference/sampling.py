@@ -141,6 +141,12 @@ def next_logits(
     return model.head(x[:, -1])[:, :vocab_size]
 
 
+def each_alone(processor: Processor, texts: Iterable[Tensor], logits: Tensor) -> Tensor:
+    """The logits (B, V) after the processor, which is given one text (T,) at a time."""
+    pairs = zip(texts, logits.split(1), strict=True)
+    return torch.cat([processor(text[None], one) for text, one in pairs])
+
+
 def sample_token(
     logits: Tensor, u: Tensor | None, params: SamplingParams = SamplingParams()
 ) -> Tensor:
@@ -195,9 +201,9 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 
 def sample_step(
     logits: Tensor,
-    u: Tensor | None,
     params: SamplingParams,
     constraint: Automaton | None,
+    u: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Draw among the tokens that the constraint allows: the token, the state after it, (B,) bool

@@ -37,6 +37,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.runtime import to_device
@@ -49,6 +50,7 @@ from inference.sampling import (
     SamplingParams,
     Uniform,
     behind,
+    each_alone,
     next_logits,
     sample_step,
 )
@@ -123,7 +125,7 @@ class _Row:
     slides: bool  # may it get longer than the context?
     max_pages: int  # that it holds in the end
     uniform: Uniform | None
-    state: Tensor | None  # (1, 2) of the constraint, before the first token
+    state: Tensor | None  # (1, 2) of the constraint
     place: int = -1  # in the tables on the device, once it is admitted
     seq: int = -1  # in the pool, once it is admitted
     launched: int = 0  # tokens drawn on the device
@@ -178,9 +180,6 @@ class _Server:
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # in the tables on the device, those that are free
         self.texts = torch.zeros(slots, 0, dtype=torch.int64, device=self.device)
-        self.states: Tensor | None = None
-        if self.options.constraint is not None:
-            self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
 
     # --- the loop ---
 
@@ -271,7 +270,8 @@ class _Server:
         admitted: list[_Row] = []
         for row in list(self.waiting):
             row.seq = self.pool.new(() if row.slides else row.prompt)
-            if sum(map(self.pages_needed, [*self.rows, row])) > self.pool.n_free:
+            needed = sum(r.max_pages - len(self.pool.pages(r.seq)) for r in [*self.rows, row])
+            if needed > self.pool.n_free:
                 self.pool.free(row.seq)
                 break
             # Will it find one page more when those that were just admitted have been read?
@@ -284,22 +284,13 @@ class _Server:
             admitted.append(row)
         self.waiting = [row for row in self.waiting if row not in admitted]
 
-    def pages_needed(self, row: _Row) -> int:
-        """Pages that a row may still take from the pool."""
-        return row.max_pages - len(self.pool.pages(row.seq))
-
     def begin(self, row: _Row) -> None:
-        """The row is in progress, its text and its constraint's state on the device."""
+        """The row is in progress, its text on the device."""
         self.rows.append(row)
         row.place = self.places.pop()
-        full = len(row.prompt) + row.room
-        if full > self.texts.shape[1]:
-            wider = self.texts.new_zeros(len(self.texts), full)
-            wider[:, : self.texts.shape[1]] = self.texts
-            self.texts = wider
+        if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
+            self.texts = F.pad(self.texts, (0, more))
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
-        if self.states is not None and row.state is not None:
-            self.states[row.place] = row.state[0]
         self.stats.shared_pages += len(self.pool.pages(row.seq))
 
     # --- a step ---
@@ -309,21 +300,18 @@ class _Server:
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
-        processor = self.options.logits_processor
+        processor, constraint = self.options.logits_processor, self.options.constraint
         if processor is not None:
-            texts = (self.texts[row.place, : row.n][None] for row in rows)
-            pairs = zip(texts, logits[:, None], strict=True)
-            logits = torch.cat([processor(ids, one) for ids, one in pairs])
-        u = [row.uniform.next() for row in rows if row.uniform is not None]  # none, or one of each
+            logits = each_alone(processor, [self.texts[r.place, : r.n] for r in rows], logits)
+        # Of each row one, or none at all.
+        u = [row.uniform.next() for row in rows if row.uniform is not None]
+        states = [row.state for row in rows if row.state is not None]
+        how = (torch.cat(of) if of else None for of in (u, states))
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
-        before = None if self.states is None else self.states[place]
-        token, after, over = sample_step(
-            logits, torch.cat(u) if u else None, self.params, self.options.constraint, before
-        )
+        token, after, over = sample_step(logits, self.params, constraint, *how)
         self.texts[place, n] = token
-        if self.states is not None and after is not None:
-            self.states[place] = after
-        for row in rows:
+        for i, row in enumerate(rows):
+            row.state = None if after is None else after[i : i + 1]
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
         return rows, Copy(token, over)
