@@ -10,9 +10,7 @@ Texts go to stdout, or as JSON lines to --out, in the order of their prompts; ho
 stderr. Ctrl-C keeps what is there: the texts so far are written, and the exit code is 130.
 
 Each text has a seed of its own: --seed for the first, one more for each that follows it, samples of
-a prompt one after another. A text is the same alone, in a batch and as a stream.
-With --kv_cache=paged a prompt takes the place of a text that has ended (serve.py), and samples of
-one prompt share its part of the cache; with the other caches one batch follows another.
+a prompt one after another. A text is the same alone, in a batch, as a stream, and with any cache.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ class SampleConfig:
     json_schema: str | None = None  # JSON that this schema describes, or FILE:schema.json
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
-    json: bool = False  # JSON lines on stdout
     out: str | None = None  # a file for JSON lines, in place of stdout
     # --- speed ---
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
@@ -85,9 +82,6 @@ class SampleConfig:
                 f"n_pages must be at least 2 (page 0 is not used), with kv_cache=paged; got "
                 f"{self.n_pages}, {self.kv_cache}"
             )
-        if self.json and (self.stream or self.out):
-            other = "--stream" if self.stream else "--out"
-            raise ValueError(f"--json and {other} both say where the texts go; take one of them")
         if self.stop == "":
             raise ValueError("stop must have at least one character, or be none")
         given = [n for n in ("regex", "choices", "json_schema", "stop") if getattr(self, n)]
@@ -113,11 +107,8 @@ from model import GPT
 
 
 def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
-    """The model in evaluation mode on its device, and its tokenizer.
-
-    Args:
-        changes: further fields of GPTConfig that differ.
-    """
+    """The model in evaluation mode on its device, changed by further fields of GPTConfig, and its
+    tokenizer."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile cannot work here: {possible.reason}")
@@ -166,9 +157,9 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
 
 def prompts(config: SampleConfig) -> list[Prompt]:
     """Every --start that was given, files read, and the lines of --prompts."""
-    if config.prompts is None:
-        return [Prompt(_text(start)) for start in config.start or ("\n",)]
-    return [Prompt(_text(start)) for start in config.start] + prompt_lines(config.prompts)
+    starts = config.start or (("\n",) if config.prompts is None else ())
+    lines = [] if config.prompts is None else prompt_lines(config.prompts)
+    return [Prompt(_text(start)) for start in starts] + lines
 
 
 def prompt_lines(path: str) -> list[Prompt]:
@@ -304,9 +295,7 @@ def _print(text: Text, tokenizer: Any, config: SampleConfig, out: IO[str] | None
     line = json.dumps({**row, "finish": text.finish}, ensure_ascii=False)
     if out is not None:
         print(line, file=out, flush=True)
-    if config.json:
-        print(line, flush=True)
-    elif out is None or config.stream:
+    if out is None or config.stream:
         shown = "" if config.stream else text.prompt.text + new
         print(f"{shown}\n---------------", flush=True)
 

@@ -61,14 +61,12 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
     path = folder / f"{split}.bin"
     meta = read_meta(folder)
     again = f"prepare it again with: {command(folder, meta)}"
-    expected = meta["tokens"].get(split)
+    N = meta["tokens"].get(split, 0)
     if not path.is_file():
         raise UserError(f"{path} is missing; {again}")
-    N, odd = divmod(path.stat().st_size, 2)
-    if odd:
-        raise UserError(f"{path} has {2 * N + 1} bytes, no multiple of 2 (uint16); {again}")
-    if expected != N:
-        raise UserError(f"{path} has {N:,} tokens, meta.json says {expected:,}; {again}")
+    if (size := path.stat().st_size) != 2 * N:
+        says = f"{path} has {size:,} bytes, 2 a token, and meta.json says {N:,} tokens"
+        raise UserError(f"{says}; {again}")
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, a sequence of --block_size={block_size} and its "
@@ -100,7 +98,6 @@ class Batches:
 
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device = seed, torch.device(device)
-        self._view = _windows(tokens, block_size)
         # A window's last target is the first token of the next. One window fewer than would fit
         # leaves room for the offset, so over the epochs sequences start anywhere.
         fit = (len(tokens) - 1) // block_size
@@ -130,7 +127,7 @@ class Batches:
         """This process's sequences of a step and their targets, (n, T) int64; n is global_batch /
         world, for the first processes one more where that is no whole number."""
         mine = np.array_split(self.starts(step), world)[rank]
-        return _gather(self._view, mine, self.device)
+        return _gather(self.tokens, self.block_size, mine, self.device)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
@@ -160,26 +157,19 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
     """
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
-    view = _windows(tokens, block_size)
     for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
-        yield *_gather(view, mine if len(mine) else starts[:1], device), len(mine)
-
-
-def _windows(tokens: np.ndarray, T: int) -> np.ndarray:
-    """A view of all windows of T inputs and their targets, (N - T, T + 1).
-
-    Copying whole rows is several times faster than indexing each token.
-    """
-    return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
+        yield *_gather(tokens, block_size, mine if len(mine) else starts[:1], device), len(mine)
 
 
 def _gather(
-    windows: np.ndarray, starts: np.ndarray, device: str | torch.device
+    tokens: np.ndarray, T: int, starts: np.ndarray, device: str | torch.device
 ) -> tuple[Tensor, Tensor]:
+    """The sequences of T tokens that begin at `starts`, and their targets."""
     import torch
 
-    cut = windows[starts]
+    # Copying whole rows of a view is several times faster than indexing each token.
+    cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
     x = torch.from_numpy(cut[:, :-1].astype(np.int64))
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))
     if torch.device(device).type != "cuda":

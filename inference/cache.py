@@ -65,16 +65,11 @@ class Cache:
 
     k: Any
     v: Any
-    ended: set[int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of all layers."""
         return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
-
-    def end(self, row: int) -> None:
-        """That row's text has ended: it stays in the batch, and may grow past max_len."""
-        self.ended.add(row)
 
 
 # --- dynamic: buffers that grow ---
@@ -94,62 +89,54 @@ class DynamicCache(Cache):
 
     Args:
         max_len: positions that the model has, block_size.
-        window: keys that a query sees, itself included; None: all.
+        window: keys that a query sees, itself included; None: all, so max_len.
         pad: padding on the left of each row; None: no row has any.
     """
 
     def __init__(self, n_layer: int, *,
                  max_len: int, window: int | None = None, pad: Sequence[int] | None = None,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.max_len, self.window, self.device = max_len, window, device
+        self.max_len, self.window, self.device = max_len, window or max_len, device
         self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
         self.v: list[Tensor | None] = [None] * n_layer
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
-        self.min_pad = min(self.pads, default=0)  # of the rows that have not ended
-        self.ended: set[int] = set()
         self.stored = 0  # tokens of a row so far, padding included
         self.kept = 0  # of these, the last so many are in the buffers
         self.capacity = 0  # tokens that the buffers have room for
 
-    def end(self, row: int) -> None:
-        super().end(row)
-        pads = [pad for b, pad in enumerate(self.pads) if b not in self.ended]
-        self.min_pad = min(pads, default=self.stored)
-
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row, whatever `counts` says: make room for them.
+        """Begin a step of T tokens in each row: make room for them.
+
+        Args:
+            counts: 0 for a row whose text has ended: it may grow past max_len. None: no row's has.
 
         Raises:
-            ValueError: the longest row, of those that have not ended, would pass max_len.
+            ValueError: a row that has not ended would pass max_len.
         """
-        longest = self.stored + T - self.min_pad
+        pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
+        longest = self.stored + T - min(pads, default=0)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if self.window is None:
-            self._make_room(self.kept + T, self.max_len)
-        elif T == 1:
-            if self.kept == self.capacity >= 2 * self.window:  # what is seen goes to the front
-                n = self.window - 1
-                for t in (*self.k, *self.v):
-                    if t is not None:
-                        t[:, :n] = t[:, self.kept - n : self.kept]
-                self.kept = n
-            self._make_room(self.kept + 1, 2 * self.window)
-        else:
-            self._make_room(min(self.window - 1, self.kept + T), 2 * self.window)
-        past = self.kept if self.window is None else min(self.kept, self.window - 1)
+        if T == 1 and self.kept == self.capacity >= 2 * self.window:
+            n = self.window - 1  # what is seen goes to the front
+            for t in (*self.k, *self.v):
+                if t is not None:
+                    t[:, :n] = t[:, self.kept - n : self.kept]
+            self.kept = n
+        self._make_room(self.kept + 1 if T == 1 else min(self.window - 1, self.kept + T))
+        past = min(self.kept, self.window - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if self.pad is None:
             return DynamicStep(self, T, at[past:], None)
         pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
         return DynamicStep(self, T, pos, (at >= self.pad).int())
 
-    def _make_room(self, n: int, limit: int) -> None:
+    def _make_room(self, n: int) -> None:
         """Buffers of at least n tokens: doubled, so that each token is copied once on average."""
         if n <= self.capacity:
             return
-        self.capacity = max(n, min(1 << n.bit_length(), limit))
+        self.capacity = max(n, min(1 << n.bit_length(), 2 * self.window, self.max_len))
         for buffers in (self.k, self.v):
             for layer, old in enumerate(buffers):
                 if old is not None:
@@ -183,10 +170,10 @@ class DynamicStep(Step):
         if buffer is None:
             buffer = new.new_empty(new.shape[0], c.capacity, *new.shape[2:])
             buffers[layer] = buffer
-        if c.window is None or T == 1:
-            end = c.kept + T
+        if T == 1:
+            end = c.kept + 1
             buffer[:, c.kept : end] = new
-            return buffer[:, 0 if c.window is None else max(0, end - c.window) : end]
+            return buffer[:, max(0, end - c.window) : end]
         # A chunk's first query sees window - 1 tokens before it, its last one keeps as many after.
         past = min(c.kept, c.window - 1)
         seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
@@ -198,7 +185,7 @@ class DynamicStep(Step):
         c = self.cache
         c.stored += self.T
         c.kept += self.T
-        if c.window is not None and self.T > 1:
+        if self.T > 1:
             c.kept = min(c.kept, c.window - 1)
 
 
@@ -210,8 +197,8 @@ MIN_BUCKET = 128
 def bucket(n: int, limit: int) -> int:
     """How much of a static cache is read where n tokens are stored: a power of two, at least 128.
 
-    So attention costs at most twice what the stored tokens alone would, and a decode step is
-    compiled for log2(limit / 128) + 1 shapes, not for each length.
+    So attention costs at most twice what the stored tokens alone would, for log2(limit / 128) + 1
+    shapes to compile.
     """
     return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
 
@@ -255,7 +242,6 @@ class StaticCache(Cache):
         self.count.zero_()
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)  # `count`, on the host
-        self.ended = set()
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> StaticStep:
         """Begin a step of T columns.
@@ -264,14 +250,14 @@ class StaticCache(Cache):
             counts: tokens of each row, 0 .. T; what follows in a row is padding. None: T.
 
         Raises:
-            ValueError: a row that has not ended would pass max_len.
+            ValueError: a row would pass max_len.
         """
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
-        longest = max((n for b, n in enumerate(after) if b not in self.ended), default=1)
+        longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if counts != self.counts:  # once before the prompt, and once after it
+        if counts != self.counts:  # for the prompt, after it, and when a row's text has ended
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(max(longest, T), self.max_len)
@@ -303,11 +289,10 @@ class StaticStep(Step):
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         """The buffers as far as they are read; in the first step k and v as they are, and None."""
-        k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
+        k_buffer, v_buffer, trash = self.cache.k[layer], self.cache.v[layer], self.cache.max_len
         i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq)
-        trash = k_buffer.shape[1] - 1
-        at = torch.where(i < self.count[:, None], at, trash).clamp(max=trash)
+        at = torch.where(i < self.count[:, None], at, trash)
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         k_buffer[row, at] = k
         v_buffer[row, at] = v
@@ -374,23 +359,18 @@ class PagedCache(Cache):
 
         Raises:
             OutOfPages: nothing was changed.
-            ValueError: no such sequence, or one that has two rows.
+            ValueError: no such sequence.
         """
-        if len(rows) != len(counts) or len(set(rows)) != len(rows) or not rows:
-            raise ValueError(
-                f"each row is one sequence and has one count, got rows {list(rows)} and counts "
-                f"{list(counts)}"
-            )
+        assert len(set(rows)) == len(rows) > 0, "each row is another sequence"
         step = dict(zip(rows, counts, strict=True))
         self.pool.grow(step)
-        start = [self.pool.length(row) for row in rows]
+        lengths = [self.pool.length(row) for row in rows]
         pages = [self.pool.pages(row) for row in rows]
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
-        packed = torch.tensor([*numbers, *start, *counts], dtype=torch.int32)
-        table, starts, new = to_device(packed, self.k.device).split([B * width, B, B])
-        size = self.pool.page_size
-        return PagedStep(self, step, start, table.view(B, width), starts, new, size)
+        packed = torch.tensor([*numbers, *lengths, *counts], dtype=torch.int32)
+        table, start, count = to_device(packed, self.k.device).split([B * width, B, B])
+        return PagedStep(self, step, table.view(B, width), start, count, self.pool.page_size)
 
 
 @dataclass(frozen=True)
@@ -399,7 +379,6 @@ class PagedStep(Step):
 
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
-    lengths: Sequence[int]  # `start`, on the host
     page_table: Tensor  # (B, max_pages) int32
     start: Tensor  # (B,) int32: where each row's first token of this step stands
     count: Tensor  # (B,) int32
@@ -426,12 +405,5 @@ class PagedStep(Step):
         return k_pages, v_pages, PagedView(self.page_table, self.start, self.count)
 
     def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored.
-
-        Raises:
-            ValueError: it has ended already, or a sequence went on in another step.
-        """
-        pool = self.cache.pool
-        if [pool.length(row) for row in self.counts] != list(self.lengths):
-            raise ValueError("this step is over: advance() is called once a step")
-        pool.advance(self.counts)
+        """End the step, after the last layer: its tokens are stored."""
+        self.cache.pool.advance(self.counts)

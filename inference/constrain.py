@@ -256,8 +256,8 @@ def _classes(table: np.ndarray, tokens: Sequence[bytes],
         of_token[i] = at if token else -1
         if len(maps) * len(table) > MAX_ENTRIES:
             raise UserError(
-                f"the tables of {what} would take more than {MAX_ENTRIES * 4 / 1e9:.1f} GB; it "
-                "needs fewer choices, or smaller numbers of repetitions"
+                f"the tables of {what} would have more than {MAX_ENTRIES:,} entries; it needs "
+                "fewer choices, or smaller numbers of repetitions"
             )
     maps.append(np.full_like(maps[0], len(table) - 1))
     used, token_class = np.unique(of_token, return_inverse=True)

@@ -8,26 +8,20 @@ with one it costs a reading of the weights and of the keys and values so far. Fo
 float32 that is 497 MB of weights and 74 kB for each token of context, so at batch 1 the weights are
 what there is to wait for.
 
-The caches are those of cache.py; "none" is there to compare with, and a paged batch is served by
-serve.py.
-
-**The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. What
-happens to a text that gets there is the same for every cache: overflow="slide" goes on as nanoGPT
-does, with the last block_size tokens, of which the first is at position 0. Every token then moves
-every position, so no key or value can be kept, and from there on a token costs a whole window, as
-without a cache. overflow="stop" ends a text that has block_size tokens.
+**The limit.** GPT-2 has a learned vector for each of its block_size positions and none beyond. A
+text that gets there slides on as nanoGPT does, with the last block_size tokens, the first of them
+at position 0: every token moves every position, so no key or value can be kept, and a token costs a
+whole window. overflow="stop" ends it there.
 
 **Rows are alone.** No row's tokens depend on its neighbours: shorter prompts are padded with tokens
 that nothing sees, and each row can have a random generator of its own.
 
 **The host never waits** for the device to decide what to do next. Lengths are counted on the host,
-sampling is tensor operations, and what was drawn is copied back beside the next step, which has
-been launched by then (on CUDA).
+sampling is tensor operations, and on CUDA what was drawn is copied back beside the next step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache as memoize
 from typing import TYPE_CHECKING, Any
@@ -45,6 +39,9 @@ from inference.sampling import (
     Options,
     SamplingParams,
     Uniform,
+    behind,
+    each_alone,
+    next_logits,
     sample_step,
 )
 
@@ -94,13 +91,9 @@ def stream(
 
     Args:
         idx: (B, T) int64, prompts of one length; or a list of prompts of any lengths, each (T,).
-        max_new_tokens: for each row.
-        generator: the source of randomness, a list of one for each row, or one for all. None:
-            PyTorch's own.
-        kv_cache: "none", "dynamic", "static" or "paged".
+        generator: a list of one for each row, or one for all. None: PyTorch's own.
         compile: torch.compile each decode step, sampling included, to one graph; on CUDA a CUDA
             graph. With kv_cache="static".
-        page_size: tokens a page, of the paged cache.
         options: those of sampling.Options.
 
     Yields:
@@ -114,23 +107,20 @@ def stream(
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     device = model.transformer.wte.weight.device
     prompts = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in idx]
-    if not prompts or not all(map(len, prompts)):
-        raise ValueError("each prompt must have at least one token, and there must be a prompt")
+    if not prompts:
+        raise ValueError("there must be a prompt, of at least one token")
     if kv_cache == "paged":
         more = {"generator": generator, "page_size": page_size, **options}
         yield from serve.batch(model, prompts, max_new_tokens, **more)
-    else:
-        batch = _Batch(
-            model, prompts, max_new_tokens, generator, kv_cache, compile, Options(**options)
-        )
-        try:
-            yield from batch.tokens()
-        finally:
-            batch.give_back()
+        return
+    how = Options(**options)
+    batch = _Batch(model, prompts, max_new_tokens, generator, kv_cache, compile, how)
+    try:
+        yield from batch.tokens()
+    finally:  # its static cache is for the next call that needs one of its size
+        _idle.setdefault(model, {}).update(batch.lent)
 
 
 class _Batch:
@@ -154,42 +144,35 @@ class _Batch:
         options: Options,
     ) -> None:
         self.model, self.max_new_tokens, self.kv_cache = model, max_new_tokens, kv_cache
-        self.options, self.constraint = options, options.constraint
-        self.device = model.transformer.wte.weight.device
+        self.options, self.device = options, model.transformer.wte.weight.device
         self.block_size = model.config.block_size
-        self.B, self.T = len(prompts), max(map(len, prompts))
-        self.pad = [self.T - len(prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        room = [options.room(b, T, max_new_tokens, self.block_size) for b, T in enumerate(lengths)]
+        self.B, self.T = len(prompts), max(lengths)
+        self.pad = [self.T - T for T in lengths]
+        self.ends = [self.T + n for n in room]  # the column behind each text, as far as is known
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
         width = self.T + max_new_tokens
         self.ids = torch.zeros(self.B, width, dtype=torch.int64, device=self.device)
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
-        self.ends: list[int | None] = [None] * self.B  # the column behind the text, once it ended
         greedy = options.temperature == 0
         self.uniform = None if greedy else Uniform(self.B, self.device, generator)
         self.params = SamplingParams.on(self.device, options)
-        self.room = [max_new_tokens] * self.B  # tokens that each row can have
-        if options.overflow == "stop":
-            if self.block_size < self.T:
-                raise ValueError(
-                    f"a prompt of {self.T} tokens does not fit into block_size {self.block_size}"
-                )
-            self.room = [min(n, self.block_size - len(p)) for n, p in zip(self.room, prompts)]
-        self.state: Tensor | None = None  # (B, 2) of the constraint
-        if self.constraint is not None:
-            self.state = self.constraint.start(self.room)
+        constraint = options.constraint
+        self.state = None if constraint is None else constraint.start(room)  # (B, 2)
         self.token: Tensor | None = None  # (B,) the last that was drawn, in memory of its own
         self.cache: Any = None
-        self.lent: tuple[Any, StaticCache] | None = None  # to be given back
+        self.lent: dict[Any, StaticCache] = {}  # to be given back
         if kv_cache != "none" and max_new_tokens > 1 and self.block_size > self.T:
             self.cache = self._new_cache(compile)
         # Compiled or not, from here on they are called alike. A processor comes between two graphs.
-        self.decode, self.sample, self.decode_and_sample = _decode, sample_step, _decode_and_sample
+        self.decode, self.sample, self.decode_and_sample = next_logits, sample_step, _next_token
         if compile and options.logits_processor is None:
-            self.decode_and_sample = _graph(_decode_and_sample, self.device.type)
+            self.decode_and_sample = compiled(_next_token, self.device.type)
         elif compile:
-            self.decode = _graph(_decode, self.device.type)
-            self.sample = _graph(sample_step, self.device.type)
+            self.decode = compiled(next_logits, self.device.type)
+            self.sample = compiled(sample_step, self.device.type)
 
     # --- the loop ---
 
@@ -197,38 +180,24 @@ class _Batch:
         """The next token of each row on the CPU, ENDED for what follows a row's end."""
         stops = self.options.ends()
         new: list[list[int]] = [[] for _ in range(self.B)]
-        pending: deque[Copy] = deque()  # launched, not read yet
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before a token is read
-        column = self.T
-        launched = self.launch()
-        while True:
-            if drawn := next(launched, None):
-                pending.append(Copy(*drawn))
-                if len(pending) <= ahead:
-                    continue
-            if not pending:
-                return
+        for column, drawn in enumerate(behind(self.launch(), ahead), self.T):
             ids = [ENDED] * self.B
-            for row, (token, *over) in enumerate(pending.popleft().wait()):
-                end = self.ends[row]
-                if end is None or column < end:
+            for row, (token, *over) in enumerate(drawn.wait()):
+                if column < self.ends[row]:
                     ids[row] = token
                     new[row].append(token)
                     if any(over) or stops(row, new[row]):
-                        self._end(row, column + 1)
+                        self.ends[row] = column + 1
             if all(id_ == ENDED for id_ in ids):
                 return  # launched before the last row was known to have ended
-            column += 1
             yield torch.tensor(ids)
 
-    def launch(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The next token of each row, (B,) int64, and with a constraint whether the text is over
-        with it: on the device, not waited for."""
+    def launch(self) -> Iterator[Copy]:
+        """The next token of each row, and with a constraint whether the text is over with it: on
+        the device, not waited for."""
         for n in range(self.T, self.T + self.max_new_tokens):
-            for row, room in enumerate(self.room):
-                if self.ends[row] is None and n - self.T >= room:
-                    self._end(row, n)
-            going = [pad for row, pad in enumerate(self.pad) if self.ends[row] is None]
+            going = [pad for pad, end in zip(self.pad, self.ends, strict=True) if n < end]
             if not going:
                 return
             if n - min(going) > self.block_size:  # it slides: no position in the cache still holds
@@ -238,104 +207,72 @@ class _Batch:
                 stats = self.options.stats
                 stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes)
             self.ids[:, n] = self.token
-            yield self.token, over
-
-    def _end(self, row: int, column: int) -> None:
-        self.ends[row] = column
-        if self.cache is not None:
-            self.cache.end(row)
-
-    def give_back(self) -> None:
-        """Leave the static cache to the next call that needs one of its size."""
-        if self.lent is not None:
-            _idle[self.model].update([self.lent])
+            yield Copy(self.token, over)
 
     # --- one token ---
 
     def _next(self, n: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Draw what follows the first n columns: see sample_step()."""
-        processor, vocab_size = self.options.logits_processor, self.options.vocab_size
+        processor = self.options.logits_processor
         u = None if self.uniform is None else self.uniform.next()
-        how = u, self.params, self.constraint, self.state
+        how = self.params, self.options.constraint, u, self.state
         if self.cache is None or self.token is None:
-            logits = self._prefill(n)
+            idx, last, step = self._prefill(n)
+            decode, decode_and_sample = next_logits, _next_token
         else:
-            step = self.cache.reserve(1, [1] * self.B)
-            last = self.model, step, self.token, vocab_size
-            if processor is None:
-                drawn = self.decode_and_sample(*last, *how)
-                step.advance()
-                return drawn
-            logits = self.decode(*last)
-            step.advance()
-        if processor is not None:
-            logits = self._process(processor, n, logits)
-        return self.sample(logits, *how)
-
-    def _prefill(self, n: int) -> Tensor:
-        """The texts through the model, into the cache if there is one: (B, V) the next logits."""
-        step, last = None, None
-        if self.kv_cache == "dynamic" and self.cache is not None:  # its rows end together
-            idx = self.ids[:, :n]
-            step = self.cache.reserve(n)
+            step = self.cache.reserve(1, [int(n < end) for end in self.ends])
+            idx, last = self.token[:, None], None
+            decode, decode_and_sample = self.decode, self.decode_and_sample
+        read = self.model, idx, last, step, self.options.vocab_size
+        if processor is None:
+            drawn = decode_and_sample(*read, *how)
         else:
-            idx, last = self._from_the_left(n)
-            if self.cache is not None:
-                step = self.cache.reserve(idx.shape[1], [n - pad for pad in self.pad])
-        x = self.model.hidden(idx, None, step)
+            logits = decode(*read)
+            if any(self.pad):  # it never sees padding
+                texts = [ids[pad:n] for ids, pad in zip(self.ids, self.pad, strict=True)]
+                logits = each_alone(processor, texts, logits)
+            else:
+                logits = processor(self.ids[:, :n], logits)
+            drawn = self.sample(logits, *how)
         if step is not None:
             step.advance()
-        return serve.last_logits(self.model, x, last, self.options.vocab_size)
+        return drawn
 
-    def _from_the_left(self, n: int) -> tuple[Tensor, Tensor | None]:
-        """The last block_size tokens of each row, rows beginning together; where each row ends.
-
-        Padding on the right needs no mask: no token sees what comes after it.
-        """
+    def _prefill(self, n: int) -> tuple[Tensor, Tensor | None, Any]:
+        """All of the texts, or their last block_size tokens: as next_logits() takes them."""
         T = min(n, self.block_size)
-        if not any(self.pad):
-            return self.ids[:, n - T : n], None
-        begin = self.pads.clamp(min=n - self.block_size)  # (B, 1)
-        at = begin + torch.arange(T, device=self.device)
-        return self.ids[:, :n].gather(1, at.clamp(max=n - 1)), n - 1 - begin
-
-    def _process(self, processor: Callable[..., Tensor], n: int, logits: Tensor) -> Tensor:
-        """The logits (B, V) after the processor, which never sees padding."""
-        if not any(self.pad):
-            return processor(self.ids[:, :n], logits)
-        rows = []
-        for row, (pad, one) in enumerate(zip(self.pad, logits.split(1), strict=True)):
-            going = self.ends[row] is None
-            rows.append(processor(self.ids[row : row + 1, pad:n], one) if going else one)
-        return torch.cat(rows)
+        idx, last, step = self.ids[:, n - T : n], None, None
+        if self.cache is not None and self.kv_cache == "dynamic":  # its rows end together
+            return idx, last, self.cache.reserve(T)
+        if any(self.pad):  # rows that begin together: no token sees the padding on its right
+            begin = self.pads.clamp(min=n - self.block_size)  # (B, 1)
+            at = begin + torch.arange(T, device=self.device)
+            idx, last = self.ids[:, :n].gather(1, at.clamp(max=n - 1)), n - 1 - begin
+        if self.cache is not None:
+            step = self.cache.reserve(T, [n - pad for pad in self.pad])
+        return idx, last, step
 
     def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
         # A static cache is empty when the prompts are read: any backend may.
         kind = "dynamic" if self.kv_cache == "dynamic" else "none"
         _, spec = model.attention(False, (self.B, self.T), kind)
+        device, L = self.device, config.n_layer
         if self.kv_cache == "dynamic":
-            return DynamicCache(
-                config.n_layer,
-                max_len=self.block_size,
-                window=spec.window,
-                pad=self.pad,
-                device=self.device,
-            )
+            limit, window = self.block_size, spec.window
+            return DynamicCache(L, max_len=limit, window=window, pad=self.pad, device=device)
         # Rounded up, so that texts of other lengths find the graphs that were compiled.
         max_len = bucket(min(self.T + self.max_new_tokens, self.block_size), self.block_size)
         dtype, heads = getattr(torch, spec.dtype), (config.kv_heads, config.head_dim)
-        key = self.B, max_len, dtype, self.device
+        key = self.B, max_len, dtype, device
         static = _idle.setdefault(model, {}).pop(key, None) if compile else None
         if static is not None:
             static.reset()
         else:  # a tensor of inference mode could not be written to outside it
             with torch.inference_mode(False):
-                static = StaticCache(
-                    config.n_layer, self.B, max_len, *heads, dtype=dtype, device=self.device
-                )
+                static = StaticCache(L, self.B, max_len, *heads, dtype=dtype, device=device)
         if compile:
-            self.lent = key, static
+            self.lent[key] = static
             model.attention(False, (self.B, 1), "static", compiled=True)  # cannot be traced
             for t in (*static.k, *static.v, static.start, static.count):
                 torch._dynamo.mark_static_address(t, guard=False)  # a CUDA graph writes there
@@ -347,35 +284,27 @@ class _Batch:
 _idle: WeakKeyDictionary[GPT, dict[Any, StaticCache]] = WeakKeyDictionary()
 
 
-def _decode(model: GPT, step: Any, token: Tensor, vocab_size: int | None) -> Tensor:
-    """One decode step: (B,) the last tokens -> (B, V) the logits of the next."""
-    return model.head(model.hidden(token[:, None], None, step)[:, -1])[:, :vocab_size]
-
-
-def _decode_and_sample(
-    model: GPT, step: Any, token: Tensor, vocab_size: int | None, *how: Any
+def _next_token(
+    model: GPT, idx: Tensor, last: Tensor | None, step: Any, vocab_size: int | None, *how: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One decode step and the draw: (B,) the last tokens -> as sample_step()."""
-    return sample_step(_decode(model, step, token, vocab_size), *how)
+    """next_logits() and the draw, as sample_step() gives it: one graph where it is compiled."""
+    return sample_step(next_logits(model, idx, last, step, vocab_size), *how)
 
 
-def _graph(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The compiled function, with results in memory of their own."""
+@memoize
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """torch.compile for fixed shapes, with results in memory of their own; kept, since compiling
+    takes long."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
+    graph = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
     def run(*args: Any) -> Any:
         if device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        results = compiled(function, device)(*args)
+        results = graph(*args)
         if isinstance(results, Tensor):
             return results.clone()
         return tuple(None if t is None else t.clone() for t in results)
 
     return run
-
-
-@memoize
-def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """torch.compile for fixed shapes; kept, since compiling takes long."""
-    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-    mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
-    return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)

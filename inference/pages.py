@@ -18,10 +18,9 @@ first, and of one sequence the last page before the first.
 
 Page 0 is the null page: nobody's, and never handed out. inference/cache.py writes padding there.
 
-Source  Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; of its sharing only that of full
-        pages, so that no page is ever copied. Names that are hashes over the whole beginning are
-        vLLM's "automatic prefix caching", which came after the paper.
+Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; of its sharing
+        only that of full pages, so that no page is ever copied. Names that are hashes over the
+        whole beginning are vLLM's "automatic prefix caching", which came after the paper.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ from dataclasses import dataclass, field
 
 class OutOfPages(RuntimeError):
     """There are not enough free pages; nothing was changed."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"out of KV cache pages: {needed} needed, {free} free")
-        self.needed, self.free = needed, free
 
 
 @dataclass
@@ -140,16 +135,14 @@ class PagePool:
 
         Raises:
             OutOfPages: not enough for all of them together; nothing was changed.
-            ValueError: no such sequence, or a negative count.
+            ValueError: no such sequence.
         """
-        if min(counts.values(), default=0) < 0:
-            raise ValueError(f"a sequence grows by 0 tokens or more, got {min(counts.values())}")
         # What was reserved and not used yet is there already: then this is negative, or 0.
         more = {seq: self.pages_for(self.length(seq) + n) - len(self.pages(seq))
                 for seq, n in counts.items()}  # fmt: skip
         needed = sum(n for n in more.values() if n > 0)
         if needed > self.n_free:
-            raise OutOfPages(needed, self.n_free)
+            raise OutOfPages(f"out of KV cache pages: {needed} needed, {self.n_free} free")
         for seq, n in more.items():
             self._held[seq].pages.extend(self._take() for _ in range(n))
 
@@ -165,16 +158,12 @@ class PagePool:
 
         Args:
             tokens: the ids of its tokens from the first on; they may be more than are stored.
-
-        Raises:
-            ValueError: its tokens were others before.
         """
         held, name = self._of(seq), b""
         for i in range(min(held.length, len(tokens)) // self.page_size):
             name = self._name(name, tokens, i)
             page = held.pages[i]
-            if self._name_of.get(page, name) != name:
-                raise ValueError(f"sequence {seq} was remembered with other tokens")
+            assert self._name_of.get(page, name) == name, "its tokens were others before"
             # Two sequences may have computed the same page: the first to be named is shared.
             if name not in self._page_named:
                 self._name_of[page], self._page_named[name] = name, page

@@ -51,18 +51,17 @@ def to_int8(model: GPT, folder: Path | None = None) -> float:
     key = {"dtype": dtype_name(embedding.dtype), "device": embedding.device.type,
            "torch": torch.__version__, "tokens": TEXTS * TOKENS}  # fmt: skip
     ratio = _remembered(kept, key)
-    texts = before = None
-    if ratio is None:
+    if ratio is not None:
+        int8.convert(model, embedding)
+    else:
         texts = own_texts(model)
         before = log_probs(model, texts)
-    int8.convert(model, embedding)
-    if texts is not None and before is not None:
+        int8.convert(model, embedding)
         after = log_probs(model, texts)
         ratio = math.exp(float((before.exp() * (before - after)).sum(-1).mean()))
         if kept is not None:
             with suppress(OSError):  # a folder that cannot be written: measured again next time
                 kept.write_text(json.dumps({**key, "perplexity": ratio}) + "\n", encoding="utf-8")
-    assert ratio is not None
     change = f"{100 * (ratio - 1):+.3f} %"
     said = f"int8 weights: perplexity {change} on {TEXTS * TOKENS} tokens of the model's own text"
     if ratio > MOST or math.isnan(ratio):

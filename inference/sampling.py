@@ -11,9 +11,10 @@ What the two loops that generate text (engine.py, serve.py) have in common is he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from core.runtime import to_device
 
 if TYPE_CHECKING:
     from inference.constrain import Automaton
+    from model import GPT
+
+T = TypeVar("T")
 
 ENDED = -1  # in the place of a token: this row's text has ended before
 
@@ -85,6 +89,20 @@ class Options:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
+    def room(self, row: int, T: int, max_new_tokens: int, block_size: int) -> int:
+        """Tokens that a prompt of T tokens may be followed by; a ValueError if it cannot be."""
+        if not T:
+            raise ValueError(f"each prompt must have at least one token; prompt {row} has none")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        if self.overflow == "slide":
+            return max_new_tokens
+        if block_size < T:
+            raise ValueError(
+                f"a prompt of {T} tokens does not fit into block_size {block_size} (prompt {row})"
+            )
+        return min(max_new_tokens, block_size - T)
+
     def ends(self) -> Callable[[int, list[int]], bool]:
         """`stop` in each of its forms, as a function of the row and its new tokens."""
         if callable(self.stop):
@@ -95,11 +113,8 @@ class Options:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature and cuts, as sample_token() wants them: see Options.
-
-    Those that may change from call to call are tensors where the step is compiled, since a Python
-    number would be compiled into the graph.
-    """
+    """Temperature and cuts of Options, as sample_token() wants them: numbers that change from call
+    to call are tensors, since a Python number would be compiled into the graph."""
 
     temperature: Tensor | float = 1.0
     top_k: int | None = None
@@ -107,13 +122,29 @@ class SamplingParams:
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
-        """Those of the options, as tensors on the device."""
         top_p = options.top_p if options.top_p != 1 else None
         return cls(
             torch.tensor(float(options.temperature), device=device),
             options.top_k,
             None if top_p is None else torch.tensor(top_p, device=device),
         )
+
+
+def next_logits(
+    model: GPT, idx: Tensor, last: Tensor | None, step: Any, vocab_size: int | None
+) -> Tensor:
+    """The logits (B, V) of what follows each row of idx (B, T), read into a step of a cache, if
+    there is one. last (B, 1): where each row ends; None: at T - 1."""
+    x = model.hidden(idx, None, step)
+    if last is not None:
+        x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
+    return model.head(x[:, -1])[:, :vocab_size]
+
+
+def each_alone(processor: Processor, texts: Iterable[Tensor], logits: Tensor) -> Tensor:
+    """The logits (B, V) after the processor, which is given one text (T,) at a time."""
+    pairs = zip(texts, logits.split(1), strict=True)
+    return torch.cat([processor(text[None], one) for text, one in pairs])
 
 
 def sample_token(
@@ -170,9 +201,9 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 
 def sample_step(
     logits: Tensor,
-    u: Tensor | None,
     params: SamplingParams,
     constraint: Automaton | None,
+    u: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Draw among the tokens that the constraint allows: the token, the state after it, (B,) bool
@@ -238,3 +269,14 @@ class Copy:
         if self.event is not None:
             self.event.synchronize()
         return self.host.tolist()
+
+
+def behind(launched: Iterable[T], ahead: int) -> Iterator[T]:
+    """Each step when `ahead` more have been launched: the host reads one while the device computes
+    the next."""
+    pending: deque[T] = deque()
+    for step in launched:
+        pending.append(step)
+        if len(pending) > ahead:
+            yield pending.popleft()
+    yield from pending

@@ -8,11 +8,10 @@ the last one has. Here a new prompt takes the row's place at once:
     row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
              a batch, then the next                            capitals: a prompt is read
 
-("Iteration-level scheduling": Yu et al. 2022, "Orca: A Distributed Serving System for
-Transformer-Based Generative Models", OSDI, section 3.) In a step the prompts that are admitted go
-through the model, in groups of about one length, padded on the right, and the last token of every
-other row, as one batch; then a token is drawn for all of them at once. Each text is the one that
-generate() makes of its prompt alone (greedily, or with a generator for each prompt).
+("Iteration-level scheduling": Yu et al. 2022, "Orca", OSDI, section 3.) In a step the prompts that
+are admitted go through the model, in groups of about one length, padded on the right, and the last
+token of every other row, as one batch; then a token is drawn for all of them at once. Each text is
+the one that generate() makes of its prompt alone.
 
 **Pages** come from a pool of limited size (inference/pages.py). A prompt is admitted only when the
 pages that its text may need to its end are free, counting what the texts in progress may still
@@ -38,12 +37,23 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
-from inference.sampling import ENDED, Copy, Options, SamplingParams, Uniform, sample_step
+from inference.sampling import (
+    ENDED,
+    Copy,
+    Options,
+    SamplingParams,
+    Uniform,
+    behind,
+    each_alone,
+    next_logits,
+    sample_step,
+)
 
 if TYPE_CHECKING:
     from model import GPT
@@ -58,7 +68,7 @@ def stream(
     """Continue many prompts, and hand out each token as it comes.
 
     Args:
-        prompts: each (T,) token ids. Taken one by one, when there is room for another.
+        prompts: each (T,) token ids.
         max_new_tokens: for each prompt, or of each prompt in turn.
         generator: the source of randomness, one for all prompts, or one of each prompt in turn.
         slots: texts in progress at once, at most.
@@ -105,28 +115,6 @@ def enough_pages(
     return 1 + sum(-(-n // page_size) for n in sorted(longest)[-slots:])
 
 
-def paged_cache(model: GPT, n_pages: int, page_size: int) -> PagedCache:
-    """A paged cache for all layers of the model, on its device; the null page is one of n_pages."""
-    config = model.config
-    _, spec = model.attention(False, None, "paged", page_size)
-    return PagedCache(
-        config.n_layer,
-        config.kv_heads,
-        config.head_dim,
-        n_pages=n_pages,
-        page_size=page_size,
-        dtype=getattr(torch, spec.dtype),
-        device=model.transformer.wte.weight.device,
-    )
-
-
-def last_logits(model: GPT, x: Tensor, last: Tensor | None, vocab_size: int | None) -> Tensor:
-    """The logits of each row's last token: x (B, T, C), last (B, 1), None: T - 1 -> (B, V)."""
-    if last is not None:
-        x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
-    return model.head(x[:, -1])[:, :vocab_size]
-
-
 @dataclass(eq=False)
 class _Row:
     """A prompt and its text."""
@@ -137,7 +125,7 @@ class _Row:
     slides: bool  # may it get longer than the context?
     max_pages: int  # that it holds in the end
     uniform: Uniform | None
-    state: Tensor | None  # (1, 2) of the constraint, before the first token
+    state: Tensor | None  # (1, 2) of the constraint
     place: int = -1  # in the tables on the device, once it is admitted
     seq: int = -1  # in the pool, once it is admitted
     launched: int = 0  # tokens drawn on the device
@@ -173,68 +161,67 @@ class _Server:
         self.block_size, self.slots = model.config.block_size, slots
         if n_pages is None:
             n_pages = 1 + slots * -(-self.block_size // page_size)
-        self.cache = paged_cache(model, n_pages, page_size)
+        config, (_, spec) = model.config, model.attention(False, None, "paged", page_size)
+        sizes: dict[str, Any] = {"n_pages": n_pages, "page_size": page_size}
+        where = {"dtype": getattr(torch, spec.dtype), "device": self.device}
+        self.cache = PagedCache(config.n_layer, config.kv_heads, config.head_dim, **sizes, **where)
         self.pool, self.stats = self.cache.pool, self.options.stats
         self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
         self.params = SamplingParams.on(self.device, self.options)
         self.stops = self.options.ends()
         self.coming = enumerate(prompts)
-        # Given for all prompts, or of each in turn.
-        rooms: Any = repeat(max_new_tokens) if isinstance(max_new_tokens, int) else max_new_tokens
-        one = generator is None or isinstance(generator, torch.Generator)
-        each: Any = repeat(generator) if one else generator
-        self.each = {"max_new_tokens": iter(rooms), "generator": iter(each)}
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "generator": generator}
+        self.each = {  # of each prompt in turn, or the same for all
+            name: iter(of) if isinstance(of, Iterable) else repeat(of) for name, of in given.items()
+        }
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         self.refused: ValueError | None = None  # what is wrong with the prompt that comes next
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # in the tables on the device, those that are free
         self.texts = torch.zeros(slots, 0, dtype=torch.int64, device=self.device)
-        self.states: Tensor | None = None
-        if self.options.constraint is not None:
-            self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
 
     # --- the loop ---
 
     def tokens(self) -> Generator[tuple[_Row, int], None, None]:
-        pending: deque[tuple[list[_Row], Copy]] = deque()  # launched, not read yet
         try:
-            while True:
-                empty = self.pull()
-                for row in empty:
-                    yield row, ENDED
-                self.admit()
-                if self.rows:
-                    pending.append(self.step())
-                    if len(pending) <= self.ahead:
+            for rows, copy in behind(self.launch(), self.ahead):
+                if copy is None:
+                    yield from ((row, ENDED) for row in rows)
+                    continue
+                for row, (id_, *over) in zip(rows, copy.wait(), strict=True):
+                    if row.ended:  # launched before that was known
                         continue
-                if pending:
-                    read, copy = pending.popleft()
-                    for row, (id_, *over) in zip(read, copy.wait(), strict=True):
-                        if row.ended:  # launched before that was known
-                            continue
-                        row.new.append(id_)
-                        yield row, id_
-                        full = len(row.new) == row.room
-                        if full or any(over) or self.stops(row.index, row.new):
-                            row.ended = True
-                            self.leave([row])
-                            yield row, ENDED
-                elif not empty:
-                    assert not self.waiting, "with all pages free the first prompt fits"
-                    break
+                    row.new.append(id_)
+                    yield row, id_
+                    full = len(row.new) == row.room
+                    if full or any(over) or self.stops(row.index, row.new):
+                        row.ended = True
+                        self.leave([row])
+                        yield row, ENDED
         finally:
             self.leave(self.rows)
         if self.refused is not None:
             raise self.refused
 
+    def launch(self) -> Iterator[tuple[list[_Row], Copy | None]]:
+        """Rows and the tokens drawn for them, not waited for; None: there is room for no token."""
+        while True:
+            if empty := self.pull():
+                yield empty, None
+            self.admit()
+            if self.rows:
+                yield self.step()
+            elif not empty:
+                assert not self.waiting, "with all pages free the first prompt fits"
+                return
+
     def leave(self, rows: Sequence[_Row]) -> None:
         """Their pages and places can be taken again, on the device after what was launched."""
-        for row in rows:
-            if row in self.rows:
-                self.places.append(row.place)
-                self.pool.free(row.seq)
-        self.rows = [row for row in self.rows if row not in rows]
+        for row in [row for row in rows if row in self.rows]:  # not those that have left before
+            self.rows.remove(row)
+            self.places.append(row.place)
+            self.pool.free(row.seq)
 
     # --- prompts come in ---
 
@@ -256,19 +243,9 @@ class _Server:
     def new_row(self, index: int, prompt: Any) -> _Row:
         """What is known of a prompt before it is admitted."""
         ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        room, generator = (self.next_of(name, index) for name in self.each)
+        most, generator = (self.next_of(name, index) for name in self.each)
         T, block_size = len(ids), self.block_size
-        if not T:
-            raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
-        if room < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {room}")
-        if self.options.overflow == "stop":
-            if block_size < T:
-                raise ValueError(
-                    f"a prompt of {T} tokens does not fit into block_size {block_size} (prompt "
-                    f"{index})"
-                )
-            room = min(room, block_size - T)
+        room = self.options.room(index, T, most, block_size)
         stored = T + room - 1  # the last token is drawn, and not looked at
         pages = self.pool.pages_for(min(stored, block_size))
         if pages > self.pool.n_pages - 1:
@@ -293,7 +270,8 @@ class _Server:
         admitted: list[_Row] = []
         for row in list(self.waiting):
             row.seq = self.pool.new(() if row.slides else row.prompt)
-            if sum(map(self.pages_needed, [*self.rows, row])) > self.pool.n_free:
+            needed = sum(r.max_pages - len(self.pool.pages(r.seq)) for r in [*self.rows, row])
+            if needed > self.pool.n_free:
                 self.pool.free(row.seq)
                 break
             # Will it find one page more when those that were just admitted have been read?
@@ -306,22 +284,13 @@ class _Server:
             admitted.append(row)
         self.waiting = [row for row in self.waiting if row not in admitted]
 
-    def pages_needed(self, row: _Row) -> int:
-        """Pages that a row may still take from the pool."""
-        return row.max_pages - len(self.pool.pages(row.seq))
-
     def begin(self, row: _Row) -> None:
-        """The row is in progress, its text and its constraint's state on the device."""
-        self.rows = [*self.rows, row]
+        """The row is in progress, its text on the device."""
+        self.rows.append(row)
         row.place = self.places.pop()
-        full = len(row.prompt) + row.room
-        if full > self.texts.shape[1]:
-            wider = self.texts.new_zeros(len(self.texts), full)
-            wider[:, : self.texts.shape[1]] = self.texts
-            self.texts = wider
+        if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
+            self.texts = F.pad(self.texts, (0, more))
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
-        if self.states is not None and row.state is not None:
-            self.states[row.place] = row.state[0]
         self.stats.shared_pages += len(self.pool.pages(row.seq))
 
     # --- a step ---
@@ -331,21 +300,18 @@ class _Server:
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
-        processor = self.options.logits_processor
+        processor, constraint = self.options.logits_processor, self.options.constraint
         if processor is not None:
-            texts = (self.texts[row.place, : row.n][None] for row in rows)
-            pairs = zip(texts, logits[:, None], strict=True)
-            logits = torch.cat([processor(ids, one) for ids, one in pairs])
-        u = [row.uniform.next() for row in rows if row.uniform is not None]  # none, or one of each
+            logits = each_alone(processor, [self.texts[r.place, : r.n] for r in rows], logits)
+        # Of each row one, or none at all.
+        u = [row.uniform.next() for row in rows if row.uniform is not None]
+        states = [row.state for row in rows if row.state is not None]
+        how = (torch.cat(of) if of else None for of in (u, states))
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
-        before = None if self.states is None else self.states[place]
-        token, after, over = sample_step(
-            logits, torch.cat(u) if u else None, self.params, self.options.constraint, before
-        )
+        token, after, over = sample_step(logits, self.params, constraint, *how)
         self.texts[place, n] = token
-        if self.states is not None and after is not None:
-            self.states[place] = after
-        for row in rows:
+        for i, row in enumerate(rows):
+            row.state = None if after is None else after[i : i + 1]
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
         return rows, Copy(token, over)
@@ -380,12 +346,13 @@ class _Server:
         place, begin = self.to_device(numbers).view(2, -1, 1)
         at = begin + torch.arange(max(counts), device=self.device)  # (B, T)
         idx = self.texts[place, at.clamp(max=self.texts.shape[1] - 1)]
-        x = self.model.hidden(idx, None, step)
+        last = step.count[:, None].long() - 1
+        logits = next_logits(self.model, idx, last, step, self.options.vocab_size)
         step.advance()
         for row in group:
             if not row.launched and not row.slides:
                 self.pool.remember(row.seq, row.prompt)
-        return last_logits(self.model, x, step.count[:, None].long() - 1, self.options.vocab_size)
+        return logits
 
     def to_device(self, numbers: Sequence[int]) -> Tensor:
         """(n,) int64; on CUDA the copy is not waited for."""

@@ -56,21 +56,20 @@ class Writer:
     first: float = 0.0  # seconds to the first token
 
     def steps(self) -> Generator[None, None, None]:
-        """After each step all that is new is in the texts."""
+        """One token after another into the texts."""
         device = self.model.transformer.wte.weight.device
         begin = time.perf_counter()
         try:
-            for tokens in self.tokens(device):
+            for text, token in self.tokens(device):
                 self.first = self.first or time.perf_counter() - begin
-                for text, token in tokens:
-                    self.add(text, token)
+                self.add(text, token)
                 yield
         finally:
             synchronize(device)
             self.seconds = time.perf_counter() - begin
 
-    def tokens(self, device: torch.device) -> Iterator[Iterable[tuple[Text, int]]]:
-        """The tokens of each step, and which text's they are; ENDED after its last."""
+    def tokens(self, device: torch.device) -> Iterator[tuple[Text, int]]:
+        """Each token as it comes, and which text's it is; ENDED after its last."""
         config, texts = self.config, self.texts
         size = 1 if config.stream else config.batch_size
         options: dict[str, Any] = {
@@ -91,7 +90,7 @@ class Writer:
             )
             options |= {"generator": generators, "slots": size}
             for n, token in serve.stream(self.model, ids, config.max_new_tokens, **options):
-                yield [(texts[n], token)]
+                yield texts[n], token
             return
         options |= {"kv_cache": config.kv_cache, "compile": config.compile}
         for at in range(0, len(texts), size):
@@ -99,8 +98,8 @@ class Writer:
             options["generator"] = list(islice(generators, len(batch)))
             ids = [text.prompt.ids for text in batch]
             for step in engine.stream(self.model, ids, config.max_new_tokens, **options):
-                yield zip(batch, step.tolist(), strict=True)
-            yield [(text, ENDED) for text in batch]
+                yield from zip(batch, step.tolist(), strict=True)
+            yield from ((text, ENDED) for text in batch)
 
     def add(self, text: Text, token: int) -> None:
         if token == ENDED:
@@ -114,25 +113,23 @@ class Writer:
 
     def stops(self, new: list[int]) -> bool:
         """Whether a text ends here: by the model's own token, or with --stop in its last tokens."""
-        if new[-1] == self.tokenizer.eot or self.config.stop is None:
+        stop = self.config.stop
+        if new[-1] == self.tokenizer.eot or stop is None:
             return new[-1] == self.tokenizer.eot
-        n = len(self.config.stop.encode())  # no token is shorter than a byte
-        return self.config.stop in self.tokenizer.decode(new[-n:])
+        last = new[-len(stop.encode()) :]  # no token is shorter than a byte
+        return stop in self.tokenizer.decode(last)
 
     def report(self) -> str:
         """One line: tokens/s, time to the first token, memory of the cache."""
-        n_texts = sum(text.finish != "waiting" for text in self.texts)
-        n_tokens = sum(len(text.new) for text in self.texts)
-        stats = self.stats
-        cache = f"{stats.cache_bytes / 1e6:.1f} MB" if stats.cache_bytes else "not used"
-        if stats.pages:
-            cache += (
-                f", {stats.pages} of {stats.all_pages} pages in use at most, "
-                f"{stats.shared_pages} saved by sharing"
-            )
+        texts = sum(text.finish != "waiting" for text in self.texts)
+        n, s = sum(len(text.new) for text in self.texts), self.stats
+        cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
+        if s.pages:
+            cache += f", {s.pages} of {s.all_pages} pages in use at most"
+            cache += f", {s.shared_pages} saved by sharing"
         return (
-            f"{n_texts} text{'s' * (n_texts != 1)}, {n_tokens} tokens in {self.seconds:.2f} s: "
-            f"{n_tokens / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
+            f"{texts} text{'s' * (texts != 1)}, {n} tokens in {self.seconds:.2f} s: "
+            f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
             f"{1e3 * self.first:.0f} ms; KV cache ({self.config.kv_cache}): {cache}"
         )
 

@@ -117,12 +117,12 @@ def test_a_dynamic_cache_ends_where_the_positions_end(window) -> None:
     step.advance()
     with pytest.raises(ValueError, match="7 tokens do not fit into a cache of 6"):
         cache.reserve(1)
-    cache.end(0)  # row 1 has 4 tokens, and may go on; row 0 stays at the last position
-    assert cache.reserve(2).positions(2).tolist() == [[5, 5], [4, 5]]
+    # Row 1 has 4 tokens, and may go on; row 0, whose text has ended, stays at the last position.
+    assert cache.reserve(2, (0, 2)).positions(2).tolist() == [[5, 5], [4, 5]]
     with pytest.raises(ValueError, match="7 tokens do not fit"):
-        cache.reserve(3)
+        cache.reserve(3, (0, 3))
     with pytest.raises(ValueError, match="the cache has reserved 2 tokens, and 3 came"):
-        cache.reserve(2).positions(3)
+        cache.reserve(2, (0, 2)).positions(3)
 
 
 # --- static ---
@@ -176,8 +176,7 @@ def test_a_static_cache_ends_where_its_places_end() -> None:
     before = cache.k[0].clone()
     with pytest.raises(ValueError, match="7 tokens do not fit"):
         cache.reserve(1)
-    cache.end(0)
-    step = cache.reserve(1)
+    step = cache.reserve(1, (0, 1))
     assert step.positions(1).tolist() == [[5], [3]]
     step.view(0).append(random(2, 1, 1, 2, seed=5), random(2, 1, 1, 2))
     assert torch.equal(cache.k[0][0, :6], before[0, :6])  # what ended stays as it is
@@ -308,11 +307,10 @@ def test_padding_of_a_paged_step_has_position_0_and_lands_in_the_null_page() -> 
         assert step.positions(3).tolist() == want
         new = random(2, 3, 1, 2)
         k_pages, _, view = step.view(0).append(new, new)
+        stored = cache.pool.length(a)
         step.advance()
         # Padding of row a would stand at place 4, of a page that it has not: nothing moves.
-        assert torch.equal(
-            k_pages[cache.pool.pages(a)[0]][: step.lengths[0]], before[: step.lengths[0]]
-        )
+        assert torch.equal(k_pages[cache.pool.pages(a)[0]][:stored], before[:stored])
         before = k_pages[cache.pool.pages(a)[0]].clone()
         used = {*cache.pool.pages(a), *cache.pool.pages(b)}
         assert {int(page) for page in view.page_table.flatten()} <= {0, *used}

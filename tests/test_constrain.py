@@ -556,7 +556,7 @@ def test_nothing_to_say():
 
 def test_tables_that_would_not_fit(monkeypatch):
     monkeypatch.setattr(constrain, "MAX_ENTRIES", 100)
-    with pytest.raises(UserError, match=r"would take more than .* GB"):
+    with pytest.raises(UserError, match="would have more than 100 entries"):
         constrain.regex("[a-z]{100}", BYTES)
 
 

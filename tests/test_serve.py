@@ -73,14 +73,13 @@ def texts_from(server: Any) -> dict[int, list[int]]:
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The page pools of the calls that are made."""
     made: list[Any] = []
-    paged_cache = serve.paged_cache
 
-    def note(*args: Any) -> Any:
-        cache = paged_cache(*args)
+    def note(*args: Any, **sizes: Any) -> Any:
+        cache = PagedCache(*args, **sizes)
         made.append(cache.pool)
         return cache
 
-    monkeypatch.setattr(serve, "paged_cache", note)
+    monkeypatch.setattr(serve, "PagedCache", note)
     return made
 
 
