@@ -32,17 +32,7 @@ def saved(T: int = 8192) -> str:
         job = Job(GPTConfig(block_size=T, bias=False), 4, 4)
         p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1)
         layer, ends = p.per_token
-        made.append(
-            [
-                dtype,
-                f"{layer:,}",
-                f"{ends:,}",
-                f"{12 * layer + ends:,}",
-                f"{12 * 4 * 768 + layer + ends:,}",
-            ]
-        )
+        sizes = (layer, ends, 12 * layer + ends, 12 * 4 * 768 + layer + ends)
+        made.append([dtype, *(f"{n:,}" for n in sizes)])
     titles = ["dtype", "a layer", "around them", "of 12 layers", "with gradient checkpointing"]
     return table(titles, made)
-
-
-FIGURES = (plan, saved)
