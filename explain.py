@@ -136,14 +136,13 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
         notes.append("A cache holds one text: here the documents are read as one.")
     try:
         calls = forward(model, prompt)
-        spec = calls[0].spec
         return {
             "about": about(model, tokenizer, config, prompt, shown, source),
             "maps": maps(calls),
             "tiles": tiles(calls, config.block_m, config.block_n, config.layer, config.head),
             "ring": play(calls[config.layer], config.ring, config.layer, config.head),
             "caches": caches(model, prompt.ids, pieces, notes),
-            "costs": costs(spec, config.gpu, config.fast_memory),
+            "costs": costs(calls[0].spec, config.gpu, config.fast_memory),
         }
     except ValueError as e:  # BackendUnavailable is one
         raise UserError(str(e)) from e

@@ -253,7 +253,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
         token["text"] = token["label"] = image
     page = show(shown)
-    page.click("#to-end")
+    page.click("#player-to-end")
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-notes", "#tile-rows",
@@ -339,7 +339,7 @@ def test_the_verdict_is_the_documents(show, plain):
     assert page.get_attribute("#agreement", "class") == "verdict bad"
     assert "does not agree" in page.inner_text("#agreement")
     assert page.locator("#checks .bad").count() == 4
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert page.get_attribute("#difference", "class") == "verdict bad"
     tiled, manual = page.evaluate(OUTPUTS)
     assert np.abs(np.array(tiled) - np.array(manual)).max() > 100
@@ -448,13 +448,13 @@ def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
     words = f"Of {visits + skipped} tiles {visits} will be computed and {skipped} skipped."
     assert words in page.inner_text("#tile-text")
     assert numbers(page, "#counters") == [0, 0, 0, 0]
-    assert page.is_disabled("#back") and page.is_enabled("#step")
+    assert page.is_disabled("#player-back") and page.is_enabled("#player-step")
     N = len(shown["tiles"]["steps"])
     assert {s["skipped"] for s in shown["tiles"]["steps"]} == {True, False}
     for done in range(1, N + 1):
-        page.evaluate("$('step').click()")
+        page.evaluate("$('player-step').click()")
         check_step(page, shown, head, done)
-    assert page.is_disabled("#step") and page.is_disabled("#to-end")
+    assert page.is_disabled("#player-step") and page.is_disabled("#player-to-end")
 
 
 def test_back_and_jumps_show_what_forward_showed(show, plain):
@@ -464,18 +464,18 @@ def test_back_and_jumps_show_what_forward_showed(show, plain):
       id => $(id).innerHTML).join() + $("matrix").toDataURL()"""
     seen = [page.evaluate(state)]
     for _ in range(N):
-        page.click("#step")
+        page.click("#player-step")
         seen.append(page.evaluate(state))
     assert len(set(seen)) == N + 1  # each step changes something
     for done in range(N - 1, -1, -1):
-        page.click("#back")
+        page.click("#player-back")
         assert page.evaluate(state) == seen[done]
     for done in (N // 2, 3):
-        page.fill("#scrub", str(done))
+        page.fill("#player-scrub", str(done))
         assert page.evaluate(state) == seen[done]
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert page.evaluate(state) == seen[N]
-    page.click("#to-start")
+    page.click("#player-to-start")
     assert page.evaluate(state) == seen[0]
     left, top, cell = page.evaluate("[board.left, board.top, board.cell]")  # a tile is pointed at
     i, j, M, B = 2, 1, plain["tiles"]["block_m"], plain["tiles"]["block_n"]
@@ -507,7 +507,7 @@ def test_the_worked_row_adds_up(show, plain):
     page = show(plain)
     head = traced(plain, 1, 2)
     for done, step in enumerate(plain["tiles"]["steps"], 1):
-        page.click("#step")
+        page.click("#player-step")
         if step["skipped"]:
             continue
         if done % 2:
@@ -542,7 +542,7 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
     head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
     assert page.locator("#difference").count() == 0
-    page.click("#to-end")
+    page.click("#player-to-end")
     difference, error, allowed = numbers(page, "#difference")
     assert difference == pytest.approx(np.abs(head["out"] - head["manual"]).max(), rel=1e-6)
     assert (error, allowed) == (head["error"], head["allowed"]) and error <= allowed
@@ -554,13 +554,13 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
 
 def test_another_layer_and_head_show_their_own_trace(show, plain):
     page = show(plain)
-    page.fill("#scrub", "8")
+    page.fill("#player-scrub", "8")
     check_step(page, plain, traced(plain, 1, 2), 8)
     page.select_option("#tile-head", "0")
     check_step(page, plain, traced(plain, 1, 0), 8)  # the place in the trace stays
     page.select_option("#tile-layer", "0")
     check_step(page, plain, traced(plain, 0, 0), 8)
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert "layer 0, head 0" in page.inner_text("#outputs h3")
     assert numbers(page, "#difference")[0] == traced(plain, 0, 0)["difference"]
 
@@ -568,20 +568,20 @@ def test_another_layer_and_head_show_their_own_trace(show, plain):
 def test_it_plays_pauses_and_plays_again(show, plain):
     page = show(plain)
     N = len(plain["tiles"]["steps"])
-    page.select_option("#speed", "32")
-    page.click("#play")
-    assert page.get_attribute("#play", "aria-label") == "Pause"
+    page.select_option("#player-speed", "32")
+    page.click("#player-play")
+    assert page.get_attribute("#player-play", "aria-label") == "Pause"
     page.locator("#difference").wait_for()
-    assert page.get_attribute("#play", "aria-label") == "Play"
+    assert page.get_attribute("#player-play", "aria-label") == "Play"
     assert page.evaluate("player.done") == N
-    page.select_option("#speed", "0.5")
-    page.click("#play")  # from the start again
+    page.select_option("#player-speed", "0.5")
+    page.click("#player-play")  # from the start again
     assert page.evaluate("[player.done, player.playing]") == [0, True]
-    page.click("#play")
-    assert page.get_attribute("#play", "aria-label") == "Play"
+    page.click("#player-play")
+    assert page.get_attribute("#player-play", "aria-label") == "Play"
     assert page.evaluate("[player.done, player.playing]") == [0, False]
-    page.click("#play")
-    page.click("#step")  # by hand: it stops
+    page.click("#player-play")
+    page.click("#player-step")  # by hand: it stops
     assert page.evaluate("[player.done, player.playing]") == [1, False]
 
 
@@ -764,7 +764,7 @@ def test_the_ring_is_moved_by_the_same_controls_and_on_its_own(show, plain):
         assert page.evaluate(state) == want, key
     page.fill("#ring-player-scrub", "3")
     assert page.evaluate(state) == [3, False, 0]
-    page.click("#step")
+    page.click("#player-step")
     assert page.evaluate(state) == [3, False, 1]
     page.select_option("#ring-player-speed", "32")
     page.click("#ring-player-play")
@@ -799,8 +799,9 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
         reached.append(name)
         assert outlined or name == "", name
     want = ["thumbs", "map", "to-player", "map-tokens", "player", "tile-layer", "tile-head",
-            "play", "step", "to-end", "speed", "scrub", "cache-tokens", "length", "ring-player",
-            "ring-player-play", "ring-player-scrub"]  # fmt: skip
+            "player-play", "player-step", "player-to-end", "player-speed", "player-scrub",
+            "cache-tokens", "length", "ring-player", "ring-player-play",
+            "ring-player-scrub"]  # fmt: skip
     places = [reached.index(name) for name in want]
     assert places == sorted(places)
 
@@ -834,10 +835,10 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     ]:  # fmt: skip
         keys.press(key)
         assert page.evaluate(state) == want_, key
-    page.focus("#step")
+    page.focus("#player-step")
     keys.press(" ")  # a button's own key: it does not play
     assert page.evaluate(state) == [1, 0, False]
-    page.focus("#scrub")
+    page.focus("#player-scrub")
     keys.press("ArrowRight")
     assert page.evaluate(state) == [2, 0, False]
     page.focus("#tile-head")

@@ -11,7 +11,6 @@ Layers, heads, tokens and tiles are counted from 0.
 from __future__ import annotations
 
 import base64
-import sys
 from typing import TypedDict
 
 import numpy as np
@@ -285,8 +284,7 @@ def pack(x: Tensor | np.ndarray) -> Packed:
     """An array as JSON can hold it; a float tensor becomes float32."""
     a = x.detach().float().cpu().numpy() if isinstance(x, Tensor) else x
     assert str(a.dtype) in ("uint8", "uint16", "float32"), a.dtype
-    little = a.byteswap() if sys.byteorder == "big" else a
-    data = base64.b64encode(np.ascontiguousarray(little).tobytes()).decode()
+    data = base64.b64encode(a.astype(a.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": str(a.dtype), "shape": list(a.shape), "data": data}
 
 

@@ -278,12 +278,11 @@ const ICONS = {
 
 /** What moves a player of n steps: buttons, keys, a slider; draw() shows the state after `done`.
  *
- * box: the player's id; "player" leaves the ids of what is in it without a prefix. keys: more of
- * them; haste(n): how many times as fast step n is gone through.
+ * box: the player's id, with which the ids of what is in it begin. keys: more of them; haste(n):
+ * how many times as fast step n is gone through.
  */
 function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
-  const prefix = box === "player" ? "" : `${box}-`;
-  const at = (id) => $(prefix + id);
+  const at = (id) => $(`${box}-${id}`);
   const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
     h("path", { d: ICONS[name] }));
   const self = { done: 0, timer: 0, playing: false };
@@ -335,10 +334,10 @@ function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
   const name = unit[0].toUpperCase() + unit.slice(1);
   const controls = $(box).querySelector(".controls");
   controls.append(h("div", { class: "transport", role: "group", "aria-label": "Playing" },
-    buttons.map(([id, key, said]) => h("button", { type: "button", id: prefix + id,
+    buttons.map(([id, key, said]) => h("button", { type: "button", id: `${box}-${id}`,
       "aria-label": said, class: id, onclick: all[key] }, icon(id)))),
-  h("label", {}, `${name}s a second `, h("select", { id: `${prefix}speed` }, rates)));
-  controls.after(h("input", { type: "range", id: `${prefix}scrub`, max: n, value: 0,
+  h("label", {}, `${name}s a second `, h("select", { id: `${box}-speed` }, rates)));
+  controls.after(h("input", { type: "range", id: `${box}-scrub`, max: n, value: 0,
     "aria-label": `${name}s done`, oninput: () => self.goTo(Number(at("scrub").value)) }));
   $(box).addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;

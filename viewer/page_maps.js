@@ -2,23 +2,16 @@
 
 const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
 const DECIMALS = maps.rounding < 5e-5 ? 4 : 2; // as many as the rounding leaves
+const packed = unpack(maps.weights);
 const packedRow = (i) => (i * (i + 1)) / 2;
-
-/** The weight of key j for query i. */
-function weight(layer, head, i, j) {
-  if (j > i) return 0;
-  const at = (layer * H + head) * packedRow(T) + packedRow(i) + j;
-  return unpack(maps.weights)[at] / maps.levels;
-}
-
 const sees = (i, j) => j >= maps.seen[i][0] && j < maps.seen[i][1];
 
-function mapPicture(layer, head, canvas) {
-  const all = unpack(maps.weights);
-  const begin = (layer * H + head) * packedRow(T);
-  return picture(T, T, (i, j) => (j > i || !sees(i, j) ? NaN
-    : Math.sqrt(all[begin + packedRow(i) + j] / maps.levels)), ramp, canvas);
-}
+/** The weight of key j for query i. */
+const weight = (layer, head, i, j) => (j > i ? 0
+  : packed[(layer * H + head) * packedRow(T) + packedRow(i) + j] / maps.levels);
+
+const mapPicture = (layer, head, canvas) => picture(T, T,
+  (i, j) => (sees(i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), ramp, canvas);
 
 function thumbnails() {
   const box = $("thumbs");

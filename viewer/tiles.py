@@ -76,8 +76,7 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | Non
         S, rescale, m, l, O = (t.flatten(1, 2) for t in tensors)  # (B, H, B_r, ...)
         trace.append(Tile(i, j, S, rescale[..., 0], m[..., 0], l[..., 0], O))
 
-    with torch.autocast(q.device.type, enabled=False):
-        out, _ = tiled.forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, on_tile=on_tile)
+    out, _ = tiled.forward_tiles(q, k, v, spec, segments, B_r=B_r, B_c=B_c, on_tile=on_tile)
     return trace, out.to(q.dtype)
 
 
