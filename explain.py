@@ -60,7 +60,7 @@ class ExplainConfig:
     block_m: PositiveInt = 8  # rows of a tile, queries: small, so that a short text has several
     block_n: PositiveInt = 8  # columns of a tile, keys
     ring: PositiveInt = 4  # processes that share the text where the ring is played
-    fast_memory: PositiveInt = 192 << 10  # bytes on chip, assumed; each processor of an A100's
+    fast_memory: PositiveInt = 192 << 10  # bytes on chip assumed, as a processor of an A100 has
     gpu: str = "A100-SXM4-80GB"  # whose roofline
     # --- output ---
     html: str | None = None  # the page; none: explain.html in out_dir, or here with --init_from

@@ -7,8 +7,7 @@ for all: every layer has the same cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ PAGE_SIZE = 8  # tokens: small, so that a short prompt has several pages
 SPARE_PAGES = 3  # pages beyond those that are needed, so that some are free
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A cache in the middle of its decode step: the tokens are reserved, not yet stored."""
 
     k: Tensor  # (cells, Hkv, D) of layer 0
