@@ -304,6 +304,12 @@ def test_a_token_shows_where_it_looks(show, which, request):
         assert "add up to 1\u00a0±\u00a0" in page.inner_text("#map-sum").replace(
             " ± ", "\u00a0±\u00a0"
         )
+    P = np.array([[weight(shown, layer, head, i, j) if j <= i else 0 for j in range(T)]
+                  for i in range(T)])  # fmt: skip
+    shares = np.diag(P).mean(), np.diag(P, -1).mean(), P[1:, 0].mean()
+    told = [int(n) for n in re.findall(r"(\d+)%", page.inner_text("#map-trait"))]
+    assert told == pytest.approx([100 * x for x in shares], abs=0.51)
+    assert len(set(told)) == 3 and abs(P[:, 0].mean() - P[1:, 0].mean()) > 0.01
     text = page.inner_text("#map-sum")
     assert ("in another document" in text) == (which == "windowed")
     assert ("outside the window" in page.inner_text("#map-legend")) == (which == "windowed")
@@ -502,6 +508,37 @@ def test_the_board_shows_the_scores_of_the_tiles_that_are_done(show, plain):
         assert page.evaluate(pixel, n) != empty
 
 
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_frame_of_the_board_shows_what_is_on_the_chip_and_what_is_written(show, which, request):
+    """The blocks of Q on the left, of K and V on top, of O on the right."""
+    shown = request.getfixturevalue(which)
+    tiles = shown["tiles"]
+    page = show(shown)
+    filled = """() => {
+      const { left, top, cell } = board, canvas = $("matrix"), sharp = devicePixelRatio || 1;
+      const c = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d",
+        { willReadFrequently: true });
+      c.drawImage(canvas, 0, 0);
+      const at = (x, y) => "#" + [...c.getImageData(x * sharp, y * sharp, 1, 1).data].slice(0, 3)
+        .map(v => v.toString(16).padStart(2, "0")).join("");
+      const name = seen => ["sunk", "accent", "tiled"].find(n => colour(n).trim() === seen);
+      const rows = [...Array(tiles.n_rows).keys()], cols = [...Array(tiles.n_cols).keys()];
+      return [rows.map(i => name(at(left - 18, top + i * M * cell + 4))),
+        cols.map(j => name(at(left + j * B * cell + 4, top - 18))),
+        rows.map(i => name(at(left + cell * T + 9, top + i * M * cell + 4)))]; }"""
+    for done in range(len(tiles["steps"]) + 1):
+        page.evaluate(f"goTo({done})")
+        now = tiles["steps"][done - 1] if done else None
+        past = [s for s in tiles["steps"][:done] if not s["skipped"]]
+        read = now is not None and any(s["i"] == now["i"] for s in past)
+        queries = ["accent" if read and i == now["i"] else "sunk" for i in range(tiles["n_rows"])]  # type: ignore[index]
+        busy = now["j"] if now is not None and not now["skipped"] else None
+        keys = ["accent" if j == busy else "sunk" for j in range(tiles["n_cols"])]
+        ended = {s["i"] for s in past if s["last"]}
+        outputs = ["tiled" if i in ended else "sunk" for i in range(tiles["n_rows"])]
+        assert page.evaluate(filled) == [queries, keys, outputs], done
+
+
 def test_the_worked_row_adds_up(show, plain):
     """The sum that the page works out from the scores gives the trace's l and m."""
     page = show(plain)
@@ -517,6 +554,13 @@ def test_the_worked_row_adds_up(show, plain):
             t.replace("−", "-").replace("∞", "inf")
             for t in page.locator(".worked dd").all_inner_texts()
         )
+        grew = head["m"][step["at"], r] > (
+            -np.inf if step["first"] else head["m"][step["at"] - 1, r]
+        )
+        assert m.endswith(
+            "the first tile of the row" if step["first"]
+            else "a larger score came" if grew else "as before"
+        )  # fmt: skip
         old, largest, new = map(float, re.match(r"max\((\S+), (\S+)\) = (\S+)", m).groups())  # type: ignore[union-attr]
         assert new == max(old, largest) == pytest.approx(head["m"][step["at"], r], abs=5.1e-5)
         factor, before, added, after = map(
@@ -624,16 +668,32 @@ def test_the_caches_show_what_is_read_and_written(show, which, request):
             ]
             unheld = [p for p in range(1, step["cells"] // size) if p not in step["page_table"]]
             assert free == [f"page {p}, free" for p in unheld]
-    table = page.locator("#cache-facts").inner_text()
-    for step in shown["caches"]["steps"]:
-        for number in (step["bytes_allocated"], step["bytes_used"], step["length_after"]):
-            assert f"{number:,}" in table
+    facts = [row.split("\t") for row in page.locator("#cache-facts tbody").inner_text().split("\n")]
+    for n, s in enumerate(shown["caches"]["steps"], 1):
+        assert [row[n].strip() for row in facts[:8]] == [
+            f"{s['length_before']} → {s['length_after']}",
+            *(f"{len(s[kind]):,}" for kind in ("read", "seen", "written")),  # type: ignore[literal-required]
+            f"{s['bytes_allocated']:,}", f"{s['bytes_used']:,}",
+            f"{100 * s['bytes_used'] / s['bytes_allocated']:.0f}%",
+            ", ".join([s["backend"], *s["kernels"]]),
+        ]  # fmt: skip
+    assert numbers(page, "#cache-facts tr:last-child") == [
+        s["error"] for s in shown["caches"]["steps"]
+    ]
     assert numbers(page, "#cache-verdict") == [
         max(s["error"] for s in shown["caches"]["steps"]), shown["caches"]["allowed"]
     ]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- cost
+
+PREFIXES = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def measured(text: str) -> float:
+    """ "12.3 kB" is 12300."""
+    number, prefix = re.fullmatch(r"([\d.]+) ?(n|µ|m|k|M|G|T|)(?:FLOP|B|s|)", text).groups()  # type: ignore[union-attr]
+    return float(number) * PREFIXES[prefix]
 
 
 def test_the_cost_is_the_rooflines(show, plain):
@@ -648,8 +708,22 @@ def test_the_cost_is_the_rooflines(show, plain):
             assert cost["seconds"] == pytest.approx(least)
             want += [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
         assert numbers(page, "#cost-said") == want
+        said = page.inner_text("#cost-said")
+        texts = page.locator("#cost-said data").all_inner_texts()
+        assert [measured(t) for t in texts] == pytest.approx(want, rel=0.006)
+        times = row["manual"]["seconds"] / row["tiled"]["seconds"]
+        assert said.endswith(f"At best tiled is {times:.1f} times as fast.")
+        cells = page.locator("#cost-rows tbody tr").nth(n).locator("td").all_inner_texts()
+        for cost, line in ((row["manual"], cells[:5]), (row["tiled"], cells[5:])):
+            flops, moved, intensity, bound, least = line
+            wanted = [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
+            told = [measured(t) for t in (flops, moved, intensity, least)]
+            assert told == pytest.approx(wanted, rel=0.01) and bound == cost["bound"]
+            assert flops.endswith("FLOP") and moved.endswith("B") and least.endswith("s")
         now = page.inner_text("#cost-rows tr.now")
         assert now.startswith(f"{row['T']:,}\t") and row["tiled"]["bound"] in now
+    about = page.inner_text("#cost-about")
+    assert "312 TFLOP/s (" in about and "2.04 TB/s (" in about and "fit into 192 KiB" in about
     # The large marks stand on the roof, and at their intensities, in the picture as in the numbers.
     ends = page.evaluate("""["circle.manual", "rect.tiled"].map(kind => {
       const box = [...document.querySelectorAll(`#roofline ${kind}`)].pop().getBBox();
@@ -675,6 +749,8 @@ RING = """() => {
     title: $("step-title").innerText, text: $("step-text").innerText,
     processes: [...$("processes").children].map(e => e.innerText),
     bytes: numbers("#processes"), all: numbers("#ring-sent .hint"),
+    hues: ["#processes .home", "#pairs .home"].flatMap(
+      where => [...document.querySelectorAll(where)].map(e => +e.style.getPropertyValue("--hue"))),
     cells: [...document.querySelectorAll("#pairs i")].map(e => [e.className, e.innerText]),
     query: $("query-name").innerText, grown: numbers("#growing"),
     steps: rows.map(e => e.firstChild.innerText),
@@ -712,6 +788,11 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
         assert ("nothing more is sent" in look["text"]) == (step == n - 1)
         sent = [sum(ring["sent"][s][r] for s in range(step + 1)) for r in range(n)]
         assert read(look["bytes"]) == sent and read(look["all"]) == [sum(sent)]
+        # Each process in its colour, and what is with it in that of the process it came from.
+        owner = {a: r for r, pair in enumerate(ring["chunks"]) for a in pair}
+        whose = [x for r in range(n) for x in (r, ring["homes"][step][r])]
+        whose += [owner[a] for a in [*range(2 * n), *range(2 * n)]]
+        assert look["hues"] == [(25 + 360 * r / n) % 360 for r in whose]
         for r, text in enumerate(look["processes"]):
             home = ring["homes"][step][r]
             held = "; ".join(span_of(ring, T, a) for a in ring["chunks"][home])
