@@ -701,6 +701,16 @@ def test_the_token_that_is_decoded():
     assert "read as one" in document("segments")["caches"]["notes"][0]
 
 
+@pytest.mark.parametrize("shape, eps", [("plain", 36 * 2**-23), ("bfloat16", 2**-5 + 2**-18)])
+def test_what_a_cache_may_be_off_by_hand(shape, eps):
+    """Four roundings of the largest logit in its dtype, and 32 of float32."""
+    model, found = made(shape)[0], document(shape)["caches"]
+    ids = [t["id"] for t in (*found["prompt"], found["token"])]
+    with torch.no_grad():
+        logits, _ = model(torch.tensor([ids]))
+    assert found["allowed"] == pytest.approx(eps * float(logits[0, -1].abs().max()), rel=1e-6)
+
+
 def test_a_token_beyond_the_tokenizers_is_never_decoded():
     """The model's vocabulary is padded from 95 to 100."""
     model = tiny()
