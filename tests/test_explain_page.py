@@ -354,6 +354,30 @@ def test_the_verdict_is_the_documents(show, plain):
     assert page.get_attribute("#cache-verdict", "class") == "verdict bad"
 
 
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_model_is_told_as_it_is(show, which, request):
+    shown = request.getfixturevalue(which)
+    a, page = shown["about"], show(shown)
+    page.click("#about summary")
+    names = page.locator("#about dt").all_inner_texts()
+    facts = dict(zip(names, page.locator("#about dd").all_inner_texts(), strict=True))
+    assert facts == {
+        "weights": "random weights",
+        "tokens": f"char, vocabulary {a['vocab_size']}",
+        "model": f"2 layers, 4 heads of 16, 64 channels, 128 tokens at most, {a['n_params']:,} "
+        "parameters",
+        "keys and values": "2 heads",
+        "a query sees": "all tokens up to itself" if which == "plain"
+        else "the last 6 tokens, itself included",
+        "device": f"{a['device']}, float32, PyTorch {torch.__version__}",
+        "attention": a["announced"],
+        "kernels": ", ".join(a["kernels"]) or "none by name",
+    }  # fmt: skip
+    lede = page.inner_text("#lede")
+    assert "A GPT of 2 layers and 4 heads a layer, which share 2 key/value heads, with" in lede
+    assert f"has read these {len(a['tokens'])} tokens." in lede
+
+
 def test_a_head_is_chosen_and_played(show, plain):
     page = show(plain)
     page.locator("#thumbs button").nth(0 * 4 + 3).click()
