@@ -60,9 +60,7 @@ class ExplainConfig:
     block_m: PositiveInt = 8  # rows of a tile, queries: small, so that a short text has several
     block_n: PositiveInt = 8  # columns of a tile, keys
     ring: PositiveInt = 4  # processes that share the text where the ring is played
-    fast_memory: PositiveInt = (
-        192 * 1024
-    )  # bytes on chip that are assumed; an A100 has so many a processor
+    fast_memory: PositiveInt = 192 << 10  # bytes on chip assumed, as a processor of an A100 has
     gpu: str = "A100-SXM4-80GB"  # whose roofline
     # --- output ---
     html: str | None = None  # the page; none: explain.html in out_dir, or here with --init_from
@@ -138,14 +136,13 @@ def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> D
         notes.append("A cache holds one text: here the documents are read as one.")
     try:
         calls = forward(model, prompt)
-        spec = calls[0].spec
         return {
             "about": about(model, tokenizer, config, prompt, shown, source),
             "maps": maps(calls),
             "tiles": tiles(calls, config.block_m, config.block_n, config.layer, config.head),
             "ring": play(calls[config.layer], config.ring, config.layer, config.head),
             "caches": caches(model, prompt.ids, pieces, notes),
-            "costs": costs(spec, config.gpu, config.fast_memory),
+            "costs": costs(calls[0].spec, config.gpu, config.fast_memory),
         }
     except ValueError as e:  # BackendUnavailable is one
         raise UserError(str(e)) from e

@@ -4,7 +4,7 @@
     python -m docs.figures mask                     one of them, as it stands in its page
     python -m docs.figures mask --Tq=2 --Tk=6       the same with other numbers
 
-Each function gives Markdown that reads well in a terminal too; all its arguments have defaults.
+Each figure is a function that gives Markdown which reads well in a terminal too.
 Nothing is timed, or random without a seed: `python -m docs.build --check` compares it with the
 pages.
 """
@@ -20,8 +20,14 @@ from core.settings import UserError, exit_on_user_error
 from docs import figures_basics, figures_fused, figures_plan, figures_ring
 
 PARTS = (figures_basics, figures_fused, figures_plan, figures_ring)
+# What stands there with a default for each argument is a figure, what has none is a helper.
 FIGURES: dict[str, Callable[..., str]] = {
-    make.__name__: make for part in PARTS for make in part.FIGURES
+    name: make
+    for part in PARTS
+    for name, make in vars(part).items()
+    if inspect.isfunction(make)
+    and make.__module__ == part.__name__
+    and all(p.default is not p.empty for p in inspect.signature(make).parameters.values())
 }
 
 

@@ -180,6 +180,3 @@ def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> tuple[list[Tile]
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
     return trace, steps(trace, spec, Tq, Tk, B_r, B_c)
-
-
-FIGURES = (one_query, scale, mask, memory, online, tiles, traffic)

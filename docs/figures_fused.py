@@ -181,19 +181,15 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
 
 GPT2 = {"gpt2": (12, 12, 64), "gpt2-medium": (24, 16, 64), "gpt2-large": (36, 20, 64),
         "gpt2-xl": (48, 25, 64)}  # fmt: skip
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
 
 
-def cache_bytes(itemsize: int = 2) -> str:
+def cache_bytes() -> str:
     """Bytes of keys and values that one token leaves in the cache, for GPT-2's four sizes."""
-    if itemsize not in (2, 4):
-        raise UserError(f"itemsize must be 2 (half precision) or 4, got {itemsize}")
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     rows = []
     for name, (n_layer, n_head, D) in GPT2.items():
-        caches = [
-            StaticCache(n_layer, 1, T, n_head, D, dtype=dtype, device="meta") for T in (1023, 1024)
-        ]
-        token = caches[1].nbytes - caches[0].nbytes
+        less, more = (StaticCache(n_layer, 1, T, n_head, D, **HALF) for T in (1023, 1024))
+        token = more.nbytes - less.nbytes
         rows.append((name, n_layer, n_head, D, f"{token:,}", f"{1024 * token / 1e6:.1f}"))
     titles = ("model", "layers", "K/V heads", "head_dim", "bytes a token", "MB for 1,024 tokens")
     return table(titles, rows)
@@ -207,15 +203,14 @@ def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024:
         raise UserError("lengths must be from 1 to 1,024")
     (n_layer, Hkv, D), B, longest = GPT2["gpt2"], len(lengths), max(lengths)
-    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
-    static = StaticCache(n_layer, B, 1024, Hkv, D, **like)
+    static = StaticCache(n_layer, B, 1024, Hkv, D, **HALF)
     dynamic = DynamicCache(n_layer, max_len=1024, pad=[longest - n for n in lengths], device="meta")
     step = dynamic.reserve(longest)
-    new = torch.empty(B, longest, Hkv, D, **like)
+    new = torch.empty(B, longest, Hkv, D, **HALF)
     for layer in range(n_layer):
         step.view(layer).append(new, new)
     pages = sum(-(-n // page_size) for n in lengths)
-    paged = PagedCache(n_layer, Hkv, D, n_pages=pages + 1, page_size=page_size, **like)
+    paged = PagedCache(n_layer, Hkv, D, n_pages=pages + 1, page_size=page_size, **HALF)
     for n in lengths:
         paged.pool.grow({paged.pool.new(): n})
     token = paged.nbytes // (paged.pool.n_pages * page_size)
@@ -280,17 +275,3 @@ def mfu_of_a_record() -> str:
         ))  # fmt: skip
     titles = ("backend", "tok/s", "ms a step", "quartiles", "mfu", "mfu_causal", "MB")
     return f"{drawing(*count)}\n\n{table(titles, rows)}"
-
-
-FIGURES = (
-    kept_for_backward,
-    backward_flops,
-    forward_line_by_line,
-    backward_line_by_line,
-    choices,
-    lazy_rescaling,
-    cache_bytes,
-    three_caches,
-    caches_of_a_record,
-    mfu_of_a_record,
-)

@@ -80,6 +80,3 @@ def ring_hides(
         f"{table(titles, rows)}\n\nMicroseconds of one step; bold: longer than computing. Sending "
         f"hides from T / N = {', '.join(least)}."
     )
-
-
-FIGURES = (ring_rounds, ring_work, ring_hides)

@@ -311,11 +311,10 @@ def test_exercise_8_names_each_mistake(slip) -> None:
 
 
 def test_the_bytes_of_a_token() -> None:
-    for itemsize in (2, 4):
-        for row in cells(figures.draw(["cache_bytes", f"--itemsize={itemsize}"])):
-            n_layer, Hkv, D = map(int, row[1:4])
-            assert int(row[4].replace(",", "")) == 2 * n_layer * Hkv * D * itemsize
-            assert row[5] == f"{1024 * 2 * n_layer * Hkv * D * itemsize / 1e6:.1f}"
+    for row in cells(figures.draw(["cache_bytes"])):
+        n_layer, Hkv, D = map(int, row[1:4])
+        assert int(row[4].replace(",", "")) == 2 * n_layer * Hkv * D * 2
+        assert row[5] == f"{1024 * 2 * n_layer * Hkv * D * 2 / 1e6:.1f}"
 
 
 @pytest.mark.parametrize("lengths, size", [((30, 100, 500, 1000), 16), ((7, 65), 64), ((3,), 1)])
@@ -424,7 +423,6 @@ def test_figures_6_to_9_tell_what_they_take() -> None:
         (["kept_for_backward", "--T=1"], "T must be at least 2"),
         (["backward_flops", "--D=0"], "at least 1"),
         (["lazy_rescaling", "--T=64"], "T must be more than 64"),
-        (["cache_bytes", "--itemsize=1"], "itemsize must be 2"),
         (["three_caches", "--lengths=(0, 3)"], "lengths must be from 1"),
         (["three_caches", "--page_size=0"], "page_size at least 1"),
     ):

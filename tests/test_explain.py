@@ -180,6 +180,8 @@ def test_maps_are_the_softmax_of_the_models_own_q_and_k(shape):
     packed = unpack(m["weights"])
     assert packed.shape == (2, 4, T * (T + 1) // 2) and packed.dtype == np.uint16
     assert m["levels"] == 65535 and m["rounding"] == 0.5 / 65535 and m["sum_error"] < 1e-6
+    off = [float((weights(call).sum(dim=-1) - 1).abs().max()) for call in calls]
+    assert m["sum_error"] == maps(calls[::-1])["sum_error"] == max(off)
     rows, cols = np.tril_indices(T)
     for layer, call in enumerate(calls):
         P = torch.zeros(4, T, T, dtype=torch.float64)
@@ -414,6 +416,11 @@ def test_the_roofline():
     assert found["ridge"] == 312e12 / 2039e9
     B_r, B_c = found["block_m"], found["block_n"]
     assert fast_memory(half, B_r, B_c) <= 192 * 1024 < fast_memory(half, 2 * B_r, B_c)
+    for fits, rows in (
+        (fast_memory(half, B_r, B_c), B_r),
+        (fast_memory(half, B_r, B_c) - 1, B_r // 2),
+    ):
+        assert costs(spec, "A100-SXM4-80GB", fits)["block_m"] == rows  # to the byte
     assert [row["T"] for row in found["rows"]] == [2**n for n in range(6, 17)]
     for row in found["rows"]:
         T = row["T"]
@@ -596,6 +603,18 @@ def test_what_is_too_much_is_left_out_and_said(budget, heads, n_notes, monkeypat
     render({**whole, **explained(model, config)})
 
 
+def test_the_note_of_what_is_left_out_names_the_size_of_the_file():
+    """1.5 million numbers of four bytes are 6 MB."""
+    layers, heads, (note,) = viewer.tiles._chosen(2, 4, 1, 2, 375_000)
+    assert (layers, heads) == ([1], [0, 1, 2, 3])
+    assert note.startswith(
+        "Tiles are traced for the heads of layer 1 only, to keep the file below "
+    )
+    assert "below 6 MB of numbers" in note
+    layers, heads, (note,) = viewer.tiles._chosen(2, 4, 1, 2, 375_001)
+    assert (layers, heads) == ([1], [2]) and "for head 2 of layer 1 only" in note
+
+
 def test_too_many_tiles_are_refused():
     with pytest.raises(UserError, match=r"tiles of 1 x 1 are 2304 for 48 tokens, at most 1024"):
         explained(tiny(), ExplainConfig(prompt="a" * 48, block_m=1, block_n=1))
@@ -680,6 +699,16 @@ def test_the_token_that_is_decoded():
     assert full["token"]["text"] == made("full")[1].prompt[-1]
     assert "block_size" in full["notes"][0]
     assert "read as one" in document("segments")["caches"]["notes"][0]
+
+
+@pytest.mark.parametrize("shape, eps", [("plain", 36 * 2**-23), ("bfloat16", 2**-5 + 2**-18)])
+def test_what_a_cache_may_be_off_by_hand(shape, eps):
+    """Four roundings of the largest logit in its dtype, and 32 of float32."""
+    model, found = made(shape)[0], document(shape)["caches"]
+    ids = [t["id"] for t in (*found["prompt"], found["token"])]
+    with torch.no_grad():
+        logits, _ = model(torch.tensor([ids]))
+    assert found["allowed"] == pytest.approx(eps * float(logits[0, -1].abs().max()), rel=1e-6)
 
 
 def test_a_token_beyond_the_tokenizers_is_never_decoded():
@@ -985,7 +1014,12 @@ def test_the_caches_in_characters(shape):
                 assert sign == ("r" if c in step["seen"] else "m")
             else:
                 assert sign == ("s" if step["holds"][c] >= 0 else ".")
-    assert f"page table [{' '.join(map(str, found['steps'][2]['page_table']))}]" in paged
+    last = found["steps"][2]
+    assert f"page table [{' '.join(map(str, last['page_table']))}]" in paged
+    for page, what in re.findall(r"^  page (\d+) +[Wrms.]+  (.*)$", paged, re.M):
+        held = [p for p in last["holds"][int(page) * 8 : int(page) * 8 + 8] if p >= 0]
+        null = "the null page: padding is written here" if page == "0" else "free"
+        assert what == (f"tokens {held[0]} to {held[-1]}" if held else null)
     assert "The logits of the three agree" in drawn
 
 
@@ -1061,6 +1095,16 @@ def test_the_page_is_written(run, tmp_path):
     assert out.startswith(f"{run / 'explain.html'} (") and page.lstrip().startswith("<!doctype")
     other = tmp_path / "x.html"
     assert command(f"--out_dir={run}", f"--html={other}")[0] == 0 and other.exists()
+
+
+def test_the_page_of_weights_from_elsewhere_is_written_here(run, tmp_path, monkeypatch):
+    """Nothing is written beside what --init_from names, nor into a run that was not asked for."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(f"--init_from={run}", "--prompt=to be")
+    assert code == 0, err
+    assert out.startswith("explain.html (") and [p.name for p in tmp_path.iterdir()] == [
+        "explain.html"
+    ]
 
 
 def test_a_window_that_the_model_was_not_trained_with(run, tmp_path):

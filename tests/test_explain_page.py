@@ -253,7 +253,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
         token["text"] = token["label"] = image
     page = show(shown)
-    page.click("#to-end")
+    page.click("#player-to-end")
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-notes", "#tile-rows",
@@ -304,6 +304,12 @@ def test_a_token_shows_where_it_looks(show, which, request):
         assert "add up to 1\u00a0±\u00a0" in page.inner_text("#map-sum").replace(
             " ± ", "\u00a0±\u00a0"
         )
+    P = np.array([[weight(shown, layer, head, i, j) if j <= i else 0 for j in range(T)]
+                  for i in range(T)])  # fmt: skip
+    shares = np.diag(P).mean(), np.diag(P, -1).mean(), P[1:, 0].mean()
+    told = [int(n) for n in re.findall(r"(\d+)%", page.inner_text("#map-trait"))]
+    assert told == pytest.approx([100 * x for x in shares], abs=0.51)
+    assert len(set(told)) == 3 and abs(P[:, 0].mean() - P[1:, 0].mean()) > 0.01
     text = page.inner_text("#map-sum")
     assert ("in another document" in text) == (which == "windowed")
     assert ("outside the window" in page.inner_text("#map-legend")) == (which == "windowed")
@@ -339,13 +345,37 @@ def test_the_verdict_is_the_documents(show, plain):
     assert page.get_attribute("#agreement", "class") == "verdict bad"
     assert "does not agree" in page.inner_text("#agreement")
     assert page.locator("#checks .bad").count() == 4
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert page.get_attribute("#difference", "class") == "verdict bad"
     tiled, manual = page.evaluate(OUTPUTS)
     assert np.abs(np.array(tiled) - np.array(manual)).max() > 100
     page.click("#ring-player-to-end")
     assert page.get_attribute("#ring-verdict", "class") == "verdict bad"
     assert page.get_attribute("#cache-verdict", "class") == "verdict bad"
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_model_is_told_as_it_is(show, which, request):
+    shown = request.getfixturevalue(which)
+    a, page = shown["about"], show(shown)
+    page.click("#about summary")
+    names = page.locator("#about dt").all_inner_texts()
+    facts = dict(zip(names, page.locator("#about dd").all_inner_texts(), strict=True))
+    assert facts == {
+        "weights": "random weights",
+        "tokens": f"char, vocabulary {a['vocab_size']}",
+        "model": f"2 layers, 4 heads of 16, 64 channels, 128 tokens at most, {a['n_params']:,} "
+        "parameters",
+        "keys and values": "2 heads",
+        "a query sees": "all tokens up to itself" if which == "plain"
+        else "the last 6 tokens, itself included",
+        "device": f"{a['device']}, float32, PyTorch {torch.__version__}",
+        "attention": a["announced"],
+        "kernels": ", ".join(a["kernels"]) or "none by name",
+    }  # fmt: skip
+    lede = page.inner_text("#lede")
+    assert "A GPT of 2 layers and 4 heads a layer, which share 2 key/value heads, with" in lede
+    assert f"has read these {len(a['tokens'])} tokens." in lede
 
 
 def test_a_head_is_chosen_and_played(show, plain):
@@ -448,13 +478,13 @@ def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
     words = f"Of {visits + skipped} tiles {visits} will be computed and {skipped} skipped."
     assert words in page.inner_text("#tile-text")
     assert numbers(page, "#counters") == [0, 0, 0, 0]
-    assert page.is_disabled("#back") and page.is_enabled("#step")
+    assert page.is_disabled("#player-back") and page.is_enabled("#player-step")
     N = len(shown["tiles"]["steps"])
     assert {s["skipped"] for s in shown["tiles"]["steps"]} == {True, False}
     for done in range(1, N + 1):
-        page.evaluate("$('step').click()")
+        page.evaluate("$('player-step').click()")
         check_step(page, shown, head, done)
-    assert page.is_disabled("#step") and page.is_disabled("#to-end")
+    assert page.is_disabled("#player-step") and page.is_disabled("#player-to-end")
 
 
 @pytest.mark.slow
@@ -465,18 +495,18 @@ def test_back_and_jumps_show_what_forward_showed(show, plain):
       id => $(id).innerHTML).join() + $("matrix").toDataURL()"""
     seen = [page.evaluate(state)]
     for _ in range(N):
-        page.click("#step")
+        page.click("#player-step")
         seen.append(page.evaluate(state))
     assert len(set(seen)) == N + 1  # each step changes something
     for done in range(N - 1, -1, -1):
-        page.click("#back")
+        page.click("#player-back")
         assert page.evaluate(state) == seen[done]
     for done in (N // 2, 3):
-        page.fill("#scrub", str(done))
+        page.fill("#player-scrub", str(done))
         assert page.evaluate(state) == seen[done]
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert page.evaluate(state) == seen[N]
-    page.click("#to-start")
+    page.click("#player-to-start")
     assert page.evaluate(state) == seen[0]
     left, top, cell = page.evaluate("[board.left, board.top, board.cell]")  # a tile is pointed at
     i, j, M, B = 2, 1, plain["tiles"]["block_m"], plain["tiles"]["block_n"]
@@ -503,12 +533,43 @@ def test_the_board_shows_the_scores_of_the_tiles_that_are_done(show, plain):
         assert page.evaluate(pixel, n) != empty
 
 
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_frame_of_the_board_shows_what_is_on_the_chip_and_what_is_written(show, which, request):
+    """The blocks of Q on the left, of K and V on top, of O on the right."""
+    shown = request.getfixturevalue(which)
+    tiles = shown["tiles"]
+    page = show(shown)
+    filled = """() => {
+      const { left, top, cell } = board, canvas = $("matrix"), sharp = devicePixelRatio || 1;
+      const c = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d",
+        { willReadFrequently: true });
+      c.drawImage(canvas, 0, 0);
+      const at = (x, y) => "#" + [...c.getImageData(x * sharp, y * sharp, 1, 1).data].slice(0, 3)
+        .map(v => v.toString(16).padStart(2, "0")).join("");
+      const name = seen => ["sunk", "accent", "tiled"].find(n => colour(n).trim() === seen);
+      const rows = [...Array(tiles.n_rows).keys()], cols = [...Array(tiles.n_cols).keys()];
+      return [rows.map(i => name(at(left - 18, top + i * M * cell + 4))),
+        cols.map(j => name(at(left + j * B * cell + 4, top - 18))),
+        rows.map(i => name(at(left + cell * T + 9, top + i * M * cell + 4)))]; }"""
+    for done in range(len(tiles["steps"]) + 1):
+        page.evaluate(f"goTo({done})")
+        now = tiles["steps"][done - 1] if done else None
+        past = [s for s in tiles["steps"][:done] if not s["skipped"]]
+        read = now is not None and any(s["i"] == now["i"] for s in past)
+        queries = ["accent" if read and i == now["i"] else "sunk" for i in range(tiles["n_rows"])]  # type: ignore[index]
+        busy = now["j"] if now is not None and not now["skipped"] else None
+        keys = ["accent" if j == busy else "sunk" for j in range(tiles["n_cols"])]
+        ended = {s["i"] for s in past if s["last"]}
+        outputs = ["tiled" if i in ended else "sunk" for i in range(tiles["n_rows"])]
+        assert page.evaluate(filled) == [queries, keys, outputs], done
+
+
 def test_the_worked_row_adds_up(show, plain):
     """The sum that the page works out from the scores gives the trace's l and m."""
     page = show(plain)
     head = traced(plain, 1, 2)
     for done, step in enumerate(plain["tiles"]["steps"], 1):
-        page.click("#step")
+        page.click("#player-step")
         if step["skipped"]:
             continue
         if done % 2:
@@ -518,6 +579,13 @@ def test_the_worked_row_adds_up(show, plain):
             t.replace("−", "-").replace("∞", "inf")
             for t in page.locator(".worked dd").all_inner_texts()
         )
+        grew = head["m"][step["at"], r] > (
+            -np.inf if step["first"] else head["m"][step["at"] - 1, r]
+        )
+        assert m.endswith(
+            "the first tile of the row" if step["first"]
+            else "a larger score came" if grew else "as before"
+        )  # fmt: skip
         old, largest, new = map(float, re.match(r"max\((\S+), (\S+)\) = (\S+)", m).groups())  # type: ignore[union-attr]
         assert new == max(old, largest) == pytest.approx(head["m"][step["at"], r], abs=5.1e-5)
         factor, before, added, after = map(
@@ -543,7 +611,7 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
     head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
     assert page.locator("#difference").count() == 0
-    page.click("#to-end")
+    page.click("#player-to-end")
     difference, error, allowed = numbers(page, "#difference")
     assert difference == pytest.approx(np.abs(head["out"] - head["manual"]).max(), rel=1e-6)
     assert (error, allowed) == (head["error"], head["allowed"]) and error <= allowed
@@ -556,13 +624,13 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
 @pytest.mark.slow
 def test_another_layer_and_head_show_their_own_trace(show, plain):
     page = show(plain)
-    page.fill("#scrub", "8")
+    page.fill("#player-scrub", "8")
     check_step(page, plain, traced(plain, 1, 2), 8)
     page.select_option("#tile-head", "0")
     check_step(page, plain, traced(plain, 1, 0), 8)  # the place in the trace stays
     page.select_option("#tile-layer", "0")
     check_step(page, plain, traced(plain, 0, 0), 8)
-    page.click("#to-end")
+    page.click("#player-to-end")
     assert "layer 0, head 0" in page.inner_text("#outputs h3")
     assert numbers(page, "#difference")[0] == traced(plain, 0, 0)["difference"]
 
@@ -570,20 +638,20 @@ def test_another_layer_and_head_show_their_own_trace(show, plain):
 def test_it_plays_pauses_and_plays_again(show, plain):
     page = show(plain)
     N = len(plain["tiles"]["steps"])
-    page.select_option("#speed", "32")
-    page.click("#play")
-    assert page.get_attribute("#play", "aria-label") == "Pause"
+    page.select_option("#player-speed", "32")
+    page.click("#player-play")
+    assert page.get_attribute("#player-play", "aria-label") == "Pause"
     page.locator("#difference").wait_for()
-    assert page.get_attribute("#play", "aria-label") == "Play"
+    assert page.get_attribute("#player-play", "aria-label") == "Play"
     assert page.evaluate("player.done") == N
-    page.select_option("#speed", "0.5")
-    page.click("#play")  # from the start again
+    page.select_option("#player-speed", "0.5")
+    page.click("#player-play")  # from the start again
     assert page.evaluate("[player.done, player.playing]") == [0, True]
-    page.click("#play")
-    assert page.get_attribute("#play", "aria-label") == "Play"
+    page.click("#player-play")
+    assert page.get_attribute("#player-play", "aria-label") == "Play"
     assert page.evaluate("[player.done, player.playing]") == [0, False]
-    page.click("#play")
-    page.click("#step")  # by hand: it stops
+    page.click("#player-play")
+    page.click("#player-step")  # by hand: it stops
     assert page.evaluate("[player.done, player.playing]") == [1, False]
 
 
@@ -626,16 +694,32 @@ def test_the_caches_show_what_is_read_and_written(show, which, request):
             ]
             unheld = [p for p in range(1, step["cells"] // size) if p not in step["page_table"]]
             assert free == [f"page {p}, free" for p in unheld]
-    table = page.locator("#cache-facts").inner_text()
-    for step in shown["caches"]["steps"]:
-        for number in (step["bytes_allocated"], step["bytes_used"], step["length_after"]):
-            assert f"{number:,}" in table
+    facts = [row.split("\t") for row in page.locator("#cache-facts tbody").inner_text().split("\n")]
+    for n, s in enumerate(shown["caches"]["steps"], 1):
+        assert [row[n].strip() for row in facts[:8]] == [
+            f"{s['length_before']} → {s['length_after']}",
+            *(f"{len(s[kind]):,}" for kind in ("read", "seen", "written")),  # type: ignore[literal-required]
+            f"{s['bytes_allocated']:,}", f"{s['bytes_used']:,}",
+            f"{100 * s['bytes_used'] / s['bytes_allocated']:.0f}%",
+            ", ".join([s["backend"], *s["kernels"]]),
+        ]  # fmt: skip
+    assert numbers(page, "#cache-facts tr:last-child") == [
+        s["error"] for s in shown["caches"]["steps"]
+    ]
     assert numbers(page, "#cache-verdict") == [
         max(s["error"] for s in shown["caches"]["steps"]), shown["caches"]["allowed"]
     ]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- cost
+
+PREFIXES = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def measured(text: str) -> float:
+    """ "12.3 kB" is 12300."""
+    number, prefix = re.fullmatch(r"([\d.]+) ?(n|µ|m|k|M|G|T|)(?:FLOP|B|s|)", text).groups()  # type: ignore[union-attr]
+    return float(number) * PREFIXES[prefix]
 
 
 def test_the_cost_is_the_rooflines(show, plain):
@@ -650,8 +734,22 @@ def test_the_cost_is_the_rooflines(show, plain):
             assert cost["seconds"] == pytest.approx(least)
             want += [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
         assert numbers(page, "#cost-said") == want
+        said = page.inner_text("#cost-said")
+        texts = page.locator("#cost-said data").all_inner_texts()
+        assert [measured(t) for t in texts] == pytest.approx(want, rel=0.006)
+        times = row["manual"]["seconds"] / row["tiled"]["seconds"]
+        assert said.endswith(f"At best tiled is {times:.1f} times as fast.")
+        cells = page.locator("#cost-rows tbody tr").nth(n).locator("td").all_inner_texts()
+        for cost, line in ((row["manual"], cells[:5]), (row["tiled"], cells[5:])):
+            flops, moved, intensity, bound, least = line
+            wanted = [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
+            told = [measured(t) for t in (flops, moved, intensity, least)]
+            assert told == pytest.approx(wanted, rel=0.01) and bound == cost["bound"]
+            assert flops.endswith("FLOP") and moved.endswith("B") and least.endswith("s")
         now = page.inner_text("#cost-rows tr.now")
         assert now.startswith(f"{row['T']:,}\t") and row["tiled"]["bound"] in now
+    about = page.inner_text("#cost-about")
+    assert "312 TFLOP/s (" in about and "2.04 TB/s (" in about and "fit into 192 KiB" in about
     # The large marks stand on the roof, and at their intensities, in the picture as in the numbers.
     ends = page.evaluate("""["circle.manual", "rect.tiled"].map(kind => {
       const box = [...document.querySelectorAll(`#roofline ${kind}`)].pop().getBBox();
@@ -677,6 +775,8 @@ RING = """() => {
     title: $("step-title").innerText, text: $("step-text").innerText,
     processes: [...$("processes").children].map(e => e.innerText),
     bytes: numbers("#processes"), all: numbers("#ring-sent .hint"),
+    hues: ["#processes .home", "#pairs .home"].flatMap(
+      where => [...document.querySelectorAll(where)].map(e => +e.style.getPropertyValue("--hue"))),
     cells: [...document.querySelectorAll("#pairs i")].map(e => [e.className, e.innerText]),
     query: $("query-name").innerText, grown: numbers("#growing"),
     steps: rows.map(e => e.firstChild.innerText),
@@ -714,6 +814,11 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
         assert ("nothing more is sent" in look["text"]) == (step == n - 1)
         sent = [sum(ring["sent"][s][r] for s in range(step + 1)) for r in range(n)]
         assert read(look["bytes"]) == sent and read(look["all"]) == [sum(sent)]
+        # Each process in its colour, and what is with it in that of the process it came from.
+        owner = {a: r for r, pair in enumerate(ring["chunks"]) for a in pair}
+        whose = [x for r in range(n) for x in (r, ring["homes"][step][r])]
+        whose += [owner[a] for a in [*range(2 * n), *range(2 * n)]]
+        assert look["hues"] == [(25 + 360 * r / n) % 360 for r in whose]
         for r, text in enumerate(look["processes"]):
             home = ring["homes"][step][r]
             held = "; ".join(span_of(ring, T, a) for a in ring["chunks"][home])
@@ -766,7 +871,7 @@ def test_the_ring_is_moved_by_the_same_controls_and_on_its_own(show, plain):
         assert page.evaluate(state) == want, key
     page.fill("#ring-player-scrub", "3")
     assert page.evaluate(state) == [3, False, 0]
-    page.click("#step")
+    page.click("#player-step")
     assert page.evaluate(state) == [3, False, 1]
     page.select_option("#ring-player-speed", "32")
     page.click("#ring-player-play")
@@ -802,8 +907,9 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
         reached.append(name)
         assert outlined or name == "", name
     want = ["thumbs", "map", "to-player", "map-tokens", "player", "tile-layer", "tile-head",
-            "play", "step", "to-end", "speed", "scrub", "cache-tokens", "length", "ring-player",
-            "ring-player-play", "ring-player-scrub"]  # fmt: skip
+            "player-play", "player-step", "player-to-end", "player-speed", "player-scrub",
+            "cache-tokens", "length", "ring-player", "ring-player-play",
+            "ring-player-scrub"]  # fmt: skip
     places = [reached.index(name) for name in want]
     assert places == sorted(places)
 
@@ -837,10 +943,10 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     ]:  # fmt: skip
         keys.press(key)
         assert page.evaluate(state) == want_, key
-    page.focus("#step")
+    page.focus("#player-step")
     keys.press(" ")  # a button's own key: it does not play
     assert page.evaluate(state) == [1, 0, False]
-    page.focus("#scrub")
+    page.focus("#player-scrub")
     keys.press("ArrowRight")
     assert page.evaluate(state) == [2, 0, False]
     page.focus("#tile-head")

@@ -51,6 +51,16 @@ def is_lost(name: str, case: str) -> bool:
 # --- every model, kernel and case ---
 
 
+def test_padding_is_in_the_second_row_alone() -> None:
+    """The first has all its tokens: rows of different lengths are what a batch is about."""
+    padded = {"left-padded": range(5), "dynamic cache": range(5), "static cache": range(5),
+              "training": range(5), "right-padded": range(15, 20)}  # fmt: skip
+    for case in CASES:
+        ids, seen = hf_table.batch(case)
+        assert ids.shape == seen.shape == (2, 20) and bool(seen[0].all())
+        assert (seen[1] == 0).nonzero()[:, 0].tolist() == [*padded.get(case, [])]
+
+
 @pytest.mark.parametrize("backend", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:

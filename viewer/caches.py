@@ -7,14 +7,14 @@ for all: every layer has the same cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention import Resolution
 from inference.cache import DynamicCache, PagedCache, StaticCache, bucket
+from inference.serve import paged_cache
 from model import GPT
 from viewer.document import Caches, CacheStep, Refused, token_of
 from viewer.maps import off
@@ -23,8 +23,7 @@ PAGE_SIZE = 8  # tokens: small, so that a short prompt has several pages
 SPARE_PAGES = 3  # pages beyond those that are needed, so that some are free
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A cache in the middle of its decode step: the tokens are reserved, not yet stored."""
 
     k: Tensor  # (cells, Hkv, D) of layer 0
@@ -77,21 +76,18 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
 
     `want` (V,) are its logits without a cache.
     """
-    n, config = len(ids) - 1, model.config
-    device = model.transformer.wte.weight.device
+    n, config, device = len(ids) - 1, model.config, want.device
+    window, most = config.attention_window, config.block_size
     idx = torch.tensor([ids], device=device)
-    _, spec = model.attention(False, (1, n))
-    window, sizes = spec.window, {"dtype": getattr(torch, spec.dtype), "device": device}
-    L, Hkv, D = config.n_layer, config.kv_heads, config.head_dim
     cache: Any
     rows: list[int] = []
     if kind == "dynamic":
-        cache = DynamicCache(L, max_len=config.block_size, window=window, device=device)
+        cache = DynamicCache(config.n_layer, max_len=most, window=window, device=device)
     elif kind == "static":
-        cache = StaticCache(L, 1, bucket(n + 1, config.block_size), Hkv, D, **sizes)
+        cache = StaticCache(config.n_layer, 1, bucket(n + 1, most), config.kv_heads,
+                            config.head_dim, dtype=want.dtype, device=device)  # fmt: skip
     else:
-        pages = -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES
-        cache = PagedCache(L, Hkv, D, n_pages=pages, page_size=PAGE_SIZE, **sizes)
+        cache = paged_cache(model, -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES, PAGE_SIZE)
         rows = _used(cache)
 
     def reserve(T: int) -> Any:

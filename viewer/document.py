@@ -11,7 +11,6 @@ Layers, heads, tokens and tiles are counted from 0.
 from __future__ import annotations
 
 import base64
-import sys
 from typing import TypedDict
 
 import numpy as np
@@ -121,24 +120,29 @@ class ManualStep(TypedDict):
     written_so_far: int
 
 
-class TracedHead(TypedDict):
+class Beside(TypedDict):
+    """What an algorithm gave for one head, beside manual's output from the same q, k and v."""
+
+    layer: int
+    head: int
+    manual: Packed  # (T, D) float32: manual's output
+    difference: float  # largest |output - manual's|
+    allowed: float  # as in Agreement, for this layer's output against float64
+    error: float  # largest |output - truth|
+
+
+class TracedHead(Beside):
     """What forward_tiles() did for one head. V: tiles that were visited, in their order.
 
     The last block of queries or keys may be shorter: what lies beyond it is NaN.
     """
 
-    layer: int
-    head: int
     scores: Packed  # (V, block_m, block_n) float32: S_ij; -Infinity where masked
     m: Packed  # (V, block_m) float32: running maximum after the tile; -Infinity: nothing seen yet
     l: Packed  # (V, block_m) float32: running sum of exp(s - m) after the tile
     rescale: Packed  # (V, block_m) float32: what the old l and O were multiplied by, exp(m - m_new)
     o_norm: Packed  # (V, block_m) float32: Euclidean norm of each row of O_i after the tile
     out: Packed  # (T, D) float32: the output of tiled, O_i / l_i
-    manual: Packed  # (T, D) float32: manual's, from the same q, k and v
-    difference: float  # largest |out - manual|
-    allowed: float  # as in Agreement, for this layer's tiled output against float64
-    error: float  # largest |out - truth|
 
 
 class Tiles(TypedDict):
@@ -167,7 +171,7 @@ class RingTile(TypedDict):
     masked: bool  # whether some of its entries are
 
 
-class Played(TypedDict):
+class Played(Beside):
     """The forward pass of attention/ring.py over the prompt, for one head. V: tiles computed.
 
     2 n chunks of `chunk` positions; those behind the last token are filling.
@@ -175,8 +179,6 @@ class Played(TypedDict):
 
     n: int  # processes, and steps
     chunk: int
-    layer: int
-    head: int
     chunks: list[list[int]]  # n pairs: the chunks of each process
     homes: list[list[int]]  # [step][process]: the process whose keys and values are there
     sent: list[list[int]]  # [step][process]: bytes that it sends on in this step, all heads
@@ -184,10 +186,6 @@ class Played(TypedDict):
     part: Packed  # (V, chunk) float32: L over this tile's keys alone; -Infinity: none is seen
     L: Packed  # (V, chunk) float32: L over all keys so far, this tile's included
     O: Packed  # (V, chunk, D) float32: the output over the same keys, normalised
-    manual: Packed  # (T, D) float32: manual's output
-    difference: float  # largest |the ring's output - manual's|
-    allowed: float  # as in Agreement, for the ring's output against float64
-    error: float
 
 
 class CacheStep(TypedDict):
@@ -286,8 +284,7 @@ def pack(x: Tensor | np.ndarray) -> Packed:
     """An array as JSON can hold it; a float tensor becomes float32."""
     a = x.detach().float().cpu().numpy() if isinstance(x, Tensor) else x
     assert str(a.dtype) in ("uint8", "uint16", "float32"), a.dtype
-    little = a.byteswap() if sys.byteorder == "big" else a
-    data = base64.b64encode(np.ascontiguousarray(little).tobytes()).decode()
+    data = base64.b64encode(a.astype(a.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": str(a.dtype), "shape": list(a.shape), "data": data}
 
 

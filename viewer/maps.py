@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import Spec, manual, visible
+from attention import Spec, manual, views
 from attention.probing import allowed_error
 from model import GPT
-from viewer.document import Agreement, Maps, pack
+from viewer.document import Agreement, Beside, Maps, pack
 
 FINE = 5_000_000  # up to so many weights are stored in 16 bits, more in 8; GPT-2 has 4.7 million
 
@@ -42,6 +42,10 @@ class Call:
     def given(self) -> tuple[Tensor, Tensor, Tensor, Spec, Tensor | None]:
         """q, k, v, spec and segments."""
         return self.q, self.k, self.v, self.spec, self.segments
+
+    def by_manual(self) -> Tensor:
+        """What manual gives in place of `out`."""
+        return manual.attend(self.q, self.k, self.v, self.spec, segments=self.segments)
 
 
 @contextmanager
@@ -100,29 +104,22 @@ def weights(call: Call) -> Tensor:
 
 def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:
     """The keys that each query sees, as [first, stop): one run, since a segment is one."""
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    seg = None if segments is None else segments[0].cpu()
-    sees = visible(i, j, 0, window, None if seg is None else seg[:, None], seg)
+    seg = None if segments is None else segments.cpu()
+    sees = views.mask(T, T, window, seg, torch.device("cpu"))[0, 0]
     first, count = sees.int().argmax(dim=1), sees.sum(dim=1)
     runs = [[int(a), int(a + n)] for a, n in zip(first, count, strict=True)]
     assert all(bool(sees[i, a:b].all()) for i, (a, b) in enumerate(runs)), "not one run"
     return runs
 
 
-def truth(call: Call) -> Tensor:
-    """manual in float64, (1, T, H, D)."""
-    device = "cpu" if call.q.device.type == "mps" else call.q.device
+def agreement(call: Call) -> Agreement:
+    """One layer's output compared with manual in float64, by the tolerance of the probe."""
+    device = "cpu" if call.q.device.type == "mps" else call.q.device  # Metal has no float64
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
     seg = None if call.segments is None else call.segments.to(device)
-    return manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
-
-
-def agreement(call: Call) -> Agreement:
-    """One layer's output compared with the formula, by the tolerance of the probe."""
-    exact = truth(call)
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
     by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
-    manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
+    manual_error, largest = float(off(call.by_manual(), exact).max()), float(exact.abs().max())
     allowed = allowed_error(manual_error, largest, largest, call.q.dtype)
     error = float(by_head.max())
     return {
@@ -133,6 +130,22 @@ def agreement(call: Call) -> Agreement:
         "largest": largest,
         "heads": by_head.tolist(),
     }
+
+
+def beside(call: Call, out: Tensor, layer: int, heads: list[int]) -> list[Beside]:
+    """Another algorithm's output (1, T, H, D) for a layer's q, k and v, head by head."""
+    plain, held = call.by_manual(), agreement(replace(call, out=out))
+    return [
+        {
+            "layer": layer,
+            "head": h,
+            "manual": pack(plain[0, :, h]),
+            "difference": float(off(out[0, :, h], plain[0, :, h]).max()),
+            "allowed": held["allowed"],
+            "error": held["heads"][h],
+        }
+        for h in heads
+    ]
 
 
 def off(a: Tensor, b: Tensor) -> Tensor:

@@ -44,15 +44,8 @@ function opening() {
 
 opening();
 const thumbs = thumbnails();
-const strip = tokenStrip($("map-tokens"), about.tokens, "Tokens of the prompt", {
-  look: (i) => lookAt(i),
-  pick: (i) => {
-    map.pinned = i;
-    lookAt(i);
-  },
-  leave: () => lookAt(map.pinned),
-  cuts: about.segments,
-});
+const strip = tokenStrip($("map-tokens"), about.tokens, "Tokens of the prompt",
+  (i) => lookAt(i), T - 1, about.segments);
 listenToMap();
 $("to-player").addEventListener("click", () => {
   choosePlayed(map.layer, map.head);

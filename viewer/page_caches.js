@@ -44,22 +44,10 @@ function buildCaches() {
     h("thead", {}, h("tr", {}, td(), caches.steps.map((s) => th(s.kind)))),
     h("tbody", {}, Object.entries(facts).map(([name, fact]) => h("tr", {}, rowHead(name),
       caches.steps.map((s) => td(fact(s)))))));
-  // Positions count from the first token read, which a long prompt may have left behind.
-  const offset = position - prompt.length;
-  const show = (i) => {
+  const cacheStrip = tokenStrip($("cache-tokens"), tokens, "Tokens in the cache", (i) => {
     cells.forEach(([element, held]) => element.classList.toggle("spot", held.includes(i)));
-    cacheStrip.chips.forEach((chip, n) => chip.classList.toggle("query", n + offset === i));
-  };
-  let pinned = null;
-  const cacheStrip = tokenStrip($("cache-tokens"), tokens, "Tokens in the cache", {
-    look: (i) => show(i + offset),
-    pick: (i) => {
-      pinned = i;
-      cacheStrip.go(i);
-      show(i + offset);
-    },
-    leave: () => show(pinned === null ? -1 : pinned + offset),
-  });
+    cacheStrip.chips.forEach((chip, n) => chip.classList.toggle("query", n === i));
+  }, null);
   cacheStrip.go(tokens.length - 1);
   const sample = (name) => h("i", { class: `cell ${name}` });
   $("cache-legend").append(
@@ -77,19 +65,17 @@ function buildCaches() {
 /** The places of one cache -> its element, and [element, positions] of what a token lights up. */
 function cacheCells(step, tokens) {
   const [read, seen, written] = [step.read, step.seen, step.written].map((list) => new Set(list));
-  const offset = caches.position - caches.prompt.length;
   const lit = [];
   // A letter fits into a place; a longer token is shown by its position.
   const letters = tokens.every((t) => [...t.label].length === 1);
   const cell = (n) => {
     const at = step.holds[n];
-    const token = at >= 0 ? tokens[at - offset] : null;
     const kinds = { kept: at >= 0, read: read.has(n), seen: seen.has(n), written: written.has(n) };
     const on = Object.keys(kinds).filter((kind) => kinds[kind]);
-    const holds = at < 0 ? "empty" : `token ${at}${token ? ` ${token.label}` : ""}`;
+    const holds = at < 0 ? "empty" : `token ${at} ${tokens[at].label}`;
     const title = `place ${n}: ${[holds, ...on].join(", ")}`;
     const e = h("i", { class: ["cell", ...on].join(" "), title },
-      at < 0 ? "" : letters ? token.label : String(at));
+      at < 0 ? "" : letters ? tokens[at].label : String(at));
     if (at >= 0) lit.push([e, [at]]);
     return e;
   };

@@ -90,6 +90,11 @@ const hint = (...children) => h("p", { class: "hint" }, ...children);
 const named = (algorithm) => h("b", { class: `${algorithm}-text` }, algorithm);
 const entry = (...children) => h("span", {}, ...children); // of a legend
 const judged = (good) => `verdict ${good ? "good" : "bad"}`;
+/** How far an output is from manual's, and from the formula: a Beside of the document. */
+const compared = (id, said, name, found) => h("p",
+  { class: judged(found.error <= found.allowed), id }, said, small(found.difference),
+  `. From the formula in float64 ${name} differs by `, small(found.error), "; allowed are ",
+  small(found.allowed), ".");
 const refusal = (r) => h("p", { class: "note" }, `${r.name} was refused: ${r.why.join("; ")}.`);
 
 const quote = (token) => `“${token.label}”`;
@@ -159,6 +164,23 @@ function picture(rows, cols, level, of = ramp, canvas = document.createElement("
   return canvas;
 }
 
+const largest = (values) => values.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
+
+/** rows x D values, from place `from` on, as a picture; most: the largest of all. */
+function outputPicture(rows, D, values, most, label, from = 0, shown = () => true) {
+  const level = (i, d) => (shown(i) ? 0.5 + (0.5 * values[from + i * D + d]) / most : NaN);
+  return picture(rows, D, level, signed, h("canvas", { role: "img", "aria-label": label }));
+}
+
+/** Row and column of a T x T picture where an event happens; null: outside of it. */
+function cellAt(e, { left, top, cell }) {
+  const box = e.currentTarget.getBoundingClientRect();
+  return [[e.clientY - box.top, top], [e.clientX - box.left, left]].map(([at, start]) => {
+    const n = Math.floor((at - start) / cell);
+    return n >= 0 && n < T ? n : null;
+  });
+}
+
 /** A canvas of that size in CSS pixels, cleared, sharp on any screen -> its context. */
 function fresh(canvas, width, height) {
   const sharp = devicePixelRatio || 1;
@@ -200,10 +222,16 @@ function hatch(c, x, y, width, height) {
 
 /** Tokens as a row of buttons; arrow keys move along it.
  *
- * look(i) is a preview, pick(i) is for good, leave() ends a preview; cuts: each token's document.
+ * look(i) shows the token that is pointed at, and else the one chosen, `pinned`; cuts: each token's
+ * document.
  */
-function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
+function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
   let current = 0;
+  const pick = (i) => {
+    self.pinned = i;
+    self.go(i);
+    look(i);
+  };
   const chips = tokens.map((token, i) => h("button", {
     type: "button", tabindex: -1, "aria-label": `Token ${i}, ${token.label}`,
     onclick: () => pick(i), onfocus: () => pick(i),
@@ -211,7 +239,7 @@ function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
   }, h("b", {}, token.label), h("small", { "aria-hidden": "true" })));
   box.setAttribute("role", "toolbar");
   box.setAttribute("aria-label", name);
-  box.addEventListener("pointerleave", leave);
+  box.addEventListener("pointerleave", () => look(self.pinned));
   chips.forEach((chip, i) => {
     if (cuts && (i === 0 || cuts[i] !== cuts[i - 1])) {
       box.append(h("span", { class: "cut" }, `document ${cuts[i]}`));
@@ -219,25 +247,26 @@ function tokenStrip(box, tokens, name, { look, pick, leave, cuts = null }) {
     box.append(chip);
     if (tokens[i].text.endsWith("\n")) box.append(h("hr", { "aria-hidden": "true" }));
   });
-  const go = (i) => {
+  const self = { chips, pinned };
+  self.go = (i) => {
     chips[current].tabIndex = -1;
-    current = clamp(i, 0, chips.length - 1);
+    current = i;
     chips[current].tabIndex = 0;
   };
   /** Scroll the row of tokens, not the page. */
-  const show = (i) => {
+  self.show = (i) => {
     const { offsetTop, offsetHeight } = chips[i];
     const least = offsetTop - box.offsetTop + offsetHeight - box.clientHeight;
     box.scrollTop = clamp(box.scrollTop, least + 8, offsetTop - box.offsetTop - 8);
   };
   box.addEventListener("keydown", (e) => {
-    const to = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: chips.length - 1 };
-    if (!(e.key in to)) return;
+    const last = chips.length - 1;
+    const to = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: last }[e.key];
+    if (to === undefined) return;
     e.preventDefault();
-    go(to[e.key]);
-    chips[current].focus();
+    chips[clamp(to, 0, last)].focus(); // which picks it
   });
-  return { chips, go, show };
+  return self;
 }
 
 // ----------------------------------------------------------------------------------------- players
@@ -249,12 +278,11 @@ const ICONS = {
 
 /** What moves a player of n steps: buttons, keys, a slider; draw() shows the state after `done`.
  *
- * box: the player's id; "player" leaves the ids of what is in it without a prefix. keys: more of
- * them; haste(n): how many times as fast step n is gone through.
+ * box: the player's id, with which the ids of what is in it begin. keys: more of them; haste(n):
+ * how many times as fast step n is gone through.
  */
 function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
-  const prefix = box === "player" ? "" : `${box}-`;
-  const at = (id) => $(prefix + id);
+  const at = (id) => $(`${box}-${id}`);
   const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
     h("path", { d: ICONS[name] }));
   const self = { done: 0, timer: 0, playing: false };
@@ -298,19 +326,18 @@ function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
     End: () => self.goTo(n),
     ...keys,
   };
-  const buttons = { "to-start": ["Home", "Back to the start"], play: [" ", "Play"],
-    back: ["ArrowLeft", `One ${unit} back`], step: ["ArrowRight", `One ${unit} on`],
-    "to-end": ["End", "On to the end"] };
-  const order = ["to-start", "back", "play", "step", "to-end"];
+  const buttons = [["to-start", "Home", "Back to the start"],
+    ["back", "ArrowLeft", `One ${unit} back`], ["play", " ", "Play"],
+    ["step", "ArrowRight", `One ${unit} on`], ["to-end", "End", "On to the end"]];
   const rates = [0.5, 1, 2, 4, 8, 16, 32].map((x) => h("option", { value: x,
     selected: x === rate }, x === 0.5 ? "½" : String(x)));
   const name = unit[0].toUpperCase() + unit.slice(1);
   const controls = $(box).querySelector(".controls");
   controls.append(h("div", { class: "transport", role: "group", "aria-label": "Playing" },
-    order.map((id) => h("button", { type: "button", id: prefix + id, "aria-label": buttons[id][1],
-      class: id, onclick: all[buttons[id][0]] }, icon(id)))),
-  h("label", {}, `${name}s a second `, h("select", { id: `${prefix}speed` }, rates)));
-  controls.after(h("input", { type: "range", id: `${prefix}scrub`, max: n, value: 0,
+    buttons.map(([id, key, said]) => h("button", { type: "button", id: `${box}-${id}`,
+      "aria-label": said, class: id, onclick: all[key] }, icon(id)))),
+  h("label", {}, `${name}s a second `, h("select", { id: `${box}-speed` }, rates)));
+  controls.after(h("input", { type: "range", id: `${box}-scrub`, max: n, value: 0,
     "aria-label": `${name}s done`, oninput: () => self.goTo(Number(at("scrub").value)) }));
   $(box).addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;

@@ -33,70 +33,62 @@ function drawCosts() {
   drawCostRows();
 }
 
+/** Both axes are logarithmic. */
 function drawRoofline(row) {
-  const points = costs.rows.flatMap((r) => [r.manual, r.tiled]);
   const rate = (c) => c.flops / c.seconds;
+  const points = costs.rows.flatMap((r) => [r.manual, r.tiled]);
   const at = [...points.map((c) => c.intensity), costs.ridge];
-  const x = [Math.min(...at) / 3, Math.max(...at) * 3];
-  const y = [Math.min(...points.map(rate)) / 3, costs.peak * 2];
-  const { X, Y, text, path, dot } = logChart($("roofline"), {
-    x, y, xName: "FLOP a byte", yName: "FLOP/s", height: 300,
-    xTick: (v) => scaled(v, "").trim(), yTick: (v) => scaled(v, ""),
-    label: `Roofline of ${costs.gpu}: at ${row.T} tokens manual has `
-      + `${row.manual.intensity.toFixed(1)} FLOP a byte and tiled `
-      + `${row.tiled.intensity.toFixed(1)}; the ridge is at ${costs.ridge.toFixed(1)}`,
-  });
-  const begin = Math.max(x[0], y[0] / costs.bandwidth); // where the slanted roof enters the picture
-  path([[begin, begin * costs.bandwidth], [costs.ridge, costs.peak], [x[1], costs.peak]], "roof");
-  path([[costs.ridge, y[0]], [costs.ridge, costs.peak]], "dash");
-  text(X(costs.ridge) - 6, Y(y[0]) - 6, `ridge ${costs.ridge.toFixed(0)}`, "tick halo", "end");
-  for (const name of BOTH) {
-    costs.rows.forEach((r) => dot(r[name].intensity, rate(r[name]), `${name} small`, 2.5));
-    dot(row[name].intensity, rate(row[name]), name, 6);
-    const [dx, dy, anchor] = name === "manual" ? [-11, -8, "end"] : [11, 18, "start"];
-    text(X(row[name].intensity) + dx, Y(rate(row[name])) + dy, name, `${name} halo`, anchor);
-  }
-}
-
-/** Axes with logarithmic scales in a box; gives what draws on them. */
-function logChart(box, { x, y, xName, yName, xTick, yTick, height, label }) {
-  const width = Math.max(box.clientWidth, 240);
+  const [low, high] = [Math.min(...at) / 3, Math.max(...at) * 3];
+  const [least, most] = [Math.min(...points.map(rate)) / 3, costs.peak * 2];
+  const [width, height] = [Math.max($("roofline").clientWidth, 240), 300];
   const [left, right, top, bottom] = [58, width - 14, 22, height - 42];
-  const scale = ([low, high], from, to) => (v) => from + (Math.log(v / low) / Math.log(high / low))
-    * (to - from);
-  const X = scale(x, left, right);
-  const Y = scale(y, bottom, top);
+  const X = (v) => left + (Math.log(v / low) / Math.log(high / low)) * (right - left);
+  const Y = (v) => bottom + (Math.log(v / least) / Math.log(most / least)) * (top - bottom);
   const root = h("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
-    "aria-label": label });
-  const line = (kind, x1, y1, x2, y2) => root.append(h("line", { class: kind, x1, y1, x2, y2 }));
-  const text = (at, down, said, kind = "tick", anchor = "middle") => root.append(
-    h("text", { x: at, y: down, class: kind, "text-anchor": anchor }, said));
-  const ticks = ([low, high], most) => {
-    const first = Math.ceil(Math.log10(low) - 1e-9);
-    const n = Math.floor(Math.log10(high) + 1e-9) - first + 1;
-    const every = Math.ceil(n / most);
-    return Array.from({ length: Math.ceil(n / every) }, (_, k) => 10 ** (first + k * every));
+    "aria-label": `Roofline of ${costs.gpu}: at ${row.T} tokens manual has `
+      + `${row.manual.intensity.toFixed(1)} FLOP a byte and tiled `
+      + `${row.tiled.intensity.toFixed(1)}; the ridge is at ${costs.ridge.toFixed(1)}` });
+  const add = (...what) => root.append(h(...what));
+  const line = (kind, x1, y1, x2, y2) => add("line", { class: kind, x1, y1, x2, y2 });
+  const text = (x, y, said, kind = "tick", anchor = "middle") => add("text",
+    { x, y, class: kind, "text-anchor": anchor }, said);
+  const path = (kind, ...ends) => add("path", { class: kind,
+    d: `M${ends.map(([a, b]) => `${X(a).toFixed(1)} ${Y(b).toFixed(1)}`).join("L")}` });
+  /** Powers of ten, about `n` of them. */
+  const ticks = (from, to, n) => {
+    const first = Math.ceil(Math.log10(from) - 1e-9);
+    const count_ = Math.floor(Math.log10(to) + 1e-9) - first + 1;
+    const every = Math.ceil(count_ / n);
+    return Array.from({ length: Math.ceil(count_ / every) }, (_, k) => 10 ** (first + k * every));
   };
-  for (const v of ticks(x, width / 75)) {
+  for (const v of ticks(low, high, width / 75)) {
     line("grid", X(v), top, X(v), bottom);
-    text(X(v), bottom + 16, xTick(v));
+    text(X(v), bottom + 16, scaled(v, "").trim());
   }
-  for (const v of ticks(y, height / 36)) {
+  for (const v of ticks(least, most, height / 36)) {
     line("grid", left, Y(v), right, Y(v));
-    text(left - 6, Y(v) + 4, yTick(v), "tick", "end");
+    text(left - 6, Y(v) + 4, scaled(v, ""), "tick", "end");
   }
-  text((left + right) / 2, height - 6, xName, "");
-  text(2, 10, yName, "tick", "start");
-  const path = (points, kind) => {
-    const d = points.map(([a, b]) => `${X(a).toFixed(1)} ${Y(b).toFixed(1)}`).join("L");
-    root.append(h("path", { class: kind, d: `M${d}` }));
-  };
+  text((left + right) / 2, height - 6, "FLOP a byte", "");
+  text(2, 10, "FLOP/s", "tick", "start");
+  const begin = Math.max(low, least / costs.bandwidth); // where the slanted roof enters the picture
+  path("roof", [begin, begin * costs.bandwidth], [costs.ridge, costs.peak], [high, costs.peak]);
+  path("dash", [costs.ridge, least], [costs.ridge, costs.peak]);
+  text(X(costs.ridge) - 6, Y(least) - 6, `ridge ${costs.ridge.toFixed(0)}`, "tick halo", "end");
   /** A round mark is manual's, a square one tiled's. */
-  const dot = (a, b, kind, r) => root.append(kind.startsWith("manual")
-    ? h("circle", { class: `${kind} dot`, cx: X(a), cy: Y(b), r })
-    : h("rect", { class: `${kind} dot`, x: X(a) - r, y: Y(b) - r, width: 2 * r, height: 2 * r }));
-  box.replaceChildren(root);
-  return { X, Y, text, path, dot };
+  const mark = (name, c, kind, r) => {
+    const [x, y] = [X(c.intensity), Y(rate(c))];
+    const of = { class: `${name}${kind} dot` };
+    if (name === "manual") add("circle", { ...of, cx: x, cy: y, r });
+    else add("rect", { ...of, x: x - r, y: y - r, width: 2 * r, height: 2 * r });
+    return [x, y];
+  };
+  for (const [name, dx, dy, anchor] of [["manual", -11, -8, "end"], ["tiled", 11, 18, "start"]]) {
+    costs.rows.forEach((r) => mark(name, r[name], " small", 2.5));
+    const [x, y] = mark(name, row[name], "", 6);
+    text(x + dx, y + dy, name, `${name} halo`, anchor);
+  }
+  $("roofline").replaceChildren(root);
 }
 
 function drawCostRows() {

@@ -1,24 +1,17 @@
 // 1 maps: who looks at whom, for every layer and head, and whether the kernel agrees.
 
-const map = { layer: about.layer, head: about.head, query: T - 1, pinned: T - 1, key: null };
+const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
 const DECIMALS = maps.rounding < 5e-5 ? 4 : 2; // as many as the rounding leaves
+const packed = unpack(maps.weights);
 const packedRow = (i) => (i * (i + 1)) / 2;
-
-/** The weight of key j for query i. */
-function weight(layer, head, i, j) {
-  if (j > i) return 0;
-  const at = (layer * H + head) * packedRow(T) + packedRow(i) + j;
-  return unpack(maps.weights)[at] / maps.levels;
-}
-
 const sees = (i, j) => j >= maps.seen[i][0] && j < maps.seen[i][1];
 
-function mapPicture(layer, head, canvas) {
-  const all = unpack(maps.weights);
-  const begin = (layer * H + head) * packedRow(T);
-  return picture(T, T, (i, j) => (j > i || !sees(i, j) ? NaN
-    : Math.sqrt(all[begin + packedRow(i) + j] / maps.levels)), ramp, canvas);
-}
+/** The weight of key j for query i. */
+const weight = (layer, head, i, j) => (j > i ? 0
+  : packed[(layer * H + head) * packedRow(T) + packedRow(i) + j] / maps.levels);
+
+const mapPicture = (layer, head, canvas) => picture(T, T,
+  (i, j) => (sees(i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), ramp, canvas);
 
 function thumbnails() {
   const box = $("thumbs");
@@ -199,32 +192,25 @@ function lookAt(query, key = null) {
 
 function listenToMap() {
   const canvas = $("map");
-  const at = (e) => {
-    const box = canvas.getBoundingClientRect();
-    const place = (x, start) => Math.floor((x - start) / mapView.cell);
-    const j = place(e.clientX - box.left, mapView.left);
-    const i = place(e.clientY - box.top, mapView.top);
-    return i >= 0 && i < T ? [i, j >= 0 && j < T ? j : null] : null;
-  };
   canvas.addEventListener("pointermove", (e) => {
-    const cell = at(e);
-    if (cell && (cell[0] !== map.query || cell[1] !== map.key)) lookAt(...cell);
+    const [i, j] = cellAt(e, mapView);
+    if (i !== null && (i !== map.query || j !== map.key)) lookAt(i, j);
   });
   canvas.addEventListener("pointerdown", (e) => {
-    const cell = at(e);
-    if (!cell) return;
-    map.pinned = cell[0];
-    lookAt(...cell);
+    const [i, j] = cellAt(e, mapView);
+    if (i === null) return;
+    strip.pinned = i;
+    lookAt(i, j);
   });
-  canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(map.pinned));
+  canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(strip.pinned));
   canvas.addEventListener("keydown", (e) => {
     const { query: i, key: j } = map;
     const to = { ArrowUp: [i - 1, j], ArrowDown: [i + 1, j], Home: [0, j], End: [T - 1, j],
       ArrowLeft: [i, (j ?? i) - 1], ArrowRight: [i, (j ?? -1) + 1] }[e.key];
     if (!to) return;
     e.preventDefault();
-    map.pinned = clamp(to[0], 0, T - 1);
-    lookAt(map.pinned, to[1] === null ? null : clamp(to[1], 0, T - 1));
+    strip.pinned = clamp(to[0], 0, T - 1);
+    lookAt(strip.pinned, to[1] === null ? null : clamp(to[1], 0, T - 1));
   });
 }
 

@@ -59,11 +59,9 @@ function drawRing() {
   drawGrowing();
   const all = ring.chunks.reduce((sum, _, rank) => sum + sentUpTo(rank), 0);
   $("ring-sent").replaceChildren(hint("Together they have sent ", count(all), " bytes: keys and "
-    + `values of all heads of layer ${ring.layer}${about.segments ? ", and documents" : ""}.`), done < ring.n ? "" : h("p", {
-    id: "ring-verdict", class: judged(ring.error <= ring.allowed) }, `Head ${ring.head}: the `
-      + "largest difference between the ring's output and manual's is ", small(ring.difference),
-  ". From the formula in float64 the ring differs by ", small(ring.error), "; allowed are ",
-  small(ring.allowed), "."));
+    + `values of all heads of layer ${ring.layer}${about.segments ? ", and documents" : ""}.`), done < ring.n ? ""
+    : compared("ring-verdict", `Head ${ring.head}: the largest difference between the ring's `
+      + "output and manual's is ", "the ring", ring));
 }
 
 /** Chunks of queries by chunks of keys: what is computed now, what was, what is skipped. */
@@ -88,9 +86,8 @@ function drawGrowing() {
   const { done, query: i } = circle;
   const D = ring.O.shape[2];
   const [part, now, O, whole] = [ring.part, ring.L, ring.O, ring.manual].map(unpack);
-  const most = whole.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
-  const strip = (values, from, said) => h("td", {}, picture(1, D, (_, d) => 0.5
-    + (0.5 * values[from + d]) / most, signed, h("canvas", { role: "img", "aria-label": said })));
+  const most = largest(whole);
+  const strip = (values, from, said) => td(outputPicture(1, D, values, most, said, from));
   let before = -Infinity;
   const rows = ring.tiles.flatMap((t, n) => {
     if (t.queries !== Math.floor(i / C) || t.step >= done) return [];

@@ -43,11 +43,8 @@ function buildPlayer() {
       Number($("tile-head").value)));
   }
   $("matrix").addEventListener("click", (e) => {
-    const box = $("matrix").getBoundingClientRect();
-    const col = Math.floor((e.clientX - box.left - board.left) / board.cell / B);
-    const row = Math.floor((e.clientY - box.top - board.top) / board.cell / M);
-    const there = row >= 0 && row < tiles.n_rows && col >= 0 && col < tiles.n_cols;
-    if (there) goTo(row * tiles.n_cols + col + 1);
+    const [i, j] = cellAt(e, board);
+    if (i !== null && j !== null) goTo(Math.floor(i / M) * tiles.n_cols + Math.floor(j / B) + 1);
   });
 }
 
@@ -150,13 +147,13 @@ function drawWorked(step) {
     return;
   }
   const visible = scores.filter(Number.isFinite);
-  const largest = visible.reduce((a, b) => Math.max(a, b), -Infinity);
+  const top = visible.reduce((a, b) => Math.max(a, b), -Infinity);
   const added = visible.reduce((sum, s) => sum + Math.exp(s - after.m), 0);
   const result = (x) => h("b", {}, real(x));
   const inBrackets = (x) => (x < 0 ? `(${real(x)})` : real(x));
   const why = (...said) => [" ", h("span", { class: "why" }, ...said)];
   const lines = {
-    m: [`max(${real(before.m)}, ${real(largest)}) = `, result(after.m),
+    m: [`max(${real(before.m)}, ${real(top)}) = `, result(after.m),
       ...why(step.first ? "the first tile of the row" : after.m > before.m
         ? "a larger score came" : "as before")],
     rescale: Number.isFinite(after.m)
@@ -232,13 +229,12 @@ function drawOutputs() {
   const { head, done } = player;
   const D = head.out.shape[1];
   const [out, manual] = [unpack(head.out), unpack(head.manual)];
-  const most = manual.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
+  const most = largest(manual);
   const finished = new Set(tiles.steps.slice(0, done).filter((s) => s.last).map((s) => s.i));
   const shape = `${T} tokens × ${D} numbers`;
   const paint = (algorithm, values, shows, said) => {
     const label = `Output of ${algorithm}, ${shape}`;
-    const level = (i, d) => (shows(i) ? 0.5 + (0.5 * values[i * D + d]) / most : NaN);
-    const canvas = picture(T, D, level, signed, h("canvas", { role: "img", "aria-label": label }));
+    const canvas = outputPicture(T, D, values, most, label, 0, shows);
     canvas.style.height = `${clamp(T * 6, 60, 220)}px`;
     return h("figure", {}, h("figcaption", {}, named(algorithm), `: ${said}`), canvas);
   };
@@ -250,10 +246,7 @@ function drawOutputs() {
       paint("manual", manual, () => true, shape)),
     h("div", { class: "legend" }, entry(real(-most, 2), rampBar(signed), real(most, 2))),
     done < N ? hint("They are compared when the last tile is done.")
-      : h("p", { class: judged(head.error <= head.allowed), id: "difference" },
-        "The largest difference between the two is ", small(head.difference),
-        ". From the formula in float64 tiled differs by ", small(head.error), "; allowed are ",
-        small(head.allowed), "."));
+      : compared("difference", "The largest difference between the two is ", "tiled", head));
 }
 
 function drawPlayer() {

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Ring, manual, tiled, views
+from attention import Ring, tiled, views
 from viewer.document import Played, pack
-from viewer.maps import Call, agreement, off
+from viewer.maps import Call, beside
 
 MOST = 16  # processes that are shown
 
@@ -81,13 +81,10 @@ def play(call: Call, n: int, layer: int, head: int) -> Played:
     ids = None if seg is None else F.pad(seg.cpu(), (0, 2 * n * c - T), value=-1)
     seen = views.mask(2 * n * c, 2 * n * c, call.spec.window, ids, torch.device("cpu"))[0, 0]
     whole = seen.unflatten(1, (-1, c)).all(2).unflatten(0, (-1, c)).all(1)  # of a pair of chunks
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
-    held = agreement(replace(call, out=out))
     return {
+        **beside(call, out, layer, [head])[0],
         "n": n,
         "chunk": c,
-        "layer": layer,
-        "head": head,
         "chunks": [list(ring[0].chunks(rank)) for rank in range(n)],
         "homes": [list(homes) for homes in zip(*(process.homes for process in ring))],
         "sent": [list(sent) for sent in zip(*(process.sent for process in ring))],
@@ -98,8 +95,4 @@ def play(call: Call, n: int, layer: int, head: int) -> Played:
         "part": pack(part),
         "L": pack(L.masked_fill(L.eq(torch.finfo(L.dtype).min), -torch.inf)),
         "O": pack(O),
-        "manual": pack(plain[0, :, head]),
-        "difference": float(off(out[0, :, head], plain[0, :, head]).max()),
-        "allowed": held["allowed"],
-        "error": held["heads"][head],
     }

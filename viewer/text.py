@@ -8,7 +8,7 @@ from itertools import groupby, product
 
 import numpy as np
 
-from viewer.document import Caches, CacheStep, Costs, Document, Played, TileStep, unpack
+from viewer.document import Beside, Caches, CacheStep, Costs, Document, Played, TileStep, unpack
 
 WIDTH = 80
 SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-"), (0.0, "."))
@@ -137,12 +137,7 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
     for name, end in (("tiled", steps[-1]), ("manual", tiles["manual"][-1])):
         read, written = amount(end["read_so_far"]), amount(end["written_so_far"])
         lines.append(f"{name:10}{read:>12}{written:>12}")
-    agrees = "agrees" if traced["error"] <= traced["allowed"] else "does NOT agree"
-    lines += wrap(
-        f"The output of tiled {agrees} with the formula: off by {traced['error']:.2g}, allowed is "
-        f"{traced['allowed']:.2g}; from manual's in the same dtype by {traced['difference']:.2g}."
-    )
-    return lines + wrap(*tiles["notes"])
+    return lines + beside("The output of tiled", traced) + wrap(*tiles["notes"])
 
 
 def grid(
@@ -182,9 +177,14 @@ def ring(found: Played, T: int) -> list[str]:
         if t["queries"] == (T - 1) // c:
             keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[n_]))
             lines.append(f"{t['step']:>4}{keys:>13}{part[n_]:>12.4f}{L[n_]:>12.4f}{size:>12.4f}")
+    return lines + beside("The ring's output", found)
+
+
+def beside(name: str, found: Beside) -> list[str]:
+    """How far an output is from the formula and from manual's."""
     agrees = "agrees" if found["error"] <= found["allowed"] else "does NOT agree"
-    return lines + wrap(
-        f"The ring's output {agrees} with the formula: off by {found['error']:.2g}, allowed is "
+    return wrap(
+        f"{name} {agrees} with the formula: off by {found['error']:.2g}, allowed is "
         f"{found['allowed']:.2g}; from manual's in the same dtype by {found['difference']:.2g}."
     )
 
@@ -279,10 +279,10 @@ def count(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
-def scaled(n: float) -> str:
+def scaled(n: float, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
     """Three figures and a unit: "12.3 M"."""
-    for unit in ("", "k", "M", "G", "T"):
-        if n < 999.5 or unit == "T":
+    for unit in units:
+        if n < 999.5 or unit == units[-1]:
             break
         n /= 1000
     return f"{n:.3g} {unit}" if unit else f"{n:.0f}  "
@@ -295,10 +295,7 @@ def amount(n: int) -> str:
 
 def duration(seconds: float) -> str:
     """ "12.3 us": three figures."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
-        if seconds >= 0.9995 * size or unit == "ns":
-            break
-    return f"{seconds / size:.3g} {unit}"
+    return scaled(seconds * 1e9, ("ns", "us", "ms", "s"))
 
 
 def span(ends: Sequence[int]) -> str:

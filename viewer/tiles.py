@@ -7,17 +7,16 @@ that share keys and values read them once; the rest is a head's own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention import Spec, manual, tiled
+from attention import Spec, tiled
 from attention.tiled import blocks
 from viewer.cost import fast_memory, manual_steps, size_inside, size_of
 from viewer.document import Tiles, TileStep, TracedHead, pack
-from viewer.maps import Call, agreement, off
+from viewer.maps import Call, beside
 
 MOST_TILES = 1024  # of one head
 BUDGET = 1_500_000  # elements in all, 6 MB
@@ -35,7 +34,7 @@ def tiles(calls: list[Call], B_r: int, B_c: int, layer: int, head: int) -> Tiles
     one = calls[layer].spec
     trace = trace_of(*calls[layer].given, B_r=B_r, B_c=B_c)[0]
     each = len(trace) * B_r * (B_c + 4) + 2 * T * D  # TracedHead's arrays
-    layers, heads, notes = _chosen((len(calls), H), layer, head, each)
+    layers, heads, notes = _chosen(len(calls), H, layer, head, each)
     if calls[layer].segments is not None:
         notes.append("The border of a document masks scores, and skips no tile.")
     played: list[TracedHead] = []
@@ -116,20 +115,14 @@ def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -
 
 
 def _chosen(
-    shape: tuple[int, int], layer: int, head: int, each: int
+    L: int, H: int, layer: int, head: int, each: int
 ) -> tuple[list[int], list[int], list[str]]:
-    """Which layers and heads are traced: the most that the budget allows.
-
-    Args:
-        shape: the numbers of layers and heads.
-        each: elements of one head's trace.
-    """
-    L, H = shape
+    """Which layers and heads are traced, the most that the budget allows; each: of one head."""
+    heads = list(range(H))
     if L * H * each <= BUDGET:
-        return list(range(L)), list(range(H)), []
-    if H * each <= BUDGET:
-        heads, what = list(range(H)), f"the heads of layer {layer} only"
-    else:
+        return list(range(L)), heads, []
+    what = f"the heads of layer {layer} only"
+    if H * each > BUDGET:
         heads, what = [head], f"head {head} of layer {layer} only"
     why = f"to keep the file below {BUDGET * 4 // 10**6} MB of numbers"
     return [layer], heads, [f"Tiles are traced for {what}, {why}; --layer and --head choose."]
@@ -140,8 +133,6 @@ def _heads(
 ) -> list[TracedHead]:
     """The trace of some heads of one layer, and the output of tiled beside manual's."""
     B_r, B_c = tile
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
-    held = agreement(replace(call, out=out))
     # (V, H, B_r, ...), NaN beyond a block that is shorter than the others
     scores = _padded([t.S[0] for t in trace], B_r, B_c)
     rescale = _padded([t.rescale[0] for t in trace], B_r)
@@ -150,20 +141,15 @@ def _heads(
     o = _padded([t.O[0] for t in trace], B_r, call.q.shape[3])
     return [
         {
-            "layer": layer,
-            "head": h,
+            **found,
             "scores": pack(scores[:, h]),
             "m": pack(m[:, h]),
             "l": pack(l[:, h]),
             "rescale": pack(rescale[:, h]),
             "o_norm": pack(o[:, h].norm(dim=-1)),
             "out": pack(out[0, :, h]),
-            "manual": pack(plain[0, :, h]),
-            "difference": float(off(out[0, :, h], plain[0, :, h]).max()),
-            "allowed": held["allowed"],
-            "error": held["heads"][h],
         }
-        for h in heads
+        for h, found in zip(heads, beside(call, out, layer, heads), strict=True)
     ]
 
 
