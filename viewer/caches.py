@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attention import Resolution
 from inference.cache import DynamicCache, PagedCache, StaticCache, bucket
-from inference.serve import paged_cache
 from model import GPT
 from viewer.document import Caches, CacheStep, Refused, token_of
 from viewer.maps import off
@@ -87,7 +86,9 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
         cache = StaticCache(config.n_layer, 1, bucket(n + 1, most), config.kv_heads,
                             config.head_dim, dtype=want.dtype, device=device)  # fmt: skip
     else:
-        cache = paged_cache(model, -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES, PAGE_SIZE)
+        pages = -(-(n + 1) // PAGE_SIZE) + 1 + SPARE_PAGES
+        cache = PagedCache(config.n_layer, config.kv_heads, config.head_dim, n_pages=pages,
+                           page_size=PAGE_SIZE, dtype=want.dtype, device=device)  # fmt: skip
         rows = _used(cache)
 
     def reserve(T: int) -> Any:
