@@ -78,7 +78,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) in any float -> q (N, K) int8 and scale (N,) bfloat16."""
     w = weight.detach().float()
     most = w.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny * 2**16)
-    scale = (most / 127).bfloat16()  # off by 1/512 at most, and 127 * (1 + 1/512) rounds to 127
+    scale = (most / 127).bfloat16()  # off by 1/256 at most, and 127 * (1 + 1/256) rounds to 127
     return (w / scale.float()[:, None]).round_().to(torch.int8), scale
 
 

@@ -15,6 +15,7 @@ import urllib.error
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,6 +293,9 @@ def test_one_that_was_being_replaced_counts_until_its_successor_is_there(tmp_pat
 # --- a disk that is full ---
 
 
+SPACE = SimpleNamespace(total=9e9, used=7.5e9, free=1.5e9)
+
+
 def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -315,6 +319,7 @@ def test_a_failure_of_any_write_is_one_sentence_and_the_old_one_stays(step, tmp_
             def fail() -> None:
                 {"save": torch_full, "save_file": safetensors_full}.get(seen[-1], full)()  # noqa: B023
 
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: SPACE)
             seen = at_operation(monkeypatch, n, fail)
             try:
                 save(tmp_path, step, fill=50)
@@ -323,7 +328,7 @@ def test_a_failure_of_any_write_is_one_sentence_and_the_old_one_stays(step, tmp_
                 message = str(e)
         writes.add(seen[n])
         assert message.startswith(f"could not write checkpoint {tmp_path / f'step-{step:08d}'} (")
-        assert "GB free): step-0000000" in message and message.endswith("is still good")
+        assert "1.50 GB free): step-0000000" in message and message.endswith("is still good")
         assert value(checkpoint.latest(tmp_path)) in (1, 50)
         assert not list(tmp_path.glob(".step*"))
         n += 1

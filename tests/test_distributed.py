@@ -51,6 +51,11 @@ def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="3 processes need as many GPUs, here are 2; lower"):
         DistInfo.join("auto")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("core.restarts.meet", lambda: pytest.fail("they are enough"))
+    with pytest.raises(pytest.fail.Exception, match="they are enough"):
+        DistInfo.join("auto")
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:

@@ -319,6 +319,10 @@ def test_head_dim() -> None:
     assert why("sdpa_efficient", replace(BF16, head_dim=20), H100) == [
         "head_dim must be a multiple of 8, not 20"
     ]
+    assert why("sdpa_efficient", replace(FP32, head_dim=20), H100) == []
+    assert why("sdpa_efficient", replace(FP32, head_dim=18), H100) == [
+        "head_dim must be a multiple of 4, not 18"
+    ]
     assert why("sdpa_efficient", wide, H100) == why("sdpa", wide, H100) == []
 
 

@@ -152,10 +152,11 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
 
 def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch):
     """Its first evaluations and checkpoints, and what comes at the end, however many log lines."""
-    pace, limits = watch.Pace(45.0), {}
+    pace, limits, steps = watch.Pace(45.0), {}, {}
 
     def mark(self, step, phase):
         pace.begin(step, phase)
+        steps.setdefault(phase, []).append(step)
         limits.setdefault(phase, []).append(pace.limit())
 
     monkeypatch.setattr(watch.Watch, "mark", mark)
@@ -165,6 +166,9 @@ def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch
     for phase in ("forward", "backward", "update", "agree", "data"):
         assert limits[phase] == [most] * (len(limits[phase]) - 13) + [45.0] * 13, phase
     assert limits["log"][-1] == 45.0
+    assert steps["forward"] == steps["agree"] == list(range(1, 17))  # counted from 1, as told
+    assert steps["evaluate"] == steps["checkpoint"] == [8, 16]
+    assert steps["data"] == list(range(2, 18)) and steps["finish"] == [16]
 
 
 def test_a_checkpoint_slower_than_the_steps_between_two_is_no_hang(data_dir, tmp_path, monkeypatch):
@@ -192,6 +196,19 @@ def test_who_is_behind_has_begun_the_fewest_phases():
     text = looking._judge([], [0, 1, 2])
     assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
     assert "none has moved for 50 s, the others wait in 'forward' of step 21" in text
+
+
+def test_who_is_silent_is_named_after_20_beats_with_the_seconds():
+    looking = watch.Watch(DistInfo(torch.device("cpu")), beat=3.0)
+    looking.size, looking.machines, looking.pids = 2, ["a"] * 2, [1, 2]
+    looking.beats, looking.neighbours = dict.fromkeys(range(2), watch.Beat(9, 21, "forward")), set()
+    looking.missed = {0: 0, 1: 20}
+    assert looking._judge([], [0, 1]) is None
+    looking.missed[1] += 1
+    said = str(looking._judge([], [0, 1]))
+    assert said.startswith("rank 1 (a, pid 2) has given no sign of life for 63 s in 'forward' of")
+    looking.beats[1] = watch.Beat(9, 21, "done")
+    assert looking._judge([], [0, 1]) is None
 
 
 def test_one_process_has_no_thread():
