@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import (
@@ -31,6 +32,7 @@ from attention import (
     oracle,
     packages,
     probe,
+    promises,
     resolve,
     views,
     visible,
@@ -232,6 +234,23 @@ def test_the_canary_would_catch_a_leak() -> None:
     assert not torch.equal(sdpa(q, k, v)[:, :, 0], sdpa(q, k, louder)[:, :, 0])
     chunk = q[:, :, 13:]  # a top-left mask lets the last of these see 20 keys of 33
     assert torch.equal(sdpa(chunk, k, v, is_causal=True), sdpa(chunk, k, louder, is_causal=True))
+
+
+def test_a_mask_that_is_only_a_small_number_would_be_caught() -> None:
+    """-1e4 in place of -inf: right on all usual scores, and a leak where all are below it."""
+
+    def leaky(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
+        hidden = ~views.mask(q.shape[1], k.shape[1], spec.window, None, q.device)
+        k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * spec.softmax_scale
+        return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -1e4).softmax(-1), v)
+
+    backend = replace(BACKENDS["manual"], attend=leaky)
+    matrix.check(backend, Case("113x203", 113, 203, B=1, size=4), "float32")
+    spec = Spec(2, 1, 32, "float32", window=5)
+    promises.negative(7, BACKENDS["manual"], spec, "cpu")
+    with pytest.raises(AssertionError, match="the mean of the values that are seen is off"):
+        promises.negative(7, backend, spec, "cpu")
 
 
 # --- the oracle itself, and the definition of masking ---

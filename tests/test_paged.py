@@ -267,6 +267,16 @@ def test_other_schedules(run, device, schedule) -> None:
 
 
 @needs_triton
+def test_a_tile_of_keys_is_16_kb_at_most_and_16_keys_at_least() -> None:
+    from attention.paged_kernels import block_sizes
+
+    want = {(64, 2): (64, 64), (80, 2): (64, 128), (128, 4): (32, 128), (256, 4): (16, 256),
+            (8, 2): (64, 16)}  # fmt: skip
+    assert {asked: block_sizes(*asked) for asked in want} == want
+    assert all(N * D * size <= 2**14 for (_, size), (N, D) in want.items())
+
+
+@needs_triton
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("splits", [0, 1, 3, 8])
 def test_however_many_runs_the_keys_are_split_into(splits, window) -> None:

@@ -34,6 +34,7 @@ from attention import (
     promises,
     resolve,
     sdpa_partial,
+    triton_flash,
     visible,
 )
 from attention.matrix import Case
@@ -426,6 +427,14 @@ def test_the_probe_runs_the_parts() -> None:
 
 
 # --- sdpa_flash on CUDA: its operators' documented masks, in float64 ---
+
+
+def test_a_segment_goes_on_across_the_positions_between_keys_and_queries() -> None:
+    """Keys 0 to 2, queries 10 to 13: of one segment every key is seen by all, up to query 13."""
+    pair = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([[5, 0, 0]], dtype=torch.int32)
+    first, last = triton_flash.borders_of_pair(pair, 3, 10)
+    assert first is not None and first.tolist() == [[1, 1, 1, 1]]
+    assert last is not None and last.tolist() == [[0, 13, 13]]
 
 
 def test_aligned_parts_are_all_visible_pairs() -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec, oracle
+from attention import BACKENDS, Spec, matrix, oracle, sdpa_bmm
+from attention.matrix import Case
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
@@ -73,3 +74,11 @@ def test_of_one_key_sdpa_cudnn_drops_whole_rows() -> None:
     out = BACKENDS["sdpa_cudnn"].attend(q, q, v, spec)
     assert torch.equal(out, out[..., :1].expand_as(out))
     assert set(out.unique().tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("elements", [1, 3 * 97 * 97])
+def test_the_backward_of_products_takes_as_many_heads_as_fit_and_one_at_least(
+    elements, monkeypatch
+) -> None:
+    monkeypatch.setattr(sdpa_bmm, "ELEMENTS", elements)
+    matrix.check(sdpa_bmm.BACKEND, Case("gqa", 97, 97, H=4, window=16), "bfloat16")
