@@ -260,7 +260,7 @@ class StaticCache(Cache):
         if counts != self.counts:  # for the prompt, after it, and when a row's text has ended
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
-        length = bucket(max(longest, T), self.max_len)
+        length = bucket(longest, self.max_len)
         return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
 
 

@@ -304,6 +304,12 @@ def test_samples_of_one_prompt_are_read_once(calls) -> None:
     assert stats.pages == 1 + 5 * 2  # 12 tokens each, of which 4 are everybody's
 
 
+def test_samples_of_a_prompt_that_ends_with_its_page_wait_for_nothing(calls) -> None:
+    """The last token is always read: there is no page that they could share."""
+    got = texts_of(lively(block_size=64), [tokens(1, 4)[0]] * 3, 2, slots=3, page_size=4)
+    assert calls == [(3, 4), (3, 1)] and len(got) == 3
+
+
 def test_samples_of_several_prompts_that_enter_together(calls) -> None:
     model, a, b = lively(block_size=64), tokens(1, 7)[0], tokens(1, 9, seed=1)[0]
     prompts = [a, b, a, b, b]
