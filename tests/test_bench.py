@@ -711,6 +711,14 @@ def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
         fitting.largest(too_large, 10.0, 1e9)
 
 
+def test_what_is_foretold_fills_most_of_the_memory_and_none_of_the_time_is_kept_back():
+    good = [(1, (0.1, 100.0)), (2, (0.2, 200.0))]
+    assert fitting.following(good, 9.0, 1000.0) == (9, "memory")  # 950 bytes, 100 a sequence
+    assert fitting.following(good, 0.75, 1e9) == (7, "time")
+    assert fitting.following(good, 9.0, 1e9)[0] == 16  # eight times the last
+    assert fitting.following(good[:1], 9.0, 1e9) == (2, "memory")
+
+
 def test_the_search_takes_its_minute_and_one_process(monkeypatch):
     clock = itertools.count(step=25.0)
     batch, limit, tried = fitting.largest(lambda b: (0.1, b * 1.0), 10.0, 1e9, lambda: next(clock))

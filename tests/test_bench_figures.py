@@ -6,6 +6,7 @@ and files, by the code that computes it in a run.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -450,3 +451,20 @@ def test_a_row_of_the_comparison_with_nanogpt_by_hand():
     title, *cells = against_nanogpt.row(size, pairs)
     assert title == "1 layers, 8 wide, block 10, batch 2"
     assert cells == ["100", "200", "**2.00** (1.00 to 4.00)", "5.00", "2.00"]
+
+
+def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch) -> None:
+    """Ours counts from 1; nanoGPT from 0, an iteration that is a step more."""
+    took = {n: 1000.0 if n <= 3 else 10.0 + n for n in range(6)}  # ms
+    (tmp_path / "ours").mkdir()
+    rows = [{"iter": n, "ms": took[n]} for n in range(1, 6)] + [{"iter": 5, "val_loss": 2.0}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "ours" / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    text = "".join(f"iter {n}: loss 4.0, time {took[n]:.2f}ms, mfu 1.00%\n" for n in took)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(against_nanogpt, "run", lambda *how: commands.append(how[0]) or (text, 7))
+    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path), dtype="bfloat16")
+    for loop in (against_nanogpt.ours, against_nanogpt.theirs):
+        assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
+    assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
+    assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]

@@ -391,6 +391,9 @@ def test_what_nvidia_smi_says_is_understood() -> None:
     found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
     assert not any("GPU 1" in text for text in found)
+    bounds = [["1000", "10"], ["1001", "0"], ["3", "11"]]  # MB, %
+    some = [text[:5] for text in machine.busy("cuda", lambda query: bounds) if "GPU" in text]
+    assert some == ["GPU 1", "GPU 2"]
     with machine.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
         time.sleep(0.05)
     assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
