@@ -29,6 +29,7 @@ from bench import (
 )  # fmt: skip
 from bench.bench import Bench
 from bench.config import BenchConfig
+from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
 from core.flops import Peak
@@ -468,3 +469,11 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
     assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+
+
+def test_a_target_is_the_token_that_follows():
+    x, y = Job(job("train", "sdpa")).random_tokens(3)
+    assert x.shape == y.shape == (3, 16) and torch.equal(x[:, 1:], y[:, :-1])
+    assert not torch.equal(x, y) and 32 < int(x.max()) < 64
+    again = Job(job("train", "manual")).random_tokens(3)
+    assert torch.equal(again[0], x) and torch.equal(again[1], y)
