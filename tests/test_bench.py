@@ -28,6 +28,7 @@ import torch
 
 import attention
 import bench_mfu
+import data
 from attention.spec import Backend, Caps
 from bench import candidates, decoding, fitting, machine, modes, process, rows, training
 from bench import config as config_
@@ -548,6 +549,15 @@ def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
     V, why = config_.vocabulary(tokens_of(dataset="none"))
     assert V == 50304 and "not prepared" in why
     assert config_.vocabulary(tokens_of(vocab_size=7, dataset="tiny"))[0] == 7
+
+
+def test_a_large_vocabulary_is_filled_up_to_a_multiple_of_64(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "meta.json").touch()
+    config = BenchConfig(train=TrainConfig(data_dir=str(tmp_path), dataset="text"))
+    for given, wanted in ((1000, 1000), (1025, 1088), (50257, 50304), (50304, 50304)):
+        monkeypatch.setattr(data, "read_meta", lambda folder, V=given: {"vocab_size": V})
+        assert config_.vocabulary(config)[0] == wanted
 
 
 # ----------------------------------------------------------------------------- the rounds
