@@ -28,6 +28,7 @@ import torch
 
 import attention
 import bench_mfu
+import data
 from attention.spec import Backend, Caps
 from bench import candidates, decoding, fitting, machine, modes, process, rows, training
 from bench import config as config_
@@ -551,6 +552,15 @@ def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
     assert config_.vocabulary(tokens_of(vocab_size=7, dataset="tiny"))[0] == 7
 
 
+def test_a_large_vocabulary_is_filled_up_to_a_multiple_of_64(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "meta.json").touch()
+    config = BenchConfig(train=TrainConfig(data_dir=str(tmp_path), dataset="text"))
+    for given, wanted in ((1000, 1000), (1025, 1088), (50257, 50304), (50304, 50304)):
+        monkeypatch.setattr(data, "read_meta", lambda folder, V=given: {"vocab_size": V})
+        assert config_.vocabulary(config)[0] == wanted
+
+
 # ----------------------------------------------------------------------------- the rounds
 
 STUB = """
@@ -711,6 +721,14 @@ def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
 
     with pytest.raises(Failure, match="out of memory"):  # not even one sequence fits
         fitting.largest(too_large, 10.0, 1e9)
+
+
+def test_what_is_foretold_fills_most_of_the_memory_and_none_of_the_time_is_kept_back():
+    good = [(1, (0.1, 100.0)), (2, (0.2, 200.0))]
+    assert fitting.following(good, 9.0, 1000.0) == (9, "memory")  # 950 bytes, 100 a sequence
+    assert fitting.following(good, 0.75, 1e9) == (7, "time")
+    assert fitting.following(good, 9.0, 1e9)[0] == 16  # eight times the last
+    assert fitting.following(good[:1], 9.0, 1e9) == (2, "memory")
 
 
 def test_the_search_takes_its_minute_and_one_process(monkeypatch):

@@ -6,6 +6,7 @@ and files, by the code that computes it in a run.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bench import (
 )  # fmt: skip
 from bench.bench import Bench
 from bench.config import BenchConfig
+from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
 from core.flops import Peak
@@ -450,3 +452,28 @@ def test_a_row_of_the_comparison_with_nanogpt_by_hand():
     title, *cells = against_nanogpt.row(size, pairs)
     assert title == "1 layers, 8 wide, block 10, batch 2"
     assert cells == ["100", "200", "**2.00** (1.00 to 4.00)", "5.00", "2.00"]
+
+
+def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch) -> None:
+    """Ours counts from 1; nanoGPT from 0, an iteration that is a step more."""
+    took = {n: 1000.0 if n <= 3 else 10.0 + n for n in range(6)}  # ms
+    (tmp_path / "ours").mkdir()
+    rows = [{"iter": n, "ms": took[n]} for n in range(1, 6)] + [{"iter": 5, "val_loss": 2.0}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "ours" / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    text = "".join(f"iter {n}: loss 4.0, time {took[n]:.2f}ms, mfu 1.00%\n" for n in took)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(against_nanogpt, "run", lambda *how: commands.append(how[0]) or (text, 7))
+    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path), dtype="bfloat16")
+    for loop in (against_nanogpt.ours, against_nanogpt.theirs):
+        assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
+    assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
+    assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+
+
+def test_a_target_is_the_token_that_follows():
+    x, y = Job(job("train", "sdpa")).random_tokens(3)
+    assert x.shape == y.shape == (3, 16) and torch.equal(x[:, 1:], y[:, :-1])
+    assert not torch.equal(x, y) and 32 < int(x.max()) < 64
+    again = Job(job("train", "manual")).random_tokens(3)
+    assert torch.equal(again[0], x) and torch.equal(again[1], y)

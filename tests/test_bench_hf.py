@@ -81,6 +81,15 @@ def test_the_flops_are_counted_and_attentions_reckoned(trained):
     assert flops_per_token(model, 4, causal=True) == 1000 + 12 * 32 * (2.5 + 1.75)
 
 
+def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too():
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+    block = 4 * 8 + (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)  # 2 norms, 4 linears
+    for tied in (True, False):
+        config = transformers.GPT2Config(**sizes, tie_word_embeddings=tied)
+        model = transformers.GPT2LMHeadModel(config)
+        assert hf.parameters(model) == block + 2 * 8 + 32 * 8  # the last norm, the head
+
+
 def test_a_lie_about_the_model_is_refused(trained):
     content, record = trained
     for edit, says in (({"parameters": 7}, "parameters, and its settings describe 7"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import records, tables
+from bench import pictures, records, tables
 from bench.config import BenchConfig
 from core.settings import UserError
 from train import TrainConfig
@@ -261,6 +261,15 @@ def test_a_record_tells_the_warm_up_of_its_own_mode(mode, said):
     assert dict(records.facts(content([], mode)))["rounds"] == said
 
 
+def test_the_facts_are_in_the_units_that_they_name():
+    facts = dict(records.facts(content(TRAIN, bandwidth=4.8e12, peak_tflops=989.4)))
+    counted = "850.00 (mfu), 800.00 (mfu_causal); torch's counter: 840.00"
+    assert facts["MFLOP a token"] == counted and facts["peak"].startswith("989.4 TFLOP/s (")
+    facts = dict(records.facts(content([], "decode", bandwidth=4.8e12)))
+    assert facts["bandwidth"].startswith("4,800 GB/s (") and "peak" not in facts
+    assert "1000 tokens" in facts["model"] and "vocabulary 50,304" in facts["model"]
+
+
 # ----------------------------------------------------------------------------- tables, pictures
 
 
@@ -283,3 +292,17 @@ def test_the_pictures_of_a_record(tmp_path):
     assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}
     for file in tmp_path.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_losses_shows_percents_from_the_baseline():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    rows = [{"backend": "manual", "losses": [4.0, 2.0], "verdict": "baseline"},
+            {"backend": "sdpa", "losses": [4.2, 1.0], "verdict": "ok"}]  # fmt: skip
+    look = {"manual": ("black", "o"), "sdpa": ("red", "s")}
+    figure = pictures.loss(plt, rows, look, {"settings": {"tolerance": 0.03}})
+    left, right = figure.axes
+    plt.close(figure)
+    assert [list(line.get_ydata()) for line in left.lines] == [[4.0, 2.0], [4.2, 1.0]]
+    off, tolerance = right.lines
+    assert list(off.get_ydata()) == pytest.approx([5.0, 50.0]) and off.get_color() == "red"
+    assert list(off.get_xdata()) == [1, 2] and tolerance.get_ydata()[0] == pytest.approx(3.0)

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -94,6 +95,22 @@ def test_nothing_outlives_a_bench_that_is_killed(tmp_path, call):
 def test_the_guard_starts_nothing_where_its_group_is_somebody_elses():
     done = subprocess.run([*process.GUARD, "echo", "no"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "a session of its own" in done.stderr
+
+
+def test_the_output_of_a_guarded_command_ends_with_the_command():
+    """Though the watcher, which began with the same pipes, goes on while ours is open."""
+    echo = process.start(("echo", "hi"), stdout=subprocess.PIPE)
+    assert echo.stdout and echo.stdin
+    try:
+        echo.wait(20)
+        said = []
+        while b"" not in said:
+            assert select.select([echo.stdout], [], [], 10)[0], "it does not end"
+            said.append(os.read(echo.stdout.fileno(), 100))
+        assert b"".join(said) == b"hi\n" and not echo.stdin.closed
+    finally:
+        process.end(echo)
+        echo.stdout.close()
 
 
 # ----------------------------------------------------------------------------- the rounds

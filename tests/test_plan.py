@@ -692,6 +692,16 @@ def test_what_is_given_counts() -> None:
     assert "8 GPUs, fsdp, context 1: fsdp has no loss scaling" in out
 
 
+def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
+    out = run(*ARGV, "--gpus=1,8,16", "--context_parallels=1", "--json")[1].splitlines()
+    assert "links: NVLink 450 GB/s among 8 GPUs, network 50 GB/s a GPU, each way" in out
+    sent = {(r["gpus"], r["parallel"]): r["communication_ms"] for r in json.loads(out[-1])["rows"]}
+    assert sent[1, "ddp"] == 0
+    # A ring of 8: 7/8 of the gradients, twice; 14 hops of 1.9 us for each of the 5 buckets.
+    numbers = 124_373_760  # GPT-2's, without biases
+    assert sent[8, "ddp"] == pytest.approx(2 * 7 / 8 * 4 * numbers / 450e6 + 5 * 14 * 1.9e-3)
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [

@@ -90,6 +90,23 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
     assert "plan: machine" in told and "stage 6, converge" in told
 
 
+def test_the_first_look_at_the_machine_counts_for_its_stage(tmp_path, quick, monkeypatch) -> None:
+    made = {"name": "machine", "status": "done", "why": "", "record": {}, "seconds": 100.0}
+    monkeypatch.setattr(qualify, "attempt", lambda *how: made)
+    run(*TINY, "--stages=1", f"--records_dir={tmp_path}")
+    (stage,) = read(tmp_path)["stages"]
+    assert 100.0 < stage["seconds"] < 400 and isinstance(stage["record"]["busy"], list)
+
+
+def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
+    asked = {"what": "canary, training", "feature": "canary", "dtype": "float32", "why": ""}
+    refused, right = ({**asked, "verdict": verdict} for verdict in ("refused", "right"))
+    assert proof.row("x", [refused], 3, 1.0)["canary"] is None
+    found = proof.row("x", [refused, right], 3, 1.0)
+    assert found["canary"] is True and found["not_reached"] == 1
+    assert (found["right"], found["refused"], found["wrong"]) == (1, 1, 0)
+
+
 def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
     words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}")
     with pytest.raises(UserError, match=r"--resume: there is no record \*_cpu_qualify in"):
@@ -392,6 +409,9 @@ def test_what_nvidia_smi_says_is_understood() -> None:
     found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
     assert not any("GPU 1" in text for text in found)
+    bounds = [["1000", "10"], ["1001", "0"], ["3", "11"]]  # MB, %
+    some = [text[:5] for text in machine.busy("cuda", lambda query: bounds) if "GPU" in text]
+    assert some == ["GPU 1", "GPU 2"]
     with machine.watched(lambda query: [["0x0000000000000044", "88", "700.1"]]) as seen:
         time.sleep(0.05)
     assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
