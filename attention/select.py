@@ -103,7 +103,8 @@ def _beside_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> 
 def _first(
     names: Iterable[str], spec: Spec, machine: Machine, rejected: Iterable[str] = ()
 ) -> str | None:
-    able = (name for name in names if not BACKENDS[name].why_not(spec, machine))
+    there = (name for name in names if name in BACKENDS)
+    able = (name for name in there if not BACKENDS[name].why_not(spec, machine))
     return next((name for name in able if name not in rejected), None)
 
 

@@ -572,6 +572,8 @@ def test_at_the_end_tiled_stands_beside_manual(shape):
 
 
 def test_a_tiled_that_forgets_to_rescale_is_seen(monkeypatch):
+    whole = document("plain")
+
     def broken(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         out, L = forward_tiles(*args, **kwargs)
         return out + 1e-3, L
@@ -579,7 +581,7 @@ def test_a_tiled_that_forgets_to_rescale_is_seen(monkeypatch):
     monkeypatch.setattr(tiled, "forward_tiles", broken)
     found = viewer.tiles.tiles(calls_of("plain"), 8, 8, 0, 0)
     assert all(h["error"] > h["allowed"] for h in found["heads"])
-    shown = {**document("plain"), "tiles": found}
+    shown = {**whole, "tiles": found}
     assert "The output of tiled does NOT agree" in " ".join(render(shown).split())  # type: ignore[arg-type]
 
 

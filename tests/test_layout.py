@@ -16,8 +16,8 @@ BELOW: dict[str, set[str]] = {  # what each may import of the project
     "inference": {"attention", "core", "data", "model"},
     "checkpoint": {"attention", "core", "data", "model"},
 }
-BUDGETS = {"model.py": 320, "train.py": 450, "attention/manual.py": 70, "attention/sdpa.py": 150,
-           "attention/tiled.py": 215}  # fmt: skip
+BUDGETS = {"model.py": 320, "train.py": 420, "attention/manual.py": 70, "attention/sdpa.py": 150,
+           "attention/tiled.py": 200}  # fmt: skip
 
 
 def sources() -> list[Path]:
