@@ -177,7 +177,7 @@ ON_DEVICE = {"triton": "forward_kernel", "sdpa_cudnn": "cudnn_generated_sdpa", "
 class OnH200(in_process.InProcess):
     """Answers as a worker on an H200: computed on the CPU, by sdpa where only CUDA has a kernel."""
 
-    def __init__(self, job: Any, *how: Any, **more: Any) -> None:
+    def begin(self, job: Any) -> in_process.InProcess:
         self.job = job
         here = attention.Machine.here("cpu", attention.packages())
         name = job["name"]
@@ -186,13 +186,14 @@ class OnH200(in_process.InProcess):
         mine = name if known else "sdpa"
         train = {**job["train"], "attention_backend": mine, "compile": False, "peak_tflops": 1.0}
         told = {**job, "device": "cpu", "train": train, "bandwidth_gbs": 8.0}
-        super().__init__(told if job["baseline"] or not name else {**told, "name": mine}, 1.0)
+        super().begin(told if job["baseline"] or not name else {**told, "name": mine})
         if job["job"] == "machine":
             tflops, source = attention.gpus.datasheet_tflops("NVIDIA H200", "bfloat16")
             self.about |= {"kind": "cuda", "name": "NVIDIA H200", "about": "NVIDIA H200",
                            "capability": [9, 0], "driver": "580.1", "free_memory": 140e9,
                            "peak_tflops": tflops, "peak_source": source,
                            "products_tflops": 0.7 * tflops}  # fmt: skip
+        return self
 
     def ask(self, request: Any) -> dict[str, Any]:
         if "specs" in request:
