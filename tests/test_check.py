@@ -83,6 +83,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 # --- the proof ---
 
 
+@pytest.mark.slow
 def test_a_kernel_without_a_bug_passes_all(capsys) -> None:
     code, said = ask(capsys, HONEST, "--quick", "--dtype=float32", "--device=cpu")
     assert code == 0 and "All that it declares is right." in said, said

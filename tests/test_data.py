@@ -492,6 +492,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     assert pieces > 100
 
 
+@pytest.mark.slow
 def test_one_endless_line_is_prepared_in_constant_memory(tmp_path: Path) -> None:
     """32 MB in one line, half of it without a space, and a small part of that in memory."""
     source = tmp_path / "endless.txt"

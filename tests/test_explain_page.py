@@ -859,6 +859,7 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
     assert page.is_disabled("#ring-player-step")
 
 
+@pytest.mark.slow
 def test_the_ring_is_moved_by_the_same_controls_and_on_its_own(show, plain):
     page = show(plain)
     page.focus("#ring-player")

@@ -862,6 +862,7 @@ def test_two_texts_at_once_have_a_cache_each(eager_graphs) -> None:
     assert len(engine._idle[model]) == 1
 
 
+@pytest.mark.slow
 def test_a_cache_is_kept_as_long_as_its_model_and_in_every_mode(eager_graphs) -> None:
     model = lively()
     how = {"kv_cache": "static", "compile": True, "temperature": 0}

@@ -292,6 +292,7 @@ def dtypes(rank: int, n: int) -> list[str]:
     return [*seen, str(weight.dtype), str(weight.grad.dtype)]
 
 
+@pytest.mark.slow
 def test_in_bfloat16_blocks_are_gathered_so_and_the_stream_between_them_stays_float32() -> None:
     stream, inside, weight, *others = processes.run(dtypes, 2)[0]
     assert weight == "torch.bfloat16"

@@ -521,6 +521,7 @@ def save_in_the_background(rank: int, n: int, out: str, kind: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_in_the_background_the_bytes_are_those_of_the_moment(tmp_path):
     differ = ["settings.json"]  # which names the knob, and the folder
     assert save_in_the_background(0, 1, str(tmp_path / "one"), "one") == differ
