@@ -358,11 +358,11 @@ def evaluate(run: Run) -> float:
             losses[split] = loss / sequences
     parallel.reshard(run.model)
     run.model.train()
-    train, val = losses["train"], losses["val"]
-    distributed.say(f"step {run.step}: train loss {train:.4f}, val loss {val:.4f}")
-    if run.metrics and math.isfinite(train + val):
-        run.metrics.log(iter=run.step, train_loss=train, val_loss=val)
-    return val
+    train_loss, val_loss = losses["train"], losses["val"]
+    distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
+    if run.metrics and math.isfinite(train_loss + val_loss):
+        run.metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss)
+    return val_loss
 
 
 # ----------------------------------------------------------------------------- the step

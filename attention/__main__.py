@@ -303,7 +303,7 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
             times = row.forward_ms, row.forward_backward_ms
             ms = ("-" if t is None else f"{t:.2f}" for t in times)
             runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
-        for note in row.notes:
+        for note in () if row.why else row.notes:
             notes.setdefault(note, []).append(row.name)
     console = Console(highlight=False)
     if runs.row_count:

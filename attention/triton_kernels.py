@@ -528,7 +528,8 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: fl
 #
 # Opaque operators (torch.library.custom_op) rather than torch.library.triton_op, which would show
 # the kernels to Inductor: it has nothing to add, and cannot trace Triton's interpreter. They break
-# no graph, and the same code runs on the CPU in the tests.
+# no graph, and the same code runs on the CPU in the tests. Their schemas come from the annotations,
+# which therefore are no strings here: this file does not import annotations from __future__.
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())

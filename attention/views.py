@@ -80,10 +80,10 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     def call(t: Tensor, *args: Any) -> Any:
         if t.is_inference():  # it has no version, so an in-place write would go unnoticed
             return make(t, *args)
-        key = t._version, args
-        if t not in known or known[t][0] != key:
-            known[t] = key, make(t, *args)
-        return known[t][1]
+        key, found = (t._version, args), known.get(t)
+        if found is None or found[0] != key:
+            found = known[t] = key, make(t, *args)
+        return found[1]  # not read again: another thread may have asked for something else
 
     return call
 

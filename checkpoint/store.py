@@ -100,7 +100,7 @@ class Checkpoint:
         """optimizer.pt: {"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]},
         on the CPU, each tensor read when it is looked at. Of several processes it is small: the
         optimizer's "state" is in the shards, and "names" are those of its parameters."""
-        return read_file(self.folder / "optimizer.pt", load_torch)
+        return read_file(self.folder / "optimizer.pt", lambda path: load_torch(path, mmap=True))
 
     def model(self, policy: Policy = Policy(), **changes: Any) -> GPT:
         """The model on the CPU, with `changes` to its config."""
@@ -347,11 +347,12 @@ def has_dicts(content: Any, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
 
-def load_torch(path: Path) -> Any:
-    """Tensors and plain values; a tensor is read when it is looked at, where the file is torch's
-    zip of today."""
+def load_torch(path: Path, mmap: bool = False) -> Any:
+    """Tensors and plain values; with mmap a tensor is read when it is looked at, where the file is
+    torch's zip of today and nobody writes to it."""
+    mmap = mmap and is_zipfile(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as e:
         # torch's own message suggests weights_only=False, which would run code from the file.
         raise ValueError(

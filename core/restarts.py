@@ -45,8 +45,8 @@ def meet(wait_s: float = JOIN_S) -> tuple[Any, int, int]:
     while missing:
         for r in missing:
             hello = store.get(f"hello/{r}") if store.check([f"hello/{r}"]) else None
-            if hello and hello != answered.get(r):  # of an attempt before: nobody listens
-                store.set(f"welcome/{hello.decode()}", word)
+            if hello and hello != answered.get(r):
+                store.set(f"welcome/{hello.decode()}", word)  # of an attempt before: nobody listens
                 answered[r] = hello
         missing = [r for r in missing if not store.check([f"here/{word}/{r}"])]
         if missing and time.monotonic() > deadline:

@@ -81,7 +81,7 @@ def fetch_wheel(wheel: Wheel) -> Path:
         files = list(Path(folder).glob("*.whl"))
         if done.returncode or not files:
             lines = done.stderr.strip().splitlines() or ["no file came"]
-            reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+            reason = next((line for line in reversed(lines) if line[:5] == "ERROR"), lines[-1])
             raise UserError(f"pip could not download {pinned} ({reason.strip()}); {look}")
         content = files[0].read_bytes()
     if (found := sha256(content)) != wheel.sha256:

@@ -136,7 +136,8 @@ class DynamicCache(Cache):
         """Buffers of at least n tokens: doubled, so that each token is copied once on average."""
         if n <= self.capacity:
             return
-        self.capacity = max(n, min(1 << n.bit_length(), 2 * self.window, self.max_len))
+        most = self.max_len if self.window == self.max_len else 2 * self.window
+        self.capacity = max(n, min(1 << n.bit_length(), most))
         for buffers in (self.k, self.v):
             for layer, old in enumerate(buffers):
                 if old is not None:

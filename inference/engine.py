@@ -229,7 +229,8 @@ class _Batch:
         else:
             logits = decode(*read)
             if any(self.pad):  # it never sees padding
-                texts = [ids[pad:n] for ids, pad in zip(self.ids, self.pad, strict=True)]
+                rows = zip(self.ids, self.pad, self.ends, strict=True)
+                texts = [ids[pad:n] if n < end else None for ids, pad, end in rows]
                 logits = each_alone(processor, texts, logits)
             else:
                 logits = processor(self.ids[:, :n], logits)

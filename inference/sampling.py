@@ -141,10 +141,11 @@ def next_logits(
     return model.head(x[:, -1])[:, :vocab_size]
 
 
-def each_alone(processor: Processor, texts: Iterable[Tensor], logits: Tensor) -> Tensor:
-    """The logits (B, V) after the processor, which is given one text (T,) at a time."""
+def each_alone(processor: Processor, texts: Iterable[Tensor | None], logits: Tensor) -> Tensor:
+    """The logits (B, V) after the processor, which is given one text (T,) at a time; None: one that
+    has ended, whose logits stay."""
     pairs = zip(texts, logits.split(1), strict=True)
-    return torch.cat([processor(text[None], one) for text, one in pairs])
+    return torch.cat([one if text is None else processor(text[None], one) for text, one in pairs])
 
 
 def sample_token(

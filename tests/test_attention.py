@@ -147,6 +147,18 @@ def test_every_item_has_a_name_of_its_own() -> None:
     assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
 
+def test_what_is_kept_is_not_what_another_thread_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy(dict[Any, Any]):
+        def __setitem__(self, t: Any, found: Any) -> None:
+            super().__setitem__(t, found)
+            if found[1] == 1:
+                kept(t, 2)
+
+    monkeypatch.setattr(views, "WeakTensorKeyDictionary", Busy)
+    kept, t = views.kept(lambda t, n: n), torch.ones(1)
+    assert [kept(t, n) for n in (1, 2, 1)] == [1, 2, 1]
+
+
 def test_a_device_gets_the_strides_of_the_model() -> None:
     """q, k and v are cut from the output of one product."""
     for case in CASES:

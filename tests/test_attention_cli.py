@@ -144,7 +144,8 @@ def test_long_reasons_stand_below_one_another_and_are_not_cut(capsys) -> None:
     path = "/usr/lib/python3/dist-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so"
     why = (f"package 'flash_attn' is installed but does not import ({path}: undefined symbol: _Z)",
            "it takes float16 and bfloat16, not float32 (--dtype=bfloat16)")  # fmt: skip
-    rows = [cli.Row("flash_attn_2", "", why), cli.Row("sdpa", "", (), ("flash",), 1.0, 2.0, 1e-3)]
+    rows = [cli.Row("flash_attn_2", "", why, notes=("of what does not run",)),
+            cli.Row("sdpa", "", (), ("flash",), 1.0, 2.0, 1e-3, ("of what runs",))]  # fmt: skip
     cli.show(
         rows, Spec(2, 2, 16, "float32"), Machine("cuda", "GPU", (9, 0)), cli.Options(batch_size=1)
     )
@@ -153,6 +154,7 @@ def test_long_reasons_stand_below_one_another_and_are_not_cut(capsys) -> None:
     assert path in "".join(line[14:].strip() for line in lines)
     assert f"{'':14}{why[1]}" in [line.rstrip() for line in lines]
     assert "compute capability 9.0" in lines[0]
+    assert "- sdpa: of what runs" in lines and not any("of what does not" in x for x in lines)
 
 
 def test_running_out_of_memory_is_a_reason(monkeypatch) -> None:

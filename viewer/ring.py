@@ -32,7 +32,6 @@ class Process(Ring):
         self.homes = [rank]  # whose keys and values were here, at each step
         self.sent = [0] * len(mail)  # bytes in each step
         self.trace: list[tuple[Any, ...]] = []
-        self.on_tile = self.note
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         self.sent[len(self.homes) - 1] = sum(t.nbytes for t in tensors)
@@ -45,8 +44,9 @@ class Process(Ring):
 
         return wait
 
-    def note(self, step: int, I: slice, J: slice, L_ij: Tensor, O: Tensor, L: Tensor) -> None:
-        """A tile of the forward pass: O and L know the keys J now, of which L_ij is the part."""
+    def on_tile(self, *tile: Any) -> None:
+        """O and L know the keys J now, of which L_ij is the part."""
+        step, I, J, L_ij, O, L = tile
         a, b = self.chunks(self.rank)[I.start > 0], self.chunks(self.homes[-1])[J.start > 0]
         now = L_ij[0].clone(), L[0, :, I].clone(), O[0, I].transpose(0, 1).clone()
         self.trace.append((step, self.rank, a, b, *now))
