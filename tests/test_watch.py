@@ -85,10 +85,12 @@ def test_the_others_name_who_ended(tmp_path, fault, victim, computing, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["fails", "killed"])
-def test_the_others_name_who_ended_before_torchrun_ends_them(tmp_path, fault):
+@pytest.mark.parametrize(
+    ("fault", "computing"), [("fails", False), ("killed", False), ("killed", True)]
+)
+def test_the_others_name_who_ended_before_torchrun_ends_them(tmp_path, fault, computing):
     """Its SIGTERM comes at once, their next look may be a beat away."""
-    ended = end(tmp_path, 3, fault, 1, starting=True, beat=2.0)
+    ended = end(tmp_path, 3, fault, 1, starting=True, beat=2.0, computing=computing)
     assert all(sentence(ended[r], r).startswith("rank 1 (") for r in (0, 2)), ended
 
 
