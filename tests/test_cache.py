@@ -125,6 +125,17 @@ def test_a_dynamic_cache_ends_where_the_positions_end(window) -> None:
         cache.reserve(2, (0, 2)).positions(3)
 
 
+def test_a_window_cache_grows_by_doubling_past_the_last_position() -> None:
+    """As long as a row goes on whose padding leaves it room, though the others passed max_len."""
+    cache, grown = DynamicCache(1, max_len=10, window=6, pad=[8, 0]), []
+    for T in (9, *[1] * 9):
+        step = cache.reserve(T, (T, 0) if cache.stored else None)
+        step.view(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
+        step.advance()
+        grown.append(cache.capacity)
+    assert sorted(set(grown)) == [8, 12]  # never 10 or 11, which would copy all for one more token
+
+
 # --- static ---
 
 

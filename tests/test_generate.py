@@ -601,6 +601,23 @@ def test_a_processor_never_sees_padding(kv) -> None:
     )
 
 
+@pytest.mark.parametrize("kv", ["none", "dynamic", "static", "paged"])
+def test_a_processor_is_not_asked_about_a_text_that_has_ended(kv) -> None:
+    """Row r ends after r + 1 tokens, and a processor that knows it by its first token hears of it
+    no more: one that counts what it was shown would count too much."""
+    seen: list[list[int]] = []
+
+    def note(input_ids: Tensor, logits: Tensor) -> Tensor:
+        seen.extend(input_ids.tolist())
+        return logits
+
+    prompts = [torch.tensor([row] * T) for row, T in enumerate((5, 1, 9, 3))]
+    ends = {"stop": lambda row, new: len(new) > row}
+    engine.generate(lively(), prompts, 9, kv_cache=kv, logits_processor=note, **ends)
+    calls = [sum(text[0] == row for text in seen) for row in range(4)]
+    assert calls == [1, 2, 3, 4]
+
+
 # --- nothing waits for the device ---
 
 
