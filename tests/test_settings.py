@@ -195,6 +195,17 @@ def test_later_wins_and_origins_are_told() -> None:
     ]
 
 
+def test_a_long_value_pushes_no_origin_away_and_what_nobody_typed_is_derived() -> None:
+    loaded = load(f"--dataset={'d' * 31}", "--n_layer=2")  # 33 columns with its quotes
+    settings = replace(loaded.settings, n_embd=4)  # as a command that completes its settings
+    assert replace(loaded, settings=settings).report() == [
+        "settings that are not the default:",
+        f"  dataset = '{'d' * 31}'  (command line)",
+        "  n_layer = 2  (command line)",
+        "  n_embd  = 4  (derived)",
+    ]
+
+
 def test_the_command_line_wins_wherever_the_file_stands() -> None:
     Path("a.py").write_text("n_layer = 1")
     assert read(Knobs, ["--n_layer=7", "a.py"]).settings.n_layer == 7
@@ -481,6 +492,55 @@ def test_help_shows_what_the_file_set(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert caught.value.code == 0
     assert "--n_layer=77 " in out and "what x.py set" in out
+
+
+@dataclass(frozen=True)
+class Few:
+    """What a page of help says of a command, and if it needs more
+    than a line it goes on; all of it.
+
+    Not this.
+    """
+
+    # --- sizes ---
+    windows: tuple[int, ...] = (64, -1)  # keys
+    n: int = 12  # blocks, one upon the other, each of which reads what the one before has written
+    fourteen_chars: str = "fifteen_letters"  # a flag of 34 columns stands beside this
+    fifteen_letters: str = "fifteen_letters"  # one of 35 above
+    silent: bool = False
+
+
+HELP_60 = """\
+usage: python train.py [config/file.py ...] [--name=value ...]
+
+What a page of help says of a command, and if it needs more
+than a line it goes on; all of it.
+
+The values shown are what a.py, b.py set; the command line
+wins.
+
+sizes:
+  --windows=64,-1                   keys [a list (each an
+                                    integer); also --w]
+  --n=7                             blocks, one upon the
+                                    other, each of which
+                                    reads what the one
+                                    before has written
+  --fourteen_chars=fifteen_letters  a flag of 34 columns
+                                    stands beside this
+  --fifteen_letters=fifteen_letters
+                                    one of 35 above
+  --silent=False"""
+
+
+def test_the_whole_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (10, 60):  # as narrow as it becomes
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = help_text(Few, {"n": 7}, ["a.py", "b.py"], {"w": "windows"})
+        assert text == HELP_60
+    monkeypatch.setenv("COLUMNS", "500")
+    wide = help_text(Few, {})
+    assert 110 < max(map(len, wide.splitlines())) <= 120 and "are the defaults;" in wide
 
 
 # --- the way out ---
