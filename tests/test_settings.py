@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from core.help import help_text
 from core.settings import (
@@ -221,6 +221,7 @@ SEE = "(python train.py --help lists them all)"
     [
         (["--n_layers=4"], f"unknown setting '--n_layers'; did you mean '--n_layer'? {SEE}"),
         (["--Batch_Size=4"], f"unknown setting '--Batch_Size'; did you mean '--batch_size'? {SEE}"),
+        (["--N_EMBD=4"], f"unknown setting '--N_EMBD'; did you mean '--n_embd'? {SEE}"),
         (["--zzz=4"], f"unknown setting '--zzz' {SEE}"),
         (["-n_layer=4"], f"unknown argument '-n_layer=4'; did you mean '--n_layer=4'? {SEE}"),
         (["n_layer=4"], f"unknown argument 'n_layer=4'; did you mean '--n_layer=4'? {SEE}"),
@@ -278,7 +279,9 @@ def test_config_file_mistakes(line: str, text: str) -> None:
 
 
 def test_a_long_wrong_value_is_cut() -> None:
-    assert len(sentence(f"--n_layer={'x' * 999}")) < 110
+    assert sentence(f"--n_layer={'x' * 999}") == (
+        f"--n_layer must be an integer, got '{'x' * 56}..."  # 60 in all
+    )
 
 
 NOT_PLAIN = [
@@ -343,11 +346,20 @@ def test_expressions_that_would_explode_end_in_a_sentence(text: str) -> None:
     assert "x.py" in sentence(x=text)
 
 
+def test_an_integer_has_64_bits() -> None:
+    most = "2 ** 63 + (2 ** 63 - 1)"
+    assert load(x=f"n_layer = {most}").settings.n_layer == 2**64 - 1
+    assert "within 64 bits" in sentence(x=f"n_layer = 1 + ({most})")
+
+
 def test_unreadable_config_files() -> None:
     Path("train_gpt2.py").write_text("")
     assert sentence("train_gtp2.py") == (
         "config file 'train_gtp2.py' does not exist; did you mean 'train_gpt2.py'?"
     )
+    Path("config").mkdir()
+    Path("config/small.py").write_text("")
+    assert sentence("config/smal.py").endswith("did you mean 'config/small.py'?")
     assert sentence("config/none.py") == "config file 'config/none.py' does not exist"
     Path("folder").mkdir()
     assert sentence("folder").startswith("config file 'folder' cannot be read (")
@@ -632,6 +644,8 @@ class Words:
     stream: bool = False
     maybe: bool | None = None
     flags: tuple[bool, ...] = ()
+    lr: PositiveFloat = 1.0
+    seed: Annotated[int, Field(le=9)] = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -689,6 +703,8 @@ def test_config_names_a_file() -> None:
         (["--decay=-1"], "--decay must be at least 0, got -1"),
         (["--decay=x"], "--decay must be a finite number or None, got 'x'"),
         (["--beta=1"], "--beta must be below 1, got 1"),
+        (["--lr=0"], "--lr must be more than 0, got 0"),
+        (["--seed=10"], "--seed must be at most 9, got 10"),
         (["--lengths=1,0"], "--lengths must be at least 1, got 1,0"),
         (["--lengths=1,x"], "--lengths must be a list (each an integer or None), got '1,x'"),
         (["--batch=big"], "--batch must be an integer or one of auto, got 'big'"),
