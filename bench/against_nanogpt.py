@@ -139,10 +139,11 @@ def row(size: Size, pairs: list[Pair]) -> list[str]:
     memory = [statistics.median(m for _, m in side) / 1e9 for side in zip(*pairs, strict=True)]
     ratios = sorted(a / b for a, b in zip(*speed, strict=True))
     mine, other = (f"{statistics.median(s):,.0f}" for s in speed)
-    title = f"{size.n_layer} layers, {size.n_embd} wide, block {size.block_size}, "
+    model = f"{size.n_layer} layers, {size.n_embd} wide" if size.n_embd < 768 else "GPT-2 124M"
     ratio = f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
     sizes = (f"{memory[1]:.2f}", f"{memory[0]:.2f}")
-    return [f"{title}batch {size.batch_size}", other, mine, ratio, *sizes]
+    title = f"{model}, block {size.block_size}, batch {size.batch_size}"
+    return [title, other, mine, ratio, *sizes]
 
 
 def main() -> int:

@@ -95,7 +95,8 @@ def build(job: Job, config: dict[str, Any], implementation: str) -> Any:
     longest = getattr(sizes, "max_position_embeddings", None)
     if longest and longest < job.config.block_size:
         raise UserError(f"--block_size={job.config.block_size}: it has {longest} positions")
-    bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
+    if implementation.startswith(bridge.PREFIX):
+        bridge.register(policy=job.config.policy)  # no fallback: Bench.job()
     try:
         make: Any = AutoModelForCausalLM.from_config
         model = make(sizes, attn_implementation=implementation, trust_remote_code=False)

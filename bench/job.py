@@ -22,7 +22,7 @@ class Job:
     """The settings and the set-up (core/runtime.py), with the seed of the weights set."""
 
     def __init__(self, told: dict[str, Any], **changes: Any) -> None:
-        """From what Bench.job() of bench/modes.py sent; `changes` are of train.py's settings."""
+        """From what Bench.job() of bench/bench.py sent; `changes` are of train.py's settings."""
         self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
         self.vocab_size = told["vocab_size"]
         self.hf = told["hf"].get("config") if told.get("hf") else None  # a model of transformers

@@ -452,6 +452,9 @@ def test_a_row_of_the_comparison_with_nanogpt_by_hand():
     title, *cells = against_nanogpt.row(size, pairs)
     assert title == "1 layers, 8 wide, block 10, batch 2"
     assert cells == ["100", "200", "**2.00** (1.00 to 4.00)", "5.00", "2.00"]
+    told = [against_nanogpt.row(size, pairs)[0] for size, _ in against_nanogpt.SIZES.values()]
+    page = (records.ROOT / "docs" / "SPEED.md").read_text(encoding="utf-8")
+    assert all(page.count(f"| {title} |") > 1 for title in told), "rows that line up with the page"
 
 
 def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch) -> None:

@@ -933,6 +933,12 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     keys.press("End")
     assert page.inner_text("#query-title").startswith(f"Where token {T - 1},")
 
+    page.click("#map-tokens button >> nth=3")
+    page.hover("#map-tokens button >> nth=2")  # looked at, while the focus stays on 3
+    for token in (3, 4):
+        keys.press("ArrowRight")
+        assert page.inner_text("#query-title").startswith(f"Where token {token},")
+
     page.focus("#player")
     state = "[player.done, player.row, player.playing]"
     n_cols = plain["tiles"]["n_cols"]

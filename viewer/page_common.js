@@ -264,7 +264,9 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
     const to = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: last }[e.key];
     if (to === undefined) return;
     e.preventDefault();
-    chips[clamp(to, 0, last)].focus(); // which picks it
+    const i = clamp(to, 0, last);
+    pick(i); // focus() does it too, but for the chip that has it
+    chips[i].focus();
   });
   return self;
 }
