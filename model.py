@@ -52,7 +52,7 @@ class GPTConfig:
         C, H = self.n_embd, self.n_head
         if C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
-        attention.check_name(self.attention_backend)  # which runs no file: a record may name one
+        attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
         self.spec("float32")  # checks n_kv_head, attention_window and dropout
 
     @property
@@ -89,7 +89,7 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Every token looks back at the tokens before it, in H heads."""
+    """Every token looks at itself and at the tokens before it, in H heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -152,14 +152,15 @@ class GPT(nn.Module):
         self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
-        self.ring: Ring | None = None  # processes that share each sequence: a call gets a shard
+        self.ring: Ring | None = None  # context parallelism: a call gets a shard of each sequence
         self._kernels: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
-        self.transformer: Any = nn.ModuleDict()
-        self.transformer["wte"] = nn.Embedding(config.vocab_size, config.n_embd)
-        self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        self.transformer["drop"] = nn.Dropout(config.dropout)
-        self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.transformer["ln_f"] = LayerNorm(config)
+        self.transformer: Any = nn.ModuleDict({
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "ln_f": LayerNorm(config),
+        })  # fmt: skip
         self.lm_head = Head()  # weights tied to wte (Press & Wolf 2017, arXiv 1608.05859)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # 2 * n_layer of them add up in the residual stream
@@ -254,9 +255,9 @@ class GPT(nn.Module):
         return self._kernels[key]
 
     def _choose(self, key: tuple[Any, ...], asked: dict[str, Any], shape: tuple[int, int]) -> None:
-        device, cache = key[0], asked["cache"]
-        dtype = str(key[1]).removeprefix("torch.")
-        spec = self.config.spec(dtype, hub_kernels=self.policy.hub_kernels, **asked)
+        (device, dtype, *_), cache = key, asked["cache"]
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        spec = self.config.spec(name_of_dtype, hub_kernels=self.policy.hub_kernels, **asked)
         if (name := self.config.attention_backend) == "fastest":
             B, T = shape
             # With a cache nearly all calls decode: one query, and in the end block_size keys.
@@ -275,11 +276,12 @@ class GPT(nn.Module):
         """Append `max_new_tokens` tokens to idx (B, T) int64, each drawn given all before it.
 
         The plain loop, to be read: every token costs a pass over the whole text. With KV caches,
-        stop conditions, constraints and more: inference/engine.py, which draws the same.
+        stop conditions, constraints and more: inference/engine.py, which draws from the same
+        distributions, with other random numbers.
         """
         for _ in range(max_new_tokens):
-            window = idx[:, -self.config.block_size :]  # there is no position beyond block_size
-            logits = self.head(self.hidden(window)[:, -1])  # (B, V), of the last token only
+            context = idx[:, -self.config.block_size :]  # there is no position beyond block_size
+            logits = self.head(self.hidden(context)[:, -1])  # (B, V), of the last token only
             if temperature == 0:
                 token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
             else:

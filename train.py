@@ -170,7 +170,7 @@ class Run:
     micro_steps: int  # micro-batches of a process in a step
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
-    weight: float = 1.0  # of a mean loss here, in the mean over the ring's processes
+    weight: float = 1.0  # of this process's mean loss: its share of the ring's tokens
     peak_from: int = 0  # the step before which the peak is not measured again
     rates: list[float] = field(default_factory=list)  # tokens a second, of each logged interval
     metrics: Metrics | None = None
@@ -264,7 +264,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0
-    distributed.gather(None)  # all are ready: not before then is an earlier run touched
+    distributed.gather(None)  # all are ready: only now may an earlier run be moved aside
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
@@ -290,7 +290,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
                           run.micro_steps, config.grad_clip, found_inf, mark, weight)  # fmt: skip
         mark("agree")
         run.step += 1
-        if run.step == warm_step and run.step % config.log_interval:  # else a line is due, first
+        if (
+            run.step == warm_step and run.step % config.log_interval
+        ):  # a due line begins anew itself
             began, began_step = runtime.now(device), run.step
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
         # On a GPU no look at found_inf: it would wait for the device.
@@ -389,7 +391,7 @@ def train_step(
         clip, found_inf: see update().
         mark: told what begins, "forward", "backward" and "update", and of the "end": for whoever
             measures.
-        weight: of this process's mean loss in the mean over all processes.
+        weight: of this process's mean loss in the average over all processes.
 
     Returns:
         the mean loss in nats a token, float32 (), perhaps not computed yet: on a GPU nothing here

@@ -93,6 +93,7 @@ class Report:
     title: str
     machine: dict[str, str]  # device -> what it is
     torch: str
+    quick: bool = False  # a sample of the cases
     total: Count = field(default_factory=Count)
     features: dict[str, Count] = field(default_factory=dict)
     refusals: dict[str, int] = field(default_factory=dict)  # reason -> how often
@@ -139,7 +140,7 @@ def check(
     backend, began = get(name), time.monotonic()
     here = {device: Machine.here(device, packages(name)) for device in devices}
     said = {device: machine.name for device, machine in here.items()}
-    report = Report(name, backend.name, backend.title, said, torch.__version__)
+    report = Report(name, backend.name, backend.title, said, torch.__version__, quick)
     asked = [(device, item) for device in devices for item in items(dtypes, quick)]
     for n, (device, item) in enumerate(asked):
         watch(n, len(asked), f"{item.name}, {item.dtype}, {device}")
@@ -210,6 +211,7 @@ def text(report: Report) -> str:
     failures, total = report.failures, report.total
     if not failures:
         end = "All that it declares is right." if total.passed else "It refuses all: nothing ran."
+        end += " Without --quick more is asked." * (report.quick and total.passed > 0)
         return "\n".join([*lines, "", f"{end} {report.seconds:.0f} s."])
     lines += ["", f"{len(failures)} of {total.passed + total.failed} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]

@@ -11,7 +11,7 @@ Memory  O(Tq * Tk) a head: S and P are written to main memory and read back, and
 FLOPs   4 * Tq * Tk * D a head forward (two matmuls of 2 * Tq * Tk * D), twice that backward; the
         masked half is computed and thrown away.
 Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-Refuses nothing but a paged cache, and L: whoever joins parts wants no O(Tq * Tk).
+Refuses a paged cache, and `lse`: attention is taken in parts to avoid O(Tq * Tk).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     if sinks is not None:  # the score of one more key, for every query of a head
         column = sinks.to(scores.dtype).view(Hkv, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    probs = F.softmax(scores, dim=-1)[..., :Tk]  # that key has no value
+    probs = F.softmax(scores, dim=-1)[..., :Tk]  # the sink has no value
     if Tq > Tk:  # bottom-right alignment: the first Tq - Tk queries come before every key
         probs = probs.masked_fill(~seen, 0.0)
-    probs = F.dropout(probs, spec.dropout, training=spec.dropout > 0)
+    probs = F.dropout(probs, spec.dropout)
     out = probs @ v_BG1TD  # (B, Hkv, H/Hkv, Tq, D)
     return out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
 

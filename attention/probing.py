@@ -129,7 +129,8 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
         "canary": leak == 0,
     }
     kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
-    return Probe(tuple(f"its numbers are wrong ({w})" for w in why), kernels, tuple(events), proof)
+    wrong = (f"its numbers are wrong ({'; '.join(why)})",) if why else ()
+    return Probe(wrong, kernels, tuple(events), proof)
 
 
 def leakage(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,

@@ -183,7 +183,7 @@ def long_canary(backend: Backend, spec: Spec, device: str) -> None:
     for t in louder:
         t[:, changed] *= HUGE / 30  # q . k grows by the square
     for _ in range(3):  # a library may round otherwise once, as where the load changes
-        before, after = call(backend, q, k, v, spec), call(backend, *louder, spec)
+        before, after = (call(backend, q, k, v, spec) for q, k, v in ((q, k, v), louder))
         moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
         if moved and moved[0] >= changed:
             return

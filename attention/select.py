@@ -81,7 +81,7 @@ def _first_of_auto(spec: Spec, machine: Machine) -> str:
     CPU with matrix units it is SDPA with another backward, where that supports it."""
     names = ["flash_attn_4", "flash_attn_3", "flash_attn_2"] if machine.device == "cuda" else []
     if machine.matrix_units and spec.grad and not spec.compiled:
-        names.append("sdpa_bmm")  # which gives no L
+        names.append("sdpa_bmm")  # refused where spec.lse
     last = "paged" if spec.cache == "paged" else _beside_sdpa(spec, machine)
     return _first(names, spec, machine) or last
 
@@ -115,8 +115,8 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name, alias or file; or "auto", which names no kernel: it may fall back
-            even with policy.fallback=False, and what it skips at first is not reported.
+        name: a backend's name, alias or file; or one of RULES, which name no kernel: they may fall
+            back even with policy.fallback=False, and what they skip at first is not reported.
         failed: backends known not to run here, whatever they declare, with the reasons.
 
     Raises:

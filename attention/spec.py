@@ -13,7 +13,7 @@ Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out `
 Query head h reads key/value head ``g(h) = h // (H / Hkv)``, so multi-head, grouped-query and
 multi-query attention are one rule. A row that sees no key gives zeros, and zero gradients. A
 segment is one run of neighbouring positions, such as a packed document or padding: `segments` holds
-the ids of these runs (elsewhere: segment ids, document ids).
+the segment ids.
 
 This file does not import torch: what one machine would choose can be computed and tested on any.
 """
@@ -84,10 +84,10 @@ class Spec:
     compiled: bool = False  # will it run inside torch.compile?
     page_size: int | None = None  # tokens a page, with cache="paged"
     hub_kernels: bool = False  # may prebuilt kernels be downloaded, and run?
-    scale: float | None = None  # of the scores; None, which 1 / sqrt(head_dim) becomes: that
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
     sinks: bool = False  # will `sinks` be passed to attend()?
-    lse: bool = False  # will Backend.partial be called, for results that are joined by their L?
+    lse: bool = False  # will Backend.partial be called? It returns each row's log-sum-exp too
 
     def __post_init__(self) -> None:
         if self.n_head < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
@@ -99,6 +99,7 @@ class Spec:
         for name in ("scale", "softcap"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
+        # The default written out is the default still: one Spec, one key.
         if self.scale is not None and math.isclose(self.scale, 1 / math.sqrt(self.head_dim)):
             object.__setattr__(self, "scale", None)
         if self.dtype not in DTYPES:
@@ -198,15 +199,16 @@ LACKS = {
     "softcap": "it does not cap scores",
     "sinks": "it has no attention sinks",
     "dropout": "it has no dropout, and {0.dropout:g} is asked (--dropout=0)",
-    "lse": "it does not give L, by which the parts of a sequence are joined",
+    "lse": "it does not return the log-sum-exp, which --context_parallel needs",
     "grad": "it has no backward pass",
 }
 
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend supports on some devices; by default what GPT-2's attention has and some
-    more. Two kinds of cache, `scale`, `softcap`, `sinks` and `lse` have to be declared."""
+    """What a backend supports on some devices. By default: all devices and dtypes, window,
+    dropout, segments, the backward pass, a dynamic cache. To be declared: `scale`, `softcap`,
+    `sinks`, `lse`, a static and a paged cache."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -299,10 +301,10 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to a part of the keys, with what joins it to that to the others (ring.py): L, the
-    logsumexp of each row's scores. `offset` is that of visible(): the position of the first query
-    less that of the first key. `segments` is None or a pair, of the queries (B, Tq) and of the keys
-    (B, Tk). Every result is float32, or float64 for float64.
+    """Attention to some of the keys, and L, the log-sum-exp of each row's scores, by which ring.py
+    merges it with attention to the others. `offset` is that of visible(): the position of the first
+    query less that of the first key. `segments` is None or a pair, of the queries (B, Tq) and of
+    the keys (B, Tk). Every result is float32, or float64 for float64.
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalised over
     these keys alone, and L (B, H, Tq), the natural logarithm. A row that sees none of these keys

@@ -57,15 +57,15 @@ class Tiled(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
             out, L = forward_tiles(q, k, v, spec, None, segments, sinks, *tiles)
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, segments, sinks)
-        ctx.asked, ctx.tiles = (spec, None), tiles  # no offset; the seed, B_r, B_c
+        ctx.spec, ctx.tiles = spec, tiles  # the seed, B_r and B_c
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        with torch.autocast(dout.device.type, enabled=False):  # rounded by autograd, to the inputs'
-            grads = backward_tiles(dout, *saved[:5], *ctx.asked, *saved[5:], *ctx.tiles)
+        *rows, segments, sinks = ctx.saved_tensors  # q, k, v, out, L
+        with torch.autocast(dout.device.type, enabled=False):  # autograd casts to the inputs' dtype
+            grads = backward_tiles(dout, *rows, ctx.spec, None, segments, sinks, *ctx.tiles)
         return *grads, *[None] * (9 - len(grads))  # one for each argument of forward()
 
 
@@ -166,8 +166,8 @@ def blocks(T: int, size: int) -> list[slice]:
 
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
-    """Whether no query of block I sees a key of block J: causality and window look at j - i."""
-    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # j - i in the tile
+    """Whether no query of block I sees a key of block J: the pair nearest the diagonal decides."""
+    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # j - i: all that it depends on
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first visible
     return not visible(0, nearest, offset, window)
 
@@ -178,7 +178,7 @@ def masked(S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None,
     corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
     if segments is None and all(visible(*corner, offset, window) for corner in corners):
         return S_ij
-    if isinstance(segments, Tensor):  # for Tq > Tk the first queries have none, and see nothing
+    if isinstance(segments, Tensor):  # of the keys: for Tq > Tk queries are added that see nothing
         segments = F.pad(segments, (-offset, 0)), segments
     i, j = (torch.arange(x.start, x.stop, device=S_ij.device) for x in (I, J))
     seg = (segments[0][:, I, None], segments[1][:, None, J]) if segments else (None, None)

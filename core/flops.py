@@ -48,7 +48,7 @@ def n_params(config: Sizes) -> int:
 
 @cache  # the loop asks at every line that it logs
 def mean_keys(T: int, window: int | None = None) -> float:
-    """How many keys a query of a sequence of T sees in the mean; see attention.visible.
+    """How many keys a query of a sequence of T sees on average; see attention.visible.
 
     >>> mean_keys(4), mean_keys(4, window=2)
     (2.5, 1.75)

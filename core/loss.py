@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -1  # a target that counts for nothing
+IGNORE = -1  # a target that counts for nothing (ignore_index)
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -81,8 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False), matmul_switch():
             for c in pieces(N, rows):
                 logits = x_[c] @ w.t()  # (rows, V)
-                loss, dlogits = _softmax(logits, target[c], counted[c], wide, want_grad)
-                total -= loss
+                loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)
+                total += loss
                 if dx is None or dlogits is None:
                     continue
                 for p in pieces(len(dlogits), product_rows(dtype, x.device.type)):
@@ -102,28 +102,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n = ctx.saved_tensors
-        # Late, so that float16 gradients meet the loss scale before they underflow; and in
-        # float32, for a scale rounded to bfloat16 is off by up to 0.4 %, and 65536 has no float16.
+        # Scaled here and not in forward, so that float16 gradients get the loss scale before they
+        # underflow; in float32, since bfloat16 would round the scale by up to 0.4 % and float16
+        # has no 65536.
         scale = grad / n.clamp(min=1)
         dx, dw = (d.to(ctx.dtypes[2]).mul_(scale) for d in (dx, dw))
         return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
 
 
-def _softmax(
+def _cross_entropy(
     logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype, want_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of log p of the targets, and the gradient of minus that in the logits' dtype.
+    """The summed cross entropy, and its gradient in the logits' dtype.
 
     In half precision on the CPU it is written over the logits, some rows at a time, so that what is
     made of them in float32 stays in the caches.
     """
-    compiling, cached = torch.compiler.is_compiling(), None
+    compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
-        cached = 2**20 // logits.shape[1]
+        at_a_time = 2**20 // logits.shape[1]
     total = torch.zeros((), dtype=wide, device=logits.device)
-    for r in pieces(len(logits), cached):
+    for r in pieces(len(logits), at_a_time):
         logp = F.log_softmax(logits[r], dim=-1, dtype=wide)  # (rows, V)
-        total += logp.gather(1, target[r])[:, 0].mul(counted[r]).sum()
+        total -= logp.gather(1, target[r])[:, 0].mul(counted[r]).sum()
         if not want_grad:
             continue
         if compiling:  # a comparison fuses; a scatter would not
@@ -133,7 +134,7 @@ def _softmax(
             dlogits = logp.exp_()
             dlogits.scatter_add_(1, target[r], dlogits.new_full((), -1.0).expand(len(logp), 1))
         dlogits = dlogits.mul_(counted[r, None])
-        if cached is None:
+        if at_a_time is None:
             return total, dlogits.to(logits.dtype)
         logits[r] = dlogits
     return total, logits if want_grad else None

@@ -161,7 +161,7 @@ def log_step(run: Any, loss: float, lr: float, seconds: float, warm: bool) -> No
     """Print and log a step; all processes call it.
 
     Args:
-        seconds: that a step takes, in the mean since the last line.
+        seconds: that a step takes, on average since the last line.
         warm: whether it was timed after what comes once, as compilation.
     """
     memory, speed = peak_memory(run.distributed.device), None

@@ -165,7 +165,7 @@ def better(
 
 
 def load() -> float | None:
-    """How many processes wanted to run in the last minute, in the mean; None where unknown."""
+    """How many processes wanted to run in the last minute, on average; None where unknown."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 

@@ -109,7 +109,7 @@ class DynamicCache(Cache):
         """Begin a step of T tokens in each row: make room for them.
 
         Args:
-            counts: 0 for a row whose text has ended: it may grow past max_len. None: no row's has.
+            counts: 0 for a row whose text has ended: it may grow past max_len. None: none has.
 
         Raises:
             ValueError: a row that has not ended would pass max_len.
@@ -175,7 +175,7 @@ class DynamicStep(Step):
             end = c.kept + 1
             buffer[:, c.kept : end] = new
             return buffer[:, max(0, end - c.window) : end]
-        # A chunk's first query sees window - 1 tokens before it, its last one keeps as many after.
+        # A chunk's first query sees window - 1 tokens before it; the next step, as many of these.
         past = min(c.kept, c.window - 1)
         seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
         keep = min(c.window - 1, c.kept + T)

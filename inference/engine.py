@@ -166,7 +166,7 @@ class _Batch:
         self.lent: dict[Any, StaticCache] = {}  # to be given back
         if kv_cache != "none" and max_new_tokens > 1 and self.block_size > self.T:
             self.cache = self._new_cache(compile)
-        # Compiled or not, from here on they are called alike. A processor comes between two graphs.
+        # Compiled or not, they are called alike; a processor is Python and runs between two graphs.
         self.decode, self.sample, self.decode_and_sample = next_logits, sample_step, _next_token
         if compile and options.logits_processor is None:
             self.decode_and_sample = compiled(_next_token, self.device.type)
@@ -255,7 +255,7 @@ class _Batch:
 
     def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
-        # A static cache is empty when the prompts are read: any backend may.
+        # A static cache is empty when the prompts are read: plain attention, as any backend can.
         kind = "dynamic" if self.kv_cache == "dynamic" else "none"
         _, spec = model.attention(False, (self.B, self.T), kind)
         device, L = self.device, config.n_layer

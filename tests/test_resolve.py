@@ -403,7 +403,7 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
     "scale": ({"scale": True}, {}, replace(ANY, scale=0.3), "not by 0.3"),
     "softcap": ({"softcap": True}, {}, replace(ANY, softcap=50.0), "it does not cap scores"),
     "sinks": ({"sinks": True}, {}, replace(ANY, sinks=True), "it has no attention sinks"),
-    "lse": ({"lse": True}, {}, replace(ANY, lse=True), "it does not give L"),
+    "lse": ({"lse": True}, {}, replace(ANY, lse=True), "it does not return the log-sum-exp"),
     "lse_segments": (
         {"lse": True}, {"lse": True, "lse_segments": False},
         replace(ANY, lse=True, segments=True), "over a sequence in parts it has no segments"),

@@ -404,7 +404,7 @@ def test_what_has_no_L_is_refused_and_what_has_takes_no_dropout_sinks_or_cache()
     for name, backend in BACKENDS.items():
         assert (backend.partial is not None) == any(caps.lse for caps in backend.caps), name
     why = BACKENDS["manual"].why_not(Spec(2, 2, 8, "float32", lse=True), cpu)
-    assert [w.kind for w in why] == ["lse"] and "it does not give L" in why[0]
+    assert [w.kind for w in why] == ["lse"] and "it does not return the log-sum-exp" in why[0]
     for more, text in (({"dropout": 0.5}, "no dropout"), ({"sinks": True}, "no attention sinks"),
                        ({"cache": "dynamic"}, "no cache")):  # fmt: skip
         (why,) = BACKENDS["tiled"].why_not(Spec(2, 2, 8, "float32", lse=True, **more), cpu)

@@ -222,6 +222,10 @@ SEE = "(python train.py --help lists them all)"
         (["--n_layers=4"], f"unknown setting '--n_layers'; did you mean '--n_layer'? {SEE}"),
         (["--Batch_Size=4"], f"unknown setting '--Batch_Size'; did you mean '--batch_size'? {SEE}"),
         (["--N_EMBD=4"], f"unknown setting '--N_EMBD'; did you mean '--n_embd'? {SEE}"),
+        (
+            ["--attention=sdpa"],
+            f"unknown setting '--attention'; did you mean '--attention_backend'? {SEE}",
+        ),
         (["--zzz=4"], f"unknown setting '--zzz' {SEE}"),
         (["-n_layer=4"], f"unknown argument '-n_layer=4'; did you mean '--n_layer=4'? {SEE}"),
         (["n_layer=4"], f"unknown argument 'n_layer=4'; did you mean '--n_layer=4'? {SEE}"),
