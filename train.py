@@ -290,9 +290,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> i
                           run.micro_steps, config.grad_clip, found_inf, mark, weight)  # fmt: skip
         mark("agree")
         run.step += 1
-        if (
-            run.step == warm_step and run.step % config.log_interval
-        ):  # a due line begins anew itself
+        if run.step == warm_step and run.step % config.log_interval:  # a due line does it too
             began, began_step = runtime.now(device), run.step
         # All processes must come to the same answer: whether to stop, whether a line is overdue.
         # On a GPU no look at found_inf: it would wait for the device.
