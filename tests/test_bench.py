@@ -577,7 +577,7 @@ for line in sys.stdin:
     key = [job["name"], request.get("at")]
     note(("warm" if request.get("warm_up") else "round") + request.get("at", ""))
     if key == job.get("dies"):
-        print("the last words", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
+        print("first\\nthe last words\\n ", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
     elif key == job.get("fails"): say(failed="RuntimeError: no", broken=job.get("broken", False))
     elif key == job.get("hangs"): sys.stdin.read()
     else: say(ok={"ms": 1.0, "held_bytes": 100, "peak_bytes": 150})

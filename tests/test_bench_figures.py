@@ -7,6 +7,9 @@ and files, by the code that computes it in a run.
 from __future__ import annotations
 
 import json
+import math
+import pickle
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 from test_bench import job
 
+import attention
 import bench_mfu
 from bench import (
     against_nanogpt,
@@ -32,8 +36,10 @@ from bench.config import BenchConfig
 from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
+from core import runtime
 from core.flops import Peak
-from model import GPTConfig
+from core.settings import UserError
+from model import GPT, GPTConfig
 from train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -251,10 +257,31 @@ def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
     assert asked == [5, 3, 1]
 
 
-def test_the_seconds_of_a_step_that_fits():
+def test_what_a_worker_tells_of_its_training(monkeypatch):
+    """The dtype that was taken, not the one that was asked for; the memory before the model."""
+    held = iter(range(100, 200))
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: next(held) + 1000 * peak)
+    told = job("train", "manual", dtype="auto")
+    about = training.Training(told).about
+    assert about == {
+        "title": attention.get("manual").title, "compiled": False, "base_bytes": 100,
+        "dtype": runtime.dtype_name(Job(told).setup.dtype),
+    }  # fmt: skip
+
+
+def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
     worker = training.Training(job("train", "manual"))
     worker.clock = Ticks(1)
-    assert worker.fits(2)["seconds"] == pytest.approx(0.001)  # one stop
+    did: list[Any] = []
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: 100 if peak else 1)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    monkeypatch.setattr(worker, "step", lambda x, y: did.append(len(x)) or torch.ones(()))
+    found = worker.fits(3)
+    assert found["seconds"] == pytest.approx(0.001)  # one stop
+    assert found["peak_bytes"] == 100 and did == [1, "reset", 3]
+    monkeypatch.setattr(worker, "step", lambda x, y: torch.tensor(math.nan))
+    with pytest.raises(FloatingPointError):
+        worker.fits(3)
 
 
 def test_the_parts_of_an_attention_call_by_made_up_stamps():
@@ -469,6 +496,210 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
     assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+
+
+@pytest.mark.parametrize(
+    "size, sizes, steps",
+    [("a", (4, 4, 128, 64, 12, "shakespeare_char"), 400),
+     ("b", (6, 6, 384, 256, 16, "shakespeare_char"), 15),
+     ("c", (12, 12, 768, 512, 2, "shakespeare"), 6)],
+)  # fmt: skip
+def test_both_loops_are_told_the_same_sizes(size, sizes, steps):
+    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
+    want = dict(zip(names, map(str, sizes), strict=True)) | {
+        "max_iters": str(3 + steps), "compile": "True", "device": "cpu", "dropout": "0.0",
+        "bias": "False", "gradient_accumulation_steps": "1", "warmup_iters": "10",
+        "eval_interval": "1000000", "eval_iters": "1", "log_interval": "1",
+    }  # fmt: skip
+    words = against_nanogpt.settings(size, against_nanogpt.BenchConfig(compile=True))
+    assert dict(word[2:].split("=") for word in words) == want and len(words) == len(want)
+
+
+def test_the_loops_run_in_turn_and_every_pair_is_in_the_table(monkeypatch, capsys):
+    asked: list[str] = []
+
+    def loop(name: str, *seconds: float) -> Any:
+        each = {"a": iter(seconds), "b": iter(seconds)}
+
+        def run(size: str, config: Any, work: Path) -> tuple[float, int]:
+            asked.append(name + size)
+            return next(each[size]), 10**9
+
+        return run
+
+    monkeypatch.setattr(against_nanogpt, "ours", loop("ours ", 0.1, 0.2))
+    monkeypatch.setattr(against_nanogpt, "theirs", loop("theirs ", 0.2, 0.2))
+    monkeypatch.setattr(against_nanogpt, "prepare", lambda config, work: asked.append("prepare"))
+    monkeypatch.setattr(against_nanogpt.sys, "argv", ["x", "--sizes=ab", "--rounds=2"])
+    assert against_nanogpt.main() == 0
+    assert asked == ["prepare", *["ours a", "theirs a", "ours b", "theirs b"] * 2]
+    out = capsys.readouterr().out
+    assert "2 rounds, ours in float32, not compiled" in out
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    assert lines[0] == ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)",
+                        "nanoGPT GB", "ours GB"]  # fmt: skip
+    assert lines[2] == ["4 layers, 128 wide, block 64, batch 12", "3,840", "5,760",
+                        "**1.50** (1.00 to 2.00)", "1.00", "1.00"]  # fmt: skip
+    assert lines[3][:2] == ["6 layers, 384 wide, block 256, batch 16", "20,480"]
+
+
+def test_the_data_for_both_loops(tmp_path, monkeypatch):
+    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path / "theirs"), sizes="ac")
+    (tmp_path / "work").mkdir()
+    files(tmp_path / "theirs", train__py="", model__py="")
+    with pytest.raises(UserError, match=r"theirs is no checkout of nanoGPT: it has no configurat"):
+        against_nanogpt.prepare(config, tmp_path / "work")
+    files(tmp_path / "theirs", configurator__py="theirs")
+
+    def prepare(command: list[str], cwd: Path) -> None:
+        *_, dataset, folder = command
+        size = 65 if dataset == "shakespeare_char" else 50304
+        files(Path(folder.removeprefix("--out_dir=")), meta__json=json.dumps({"vocab_size": size}))
+
+    monkeypatch.setattr(against_nanogpt, "run", prepare)
+    against_nanogpt.prepare(config, tmp_path / "work")
+    work = tmp_path / "work"
+    assert (work / "configurator.py").read_text(encoding="utf-8") == "theirs"
+    char, bpe = (work / "data" / name for name in ("shakespeare_char", "shakespeare"))
+    assert pickle.loads((char / "meta.pkl").read_bytes()) == {"vocab_size": 65}
+    assert (bpe / "meta.json").exists() and not (bpe / "meta.pkl").exists()
+
+
+# ----------------------------------------------------------------------------- what is asked
+
+
+def asking(mode: str, device: str = "cpu", **config: Any) -> Bench:
+    """A run that is not begun, of a model with 4 heads for 2 of keys, and a window."""
+    model: Any = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "block_size": 100,
+                  "attention_window": 32, "dropout": 0.1, "batch_size": 3}  # fmt: skip
+    train = TrainConfig(**model)
+    here = {"peak_tflops": 1.0, "peak_source": "given", "peak_measured": False}
+    config = {"batch_size": 3, **config}
+    return Bench(mode, BenchConfig(train=train, **config), device, 64, ["sdpa"], None, print, here)
+
+
+def test_the_points_of_every_mode():
+    def lengths(bench: Bench) -> list[Any]:
+        found = modes.points(bench)
+        assert all((p["H"], p["Hkv"], p["D"]) == (4, 2, 16) for p in found)
+        return [(p["B"], p["T"], p["window"]) for p in found]
+
+    assert modes.points(asking("train", sweep=False)) == modes.points(asking("converge")) == []
+    here = [(1, 128, 32), (1, 512, 32), (1, 2048, 32), (4, 128, 32), (4, 512, 32)]
+    assert lengths(asking("kernel")) == lengths(asking("train")) == here
+    many = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    want = [(1, T, 32) for T in many] + [(8, T, 32) for T in many[:4]]
+    assert lengths(asking("kernel", "cuda")) == want
+    assert lengths(asking("train", "cuda:0")) == [(1, T, 32) for T in (1024, 4096, 16384)]
+    given: Any = {"lengths": (32, 16), "batch_sizes": (2, 1), "windows": (8, None)}
+    want = [(B, T, window) for B in (2, 1) for T in (32, 16) for window in (8, None)]
+    assert lengths(asking("kernel", **given)) == want
+    some = asking("decode", prompts=(5, 9), kv_caches=("none", "paged"), new_tokens=7)
+    assert modes.points(some) == [
+        {"B": B, "P": P, "cache": cache, "new_tokens": 7}
+        for B in (1, 4) for P in (5, 9) for cache in ("none", "paged")
+    ]  # fmt: skip
+    assert [p["B"] for p in modes.points(asking("decode", "cuda", new_tokens=7))[::4]] == [1, 8]
+    modes.points(asking("decode", prompts=(1, 93), new_tokens=7))
+    for prompt in (94, 120):
+        with pytest.raises(UserError, match=f"a prompt of {prompt} and 7 new tokens do not fit"):
+            modes.points(asking("decode", prompts=(1, prompt), new_tokens=7))
+
+
+def test_the_specs_that_backends_are_asked_for():
+    own = {"n_head": 4, "n_kv_head": 2, "head_dim": 16}
+    for mode in ("train", "converge"):
+        assert modes.specs(asking(mode)) == [{**own, "window": 32, "dropout": 0.1}]
+    kernel = asking("kernel", windows=(8, None), lengths=(16,), batch_sizes=(1,))
+    assert modes.specs(kernel) == [{**own, "window": 8}, {**own, "window": None}]
+    writing = {**own, "window": 32, "grad": False}
+    assert modes.specs(asking("decode", kv_caches=("static", "paged"))) == [
+        {**writing, "cache": "static"},
+        {**writing, "cache": "paged", "page_size": 16},
+    ]
+
+
+def test_a_worker_is_told_all_that_it_needs():
+    bench = asking("train", weights="int8", profile=True, bandwidth_gbs=7.0)
+    bench.memory_limit, bench.hf, bench.run = 123, {"name": "x"}, "a run"
+    told = bench.job("decode", "sdpa", 5, compile=False)
+    train = told.pop("train")
+    assert told == {
+        "job": "decode", "run": "a run", "name": "sdpa", "baseline": "", "device": "cpu",
+        "vocab_size": 64, "hf": {"name": "x"}, "weights": "int8", "memory_limit": 123,
+        "profile": True, "bandwidth_gbs": 7.0, "wants_bandwidth": True,
+    }  # fmt: skip
+    assert (train["batch_size"], train["attention_backend"], train["compile"]) == (5, "sdpa", False)
+    assert train["attention_fallback"] is False and train["n_kv_head"] == 2
+    theirs = bench.job("train", "hf_sdpa", baseline="hf=sdpa")
+    assert theirs["baseline"] == "hf=sdpa" and theirs["train"]["attention_backend"] == "auto"
+    wants = {mode: asking(mode).job("machine", "")["wants_bandwidth"]
+             for mode in ("train", "kernel", "decode", "converge", "qualify")}  # fmt: skip
+    assert [mode for mode, wanted in wants.items() if wanted] == ["decode", "qualify"]
+
+
+def test_a_record_says_what_is_missing_in_it():
+    bench = asking("train", rounds=2)
+    ok: dict[str, Any] = {"status": "ok", "mode": "train", "backend": "a", "point": {}, "ms": 1.0,
+                          "mfu": None}  # fmt: skip
+    full, part = ({**ok, "rounds": [{"ms": 1.0}] * n} for n in (2, 1))
+    none = {"status": "stopped", "mode": "train", "backend": "c", "point": {}, "why": ["x"]}
+    made = bench.content([full])
+    assert made["complete"] is True and "incomplete" not in made
+    made = bench.content([full, part, none], "it is being written")
+    assert made["complete"] is False
+    assert made["incomplete"] == (
+        "it is being written; 1 of 3 rows were not measured; 1 have fewer than 2 rounds"
+    )
+    assert bench.content([full, none])["incomplete"] == (
+        "its time was over; 1 of 2 rows were not measured"
+    )
+    model = GPTConfig(100, 64, 2, 4, 64, n_kv_head=2, bias=False, attention_window=32)
+    N = 64 * 64 + 2 * (64 * (64 + 64) + 64 * 64 + 8 * 64 * 64)  # and the gains
+    N += sum(p.numel() for n, p in GPT(model).named_parameters() if p.dim() == 1)
+    keys = sum(min(t, 32) for t in range(1, 101)) / 100
+    assert made["flops_per_token"] == pytest.approx(
+        {"mfu": 6 * N + 12 * 2 * 64 * 100, "mfu_causal": 6 * N + 12 * 2 * 64 * keys}
+    )
+
+
+# ----------------------------------------------------------------------------- the machine at hand
+
+
+def test_all_that_is_known_of_a_machine(monkeypatch):
+    peak = Peak(1.5, "measured: x", True)
+    told: list[Any] = []
+    monkeypatch.setattr(machine, "cpu_name", lambda: "a CPU")
+    monkeypatch.setattr(machine, "describe", lambda device: f"{device} in words")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 77)
+    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 1234)
+    monkeypatch.setattr(machine.peaks, "peak", lambda *asked: told.append(asked) or peak)
+    monkeypatch.setattr(machine, "bandwidth", lambda device, limit: (1e9 * limit, "copies"))
+    request = {**job("machine", ""), "memory_limit": 9, "wants_bandwidth": True}
+    about = machine.MachineProbe({**request, "bandwidth_gbs": None}).about
+    packages = about.pop("packages")
+    assert packages["torch"] == torch.__version__ and packages["numpy"] == np.__version__
+    assert about == {
+        "device": "cpu", "kind": "cpu", "name": "a CPU", "capability": None, "driver": None,
+        "products_tflops": None, "about": "cpu in words", "cuda": torch.version.cuda,
+        "threads": 1234, "cpu": "a CPU", "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "dtype": "float32", "free_memory": 77,
+        "peak_tflops": 1.5, "peak_source": "measured: x", "peak_measured": True,
+        "bandwidth": 9e9, "bandwidth_source": "copies",
+    }  # fmt: skip
+    assert told == [(CPU, "float32", None)]
+    about = machine.MachineProbe({**request, "bandwidth_gbs": 8.0}).about
+    assert (about["bandwidth"], about["bandwidth_source"]) == (8e9, "--bandwidth_gbs")
+    about = machine.MachineProbe({**request, "bandwidth_gbs": None, "wants_bandwidth": False}).about
+    assert (about["bandwidth"], about["bandwidth_source"]) == (None, "not measured")
+
+
+def test_a_cpu_with_work_for_half_its_cores_is_busy(monkeypatch):
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
+    for load, said in ((4.0, []), (4.04, ["4.0"]), (6.0, ["6.0"])):
+        monkeypatch.setattr(machine.os, "getloadavg", lambda load=load: (load, 0.0, 50.0))
+        want = [f"the CPU was busy before we began: a load of {text}" for text in said]
+        assert machine.busy("cpu", lambda query: [["5000", "97"]]) == want
 
 
 def test_a_target_is_the_token_that_follows():

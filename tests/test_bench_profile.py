@@ -121,6 +121,9 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
     code, out = run(["--roofline", "Tesla T4", "--vocab_size=64", "--json", "--peak_tflops=60"])
     assert json.loads(out.splitlines()[-1])["dtype"] == "float16"
     assert "peak: 60 TFLOP/s (--peak_tflops)" in out
+    code, out = run(["--roofline", "Tesla T4", "--data_dir=nowhere", "--json"])
+    content = json.loads(out.splitlines()[-1])
+    assert (content["gpu"], content["vocab_size"]) == ("Tesla T4", 50304)
 
 
 @pytest.mark.parametrize(

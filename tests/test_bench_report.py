@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import pictures, records, tables
+from bench import pictures, records, roofline, tables
 from bench.config import BenchConfig
+from bench.roofline import Work
 from core.settings import UserError
 from train import TrainConfig
 
@@ -285,6 +286,176 @@ def test_a_row_that_is_noisy_or_missing_says_so():
     device = row("x", FAST, device_kernels=["flash_fwd_kernel<128>"])
     assert tables.kernel_names(device) == "flash_fwd_kernel<128>"
     assert tables.kernel_names(row("manual", FAST)) == "not fused"
+
+
+DECODE = row(
+    "paged", [5.0, 6, 4], "decode", kernels=["paged decode (Triton)"], first_ms=71.26,
+    point={"B": 8, "P": 64, "cache": "static", "new_tokens": 16, "processor": True},
+    tokens_per_s=1599.6, cache_bytes=3.14e6, mbu=0.12345, memory_bytes=4.5e8,
+)  # fmt: skip
+CONVERGE = row(
+    "flex", [51.234], "converge", final_loss=3.14159, difference=-0.00256, seed_noise=0.01234,
+    verdict="FAIL", time_saved=0.2501, memory_saved=-0.0333, memory_bytes=2.5e9,
+    device_kernels=["triton_tem_fused_flex_attention_0_with_a_long_tail", "x"],
+)  # fmt: skip
+ALONE: dict[str, Any] = {"window": 256, "B": 2, "T": 4096, "H": 12, "Hkv": 3, "D": 128}
+
+
+@pytest.mark.parametrize(
+    "one, cells",
+    [
+        (row("sdpa", [50.0, 52, 48, 51, 49], kernels=["flash", "math"], batch_size=8, ms=51.234,
+             tokens_per_s=12345.6, mfu=0.4567, mfu_causal=0.4111, forward_ms=10.04, setup_s=1.2,
+             backward_ms=20.06, memory_bytes=2.346e9, loss_difference=-1.23e-6, compile_s=3.14),
+         {"backend": "sdpa", "batch": "8", "tok/s": "12,346", "ms/step": "51.2",
+          "quartiles": "49 to 51", "rounds": "5", "fwd ms": "10", "bwd ms": "20.1", "mfu": "45.7%",
+          "causal": "41.1%", "memory": "2.35 GB", "loss diff": "-1.2e-06", "warm-up s": "3.2",
+          "compile s": "3.1", "kernel": "flash, math"}),
+        (attention_row("tiled", 4096, 100.0, point=ALONE, tflops_causal=1.234, tflops_full=2.345,
+                       share=0.0567, error_out=1.23e-3, error_grad=4.56e-3, forward_ms=33.33,
+                       backward_ms=None, memory_bytes=7.77e8),
+         {"backend": "tiled", "B": "2", "T": "4096", "H": "12", "D": "128", "window": "256",
+          "fwd ms": "33.3", "bwd ms": "-", "both ms": "100", "quartiles": "99 to 101",
+          "rounds": "3", "TFLOP/s": "1.23", "full": "2.35", "of peak": "5.7%",
+          "memory": "777.0 MB", "err out": "1.2e-03", "err grad": "4.6e-03"}),
+        (DECODE,
+         {"backend": "paged", "B": "8", "prompt": "64", "cache": "static with a processor",
+          "tok/s": "1,600", "ms/token": "5", "quartiles": "4 to 6", "rounds": "3",
+          "first ms": "71.3", "memory": "450.0 MB", "cache size": "3.1 MB", "mbu": "12.3%",
+          "kernel": "paged decode (Triton)"}),
+        (CONVERGE,
+         {"backend": "flex", "final loss": "3.1416", "off": "-0.256%", "seed noise": "0.0123",
+          "verdict": "FAIL", "ms/step": "51.2", "quartiles": "1 round", "rounds": "1",
+          "time saved": "25.0%", "memory": "2.50 GB", "memory saved": "-3.3%",
+          "kernel": "triton_tem_fused_flex_attention_0_with_a"}),
+    ],
+)  # fmt: skip
+def test_every_cell_of_a_table_is_under_its_title(one, cells):
+    head, (line,) = tables.cells(one["mode"], [one, {**TRAIN[3], "mode": one["mode"]}])
+    assert dict(zip(head, line, strict=True)) == cells
+
+
+def test_every_cell_of_a_profile():
+    linear = {"part": "linear", "ms": 4.0, "share": 0.4, "roofline_ms": 1.234, "times": 3.2415,
+              "over_ms": 2.766, "limit": "FLOPs",
+              "names": [["n" * 50, 3.21], ["addmm", 0.5], ["third", 0.1]]}  # fmt: skip
+    gaps = {"part": "gaps", "ms": 6.0, "share": 0.6, "roofline_ms": 0.0, "times": None,
+            "over_ms": 1.0, "limit": "-", "names": []}  # fmt: skip
+    best = {"ms": 2.5, "mfu": 0.8, "mfu_causal": 0.7, "tokens_per_s": 4000.0}
+    found = {"parts": [linear, gaps], "ms": 10.0, "ceiling": best, "products_tflops": 790.0,
+             "reachable": {**best, "ms": 3.0, "mfu": 0.65}}  # fmt: skip
+    head, lines = tables.profile(found)
+    assert [dict(zip(head, line, strict=True)) for line in lines] == [
+        {"part": "linear", "ms": "4", "share": "40.0%", "roofline ms": "1.23", "times": "3.24",
+         "over ms": "2.77 (largest gap)", "limit": "FLOPs",
+         "mostly": f"{'n' * 40} 3.21, addmm 0.5"},
+        {"part": "gaps", "ms": "6", "share": "60.0%", "roofline ms": "0", "times": "-",
+         "over ms": "1", "limit": "-", "mostly": ""},
+        {"part": "the step", "ms": "10", "share": "100.0%", "roofline ms": "2.5", "times": "4",
+         "over ms": "7.5", "limit": "", "mostly": ""},
+    ]  # fmt: skip
+    said = content([row("sdpa", FAST, profile=found)])["answers"]
+    (told,) = [text for text in said if text.startswith("Profile: ")]
+    assert told == (
+        "Profile: sdpa: if every part ran at its roofline: 2.5 ms, mfu 80.0% (causal 70.0%), "
+        "4,000 tok/s; if every part ran at its roofline, with matmuls at 790 TFLOP/s: 3 ms, "
+        "mfu 65.0% (causal 70.0%), 4,000 tok/s; the largest gap: linear, 40% of a step under the "
+        "profiler."
+    )
+
+
+def test_every_cell_of_a_roofline_and_of_a_proof():
+    parts = {"linear": Work(4e12, 1e9), "optimizer": Work(0, 3e9), "data": Work(0, 0)}
+    head, lines = tables.rooflines(roofline.lines(parts, 200.0, 1e12))  # of 2e14 FLOP/s: 20 ms
+    assert [dict(zip(head, line, strict=True)) for line in lines] == [
+        {"part": "linear", "TFLOP": "4", "GB": "1", "roofline ms": "20", "share": "87.0%",
+         "limit": "FLOPs"},
+        {"part": "optimizer", "TFLOP": "0", "GB": "3", "roofline ms": "3", "share": "13.0%",
+         "limit": "bytes"},
+    ]  # fmt: skip
+    wrong = [{"what": "large", "dtype": "bfloat16", "why": "dq is off"}] * 2
+    counts = {"right": 5, "wrong": 2, "refused": 3, "not_reached": 4}
+    table = [{"backend": "flex", **counts, "canary": False, "failures": wrong},
+             {"backend": "sdpa", **counts, "canary": True, "failures": []},
+             {"backend": "paged", **counts, "canary": None, "failures":
+              [{"phase": "decode", "dtype": "float16", "why": "it leaks"}]}]  # fmt: skip
+    head, lines = tables.proof(table)
+    assert head[1:5] == ["right", "wrong", "refused", "not reached"]
+    assert lines == [
+        ["flex", "5", "2", "3", "4", "LEAKS", "large, bfloat16: dq is off"],
+        ["sdpa", "5", "2", "3", "4", "ok", "-"],
+        ["paged", "5", "2", "3", "4", "-", "canary, decode, float16: it leaks"],
+    ]
+
+
+def test_all_that_a_record_says_of_its_run():
+    made = content([])
+    assert records.readme(made, ["speed"]) == "\n\n".join([
+        "# Training steps, NVIDIA X1",
+        "- command: `python bench_mfu.py train`\n"
+        "- date: 2026-01-02T03:04:05+00:00\n"
+        "- commit: 0123456789\n"
+        "- device: NVIDIA X1\n"
+        "- software: torch 2.13.0, driver 570.1, cuda 12.8, python 3.11.7, Linux 6\n"
+        "- model: 12 layers, 768 wide, 12 heads, vocabulary 50,304, 1000 tokens, batch 12, "
+        "bfloat16\n"
+        "- peak: 989.4 TFLOP/s (datasheet: a sheet)\n"
+        "- MFLOP a token: 850.00 (mfu), 800.00 (mfu_causal); torch's counter: 840.00\n"
+        "- rounds: 5 rounds; warm-up: a first step and 2 more",
+        "![speed](speed.png)",
+        "Every round is in [record.json](record.json).\n",
+    ])  # fmt: skip
+    made |= {"dirty": True, "commit": None, "fresh_rounds": True, "complete": False,
+             "incomplete": "it was stopped by Ctrl-C", "mode": "decode",
+             "answers": ["Fastest: decode B=1: sdpa: really"]}  # fmt: skip
+    made["machine"] |= {"driver": None, "cuda": None, "bandwidth": 3.21e12}
+    page = records.readme(made, []).split("\n\n")
+    assert page[:2] == ["# INCOMPLETE: Generation, NVIDIA X1",
+                        "**Incomplete**: it was stopped by Ctrl-C."]  # fmt: skip
+    assert page[3] == "- **Fastest**: decode B=1: sdpa: really"
+    facts = dict(line[2:].split(": ", 1) for line in page[2].splitlines())
+    assert facts["commit"] == "none (with changes)"
+    assert facts["software"] == "torch 2.13.0, python 3.11.7, Linux 6"
+    assert facts["bandwidth"] == "3,210 GB/s (measured: copies of 1 GB)"
+    assert facts["rounds"] == "5 rounds, each in new processes; warm-up: each text once"
+    made["settings"] |= {"steps": 200, "seeds": 3}
+    assert dict(records.facts(made | {"mode": "converge"}))["rounds"].startswith(
+        "200 steps, 3 seeds"
+    )
+
+
+def test_what_the_bars_and_lines_of_the_pictures_stand_for():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    look = {"sdpa": ("#0000ff", "o"), "manual": ("#ff0000", "s")}
+    two = [row("sdpa", [50.0, 40, 80], tokens_per_s=160.0, mfu=0.5, mfu_causal=None),
+           row("manual", [100.0], tokens_per_s=80.0, mfu=0.25, mfu_causal=0.2)]  # fmt: skip
+    for one, ms, quartiles in zip(two, (50.0, 100.0), ((40.0, 80.0), (100.0, 100.0))):
+        one |= {"ms": ms, "q1_ms": quartiles[0], "q3_ms": quartiles[1]}
+    figure = pictures.speed(plt, two, look, {"machine": {"peak_measured": True}})
+    left, right = figure.axes
+    plt.close(figure)
+    assert [t.get_text() for t in left.get_yticklabels()] == ["manual", "sdpa"]  # the best on top
+    assert [bar.get_width() for bar in left.patches] == [80, 160]
+    whiskers = left.collections[0].get_segments()  # 8000 tokens a step / its quartiles
+    ends = [x for segment in whiskers for x in segment[:, 0]]
+    assert ends == pytest.approx([80, 80, 100, 200])
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([25, 50, 20, 0])
+    assert right.get_title() == "% of measured peak: mfu, mfu_causal"
+    assert [t.get_text() for t in right.texts] == ["25.0", "50.0", "20.0", "-"]
+
+    alone = [attention_row("sdpa", T, ms, B, memory_bytes=bytes_)
+             for T, ms, B, bytes_ in ((512, 2.0, 1, 3e6), (128, 1.0, 1, None), (512, 9.0, 4, 9e6),
+                                      (2048, 8.0, 1, 5e6))]  # fmt: skip
+    figure = pictures.length(plt, alone[::-1], look, {})
+    time, memory = figure.axes
+    plt.close(figure)
+    assert [*map(list, time.lines[0].get_data())] == [[128, 512, 2048], [1.0, 2.0, 8.0]]
+    assert [*map(list, memory.lines[0].get_data())] == [[512, 2048], pytest.approx([3.0, 5.0])]
+    assert memory.get_title().startswith("MB") and time.get_title().startswith("milliseconds")
+    assert (
+        time.lines[0].get_color() == "#0000ff" and time.get_xscale() == time.get_yscale() == "log"
+    )
+    assert figure._suptitle.get_text() == "batch 1, 4 heads of 64"
 
 
 def test_the_pictures_of_a_record(tmp_path):

@@ -97,6 +97,20 @@ def test_the_guard_starts_nothing_where_its_group_is_somebody_elses():
     assert done.returncode == 1 and done.stdout == "" and "a session of its own" in done.stderr
 
 
+def test_a_command_that_heeds_no_signal_ends_with_its_parent_too():
+    script = "trap '' TERM INT HUP; echo begun; sleep 60"
+    command = process.start(["sh", "-c", script], stdout=subprocess.PIPE)
+    assert command.stdin and command.stdout
+    try:
+        assert command.stdout.readline() == b"begun\n"
+        command.stdin.close()  # as the system does for a parent that is gone
+        assert command.wait(timeout=20) == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.stdout.close()
+
+
 def test_the_output_of_a_guarded_command_ends_with_the_command():
     """Though the watcher, which began with the same pipes, goes on while ours is open."""
     echo = process.start(("echo", "hi"), stdout=subprocess.PIPE)

@@ -313,6 +313,7 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: c["settings"].update(block_size=64), "it is filed under T=64"),
         (lambda c: c["settings"].update(n_layer="x"), "its settings are none of train.py's"),
         (lambda c: c["machine"].update(peak_source="datasheet: mine"), "no datasheet of"),
+        (lambda c: c["machine"].update(peak_source="datasheet: "), "is not labelled: its source"),
         (lambda c: c["machine"].update(about="NVIDIA H200"), "and the record names NVIDIA H200"),
         (lambda c: c.update(rows=None), "it is malformed"),
         (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
@@ -327,6 +328,92 @@ def test_other_lies_and_mistakes_are_refused_too(
     (tmp_path / "record.json").write_text(json.dumps(content), encoding="utf-8")
     found = verify(content, tmp_path)
     assert any(says in why for why in found), found
+
+
+# What a row of a record tells that nothing in it can prove: how long the worker took to begin and
+# how much memory it took. `batch_size` is checked by the size of every round.
+FREE = {"setup_s", "warm_up_s", "memory_bytes", "base_bytes", "batch_size"}
+
+
+def numbers_of(one: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to all numbers in it."""
+    if isinstance(one, dict | list):
+        inside = one.items() if isinstance(one, dict) else enumerate(one)
+        return [found for key, value in inside for found in numbers_of(value, (*path, key))]
+    return [path] if isinstance(one, int | float) else []
+
+
+def edited(content: Content, path: tuple[Any, ...]) -> Content:
+    """The record with this number a twentieth larger (a truth turned round), sealed anew."""
+    made = json.loads(json.dumps(content))
+    *way, last = path
+    place = made
+    for key in way:
+        place = place[key]
+    value = place[last]
+    place[last] = not value if isinstance(value, bool) else value + max(1, abs(value) // 20) if (
+        isinstance(value, int)) else value * 1.05 + 1e-12  # fmt: skip
+    return records.seal(made)
+
+
+def unseen(content: Content) -> set[Any]:
+    """The numbers of its rows that can be edited, and the check says nothing: but for its rounds,
+    of which only the sizes are looked at, and for its proof, which has limits.
+    """
+    assert check(content) == []
+    paths = [p for p in numbers_of(content["rows"]) if "proof" not in p]
+    paths = [p for p in paths if "rounds" not in p or ("shape" in p and p[2] == 1)]
+    return {path[1:] for path in paths if not check(edited(content, ("rows", *path)))}
+
+
+def only(content: Content, *chosen: tuple[str, str]) -> Content:
+    """The record with one row of each backend and mode that is named."""
+    made = copy.deepcopy(content)
+    return records.seal(made | {"rows": [row(made, *names) for names in chosen]})
+
+
+def test_no_figure_of_a_row_can_be_edited(trained: Content, converged: Content) -> None:
+    base = [("manual", "converge"), ("sdpa", "converge")]
+    for whole, chosen, free in (
+        (trained, [("sdpa", "train")], {"first_step_s", "compiled"}),
+        (trained, [("sdpa", "kernel")], {"error_out", "error_grad"}),
+        (converged, base, {"compiled", "losses"}),  # before the last tenth of the steps
+    ):
+        found = unseen(only(whole, *chosen))
+        assert {path[0] for path in found} - FREE <= free, found
+        assert ("losses", 9) not in found
+
+
+def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(content: Content) -> None:
+    C, L, V, B, P, new = 32, 2, 64, 3, 4, 8
+    products = V * C + L * 12 * C * C
+    N = products + C + L * 2 * C  # and the gains of the norms
+    where = {"B": B, "P": P, "cache": "dynamic", "new_tokens": new}
+    shape = {**{k: v for k, v in where.items() if k != "cache"}, "parameters": N}
+    run = row(content, "sdpa")["rounds"][0]["machine"]
+    always = {"shape": shape, "machine": run}
+    rounds = [{"ms": ms, "first_ms": 10 * ms, "cache_bytes": 100 * i, **always}
+              for i, ms in enumerate((2.0, 4.0, 3.0))]  # fmt: skip
+    keys = B * (P + new / 2) * 2 * L * C * 4  # bytes of keys and values, of a mean text
+    made = {
+        "mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
+        "kernels": ["math"], "events": [], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
+        "proof": {k: v for k, v in PROOF.items() if not k.startswith("grad")}, "rounds": rounds,
+        "ms": 3.0, "first_ms": 30.0, "q1_ms": 2.5, "q3_ms": 3.5, "spread": 1 / 3, "noisy": True,
+        "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (4 * N + keys) / 0.003 / 8e9,
+    }  # fmt: skip
+    content |= {"mode": "decode", "rows": [made]}
+    content["machine"]["bandwidth"] = 8e9
+    found = unseen(records.seal(content))
+    assert found == {("setup_s",), ("warm_up_s",)}
+    # with our matrices, and the head beside the embedding, in int8
+    content["settings"]["weights"] = "int8"
+    assert "decode sdpa B=3 P=4 cache=dynamic new_tokens=8: a round ran 0 weights in int8" in (
+        check(content)
+    )
+    shape["int8_parameters"] = products
+    made["mbu"] = (4 * (N - products) + products + keys) / 0.003 / 8e9
+    assert check(records.seal(content)) == []
 
 
 # ----------------------------------------------------------------------------- the page
@@ -362,6 +449,8 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
 ) -> None:
     content["commit"] = None  # nothing of this checkout matters here
     records.write(board.FOLDER / "mine", content, whole=False)
+    assert board.main(["--check"]) == 1 and not board.PAGE.exists()
+    assert "PAGE is out of date" in capsys.readouterr().err
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
@@ -392,6 +481,21 @@ def test_machines_stand_together_only_where_they_did_the_same(content: Content) 
     assert machines == sorted(machines) and len(set(machines)) == 2
     peaks = {line[head.index("machine")]: line[head.index("peak")] for line in lines}
     assert peaks["NVIDIA H200"] == "datasheet"
+
+
+def test_a_line_of_the_board_says_how_many_sequences_a_step_had(content: Content) -> None:
+    """Of all micro-batches together; where each backend had a batch of its own, of that one."""
+    content["settings"] |= {"gradient_accumulation_steps": 5}  # of 4 sequences each
+
+    def tokens_and_sequences() -> set[tuple[str, ...]]:
+        (made,) = board.board({"a": content})[0]["Training steps"].values()
+        return {tuple(line[:3]) for line in made[1]}
+
+    assert tokens_and_sequences() == {("32", "20", "no")}
+    content["settings"]["batch_size"] = "auto"
+    for r in content["rows"]:
+        r["batch_size"] = 7
+    assert tokens_and_sequences() == {("32", "7", "no")}
 
 
 def test_what_was_refused_or_failed_is_on_the_board(content: Content) -> None:
