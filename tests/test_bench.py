@@ -617,8 +617,16 @@ def test_rounds_are_interleaved_and_each_job_has_one_process(stub):
     assert all(len(o.rounds) == 2 and o.failure is None for o in outcomes.values())
 
 
-def test_fresh_rounds_have_new_processes(stub):
+def test_fresh_rounds_have_new_processes(stub, monkeypatch):
+    took, begin = itertools.count(1), process.Worker.begin
+
+    def timed(self: process.Worker, job: Any) -> process.Worker:
+        begin(self, job).setup_s = float(next(took))
+        return self
+
+    monkeypatch.setattr(process.Worker, "begin", timed)
     outcomes, fresh, notes = stub(names="ab", fresh=True)
+    assert [o.setup_s for o in outcomes.values()] == [1, 2]  # of the first, which found no cache
     assert fresh and len({n.split()[2] for n in notes}) == 2 * 3
     did = [" ".join(n.split()[:2]) for n in notes]
     assert did[-3:] == ["b start", "b warm", "b round"]

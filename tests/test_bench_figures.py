@@ -10,8 +10,10 @@ import json
 import math
 import pickle
 import platform
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,10 +22,13 @@ from test_bench import job
 
 import attention
 import bench_mfu
+from attention import Spec
 from bench import (
     against_nanogpt,
+    candidates,
     compare,
     decoding,
+    kernels,
     machine,
     modes,
     records,
@@ -285,10 +290,10 @@ def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
 
 
 def test_the_parts_of_an_attention_call_by_made_up_stamps():
-    kernels = Kernels(job("kernel", "manual"))
-    kernels.clock = Ticks(1, 2, 4)  # until a call, its forward, its backward
+    worker = Kernels(job("kernel", "manual"))
+    worker.clock = Ticks(1, 2, 4)  # until a call, its forward, its backward
     point = {"B": 1, "T": 4, "H": 2, "Hkv": 2, "D": 8, "window": None}
-    found = kernels.round({**point, "seconds": 0.028})  # a call takes 8 ms, its stop included
+    found = worker.round({**point, "seconds": 0.028})  # a call takes 8 ms, its stop included
     assert found["calls"] == round(28 / 8)
     assert found["ms"] == pytest.approx((found["calls"] * 7 + 1) / found["calls"])
     assert found["forward_ms"] == pytest.approx(2)
@@ -661,6 +666,107 @@ def test_a_record_says_what_is_missing_in_it():
     assert made["flops_per_token"] == pytest.approx(
         {"mfu": 6 * N + 12 * 2 * 64 * 100, "mfu_causal": 6 * N + 12 * 2 * 64 * keys}
     )
+
+
+def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
+    """Of every micro-batch; where texts are written, of one sequence."""
+    asked: list[Any] = []
+
+    class Worker:
+        about: ClassVar[Any] = {"loss": 2.0, "counted": {"parameters": 5}}
+
+        def __init__(self, *how: Any) -> None:
+            pass
+
+        def begin(self, job: dict[str, Any]) -> Any:
+            asked.append((job["job"], job["train"]["batch_size"]))
+            return self
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    monkeypatch.setattr("bench.bench.Worker", Worker)
+    for mode, sequences in (("train", 3 * 5), ("decode", 1)):
+        bench = asking(mode)
+        train = replace(bench.config.train, gradient_accumulation_steps=5)
+        bench.config, bench.hf = replace(bench.config, train=train), {"name": "x"}
+        Worker.about = {"loss": 2.0, "counted": {"parameters": 5}}
+        bench.count()
+        assert asked == [("reference", sequences), "closed"]
+        assert bench.reference == {"loss": 2.0} and bench.hf["counted"] == {"parameters": 5}
+        asked.clear()
+
+
+def test_the_proof_of_a_row_is_its_worst_layers():
+    """By how far it goes of what is allowed; kernels once, in order."""
+    proofs = [{"error": 2.0, "allowed": 10.0}, {"error": 1.0, "allowed": 2.0}, None,
+              {"error": 3.0, "allowed": 9.0}]  # fmt: skip
+    names = (["flash"], ["math"], ["flash"], ["math", "efficient"])
+    chosen: Any = [SimpleNamespace(proof=p, kernels=k) for p, k in zip(proofs, names)]
+    found = candidates.evidence(chosen)
+    assert found == {"kernels": ["flash", "math", "efficient"], "proof": proofs[1]}
+    assert candidates.evidence([]) == {"kernels": [], "proof": None}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_micro_batches_make_the_step_of_the_whole_batch(clip):
+    """Of a baseline's loop: the same loss, gradients and weights, and the marks of each part."""
+    ends = []
+    for micro in (1, 2, 4):
+        told = job("train", "plain", attention_backend="manual", grad_clip=clip)
+        plain = candidates.build("plain", Job(told))
+        plain.for_training(plain.setup.scaler())
+        marks: list[str] = []
+        norms: list[float] = []
+
+        def note(part: str, plain: Any = plain, marks: Any = marks, norms: Any = norms) -> None:
+            marks.append(part)
+            if part == "update":
+                norms.append(training.gradient_norm(plain.model.parameters()))
+
+        x, y = Job(told).random_tokens(4)
+        loss = plain.step(x, y, micro, note).detach()
+        assert marks == ["forward", "backward"] * micro + ["update", "end"]
+        assert all(p.grad is None for p in plain.model.parameters())
+        logits = Job(told).model()(x)[0]
+        own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        assert float(loss) == pytest.approx(own.item(), rel=1e-5)
+        ends.append((norms[0], plain.model.state_dict()))
+    for norm, weights in ends[1:]:
+        assert norm == pytest.approx(ends[0][0], rel=1e-4) and norm > 0.05
+        for name, w in weights.items():
+            torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_errors_of_a_call_by_hand(window):
+    """Of the first sequence and the first two query heads, which share a head of keys."""
+    torch.manual_seed(0)
+    B, T, H, Hkv, D = 2, 6, 4, 2, 8
+    q, k, v, dout = (torch.randn(B, T, h, D, dtype=torch.float64) for h in (H, Hkv, Hkv, H))
+    for t in (q, k, v):
+        t.requires_grad_()
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= i) & (j > i - (window or T))
+    keys, values = (t.repeat_interleave(2, dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) / D**0.5
+    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", probs, values)
+    truth = [t.detach() for t in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+    spec = Spec(H, Hkv, D, "float64", window=window)
+
+    def errors(bumped: int, *at: int) -> tuple[float, float]:
+        got = [t.clone() for t in truth]
+        got[bumped][at] += 0.25
+        return kernels.errors(tuple(got), (q, k, v, dout), spec)
+
+    for n, heads in enumerate((2, 2, 1, 1)):  # of the output, and the gradients of q, k, v
+        most = 0.25 / float(truth[n][:1, :, :heads].abs().max())
+        found = errors(n, 0, 4, heads - 1, 5)
+        want = (most, 0.0) if n == 0 else (0.0, most)
+        assert found == pytest.approx(want, abs=1e-12)
+        for elsewhere in ((1, 4, 0, 5), (0, 4, heads, 5)):
+            assert errors(n, *elsewhere) == pytest.approx((0.0, 0.0), abs=1e-12)
 
 
 # ----------------------------------------------------------------------------- the machine at hand

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.profiler import record_function
 import bench_mfu
 from attention.gpus import datasheet_bandwidth
 from bench import modes, profiling, roofline, rows, training
-from bench.profiling import RANGE, Owner, Scopes, read
+from bench.profiling import RANGE, Found, Owner, Scopes, read
 from bench.roofline import work
 from core import flops
 from core.flops import Peak
@@ -267,6 +268,25 @@ def test_the_profile_of_a_job():
     state = worker.who.optimizer.state
     assert all(s["step"] == 6 for s in state.values())  # twice three real steps, the first unseen
     json.dumps(answer)
+
+
+def test_the_profile_is_of_one_step_of_several(monkeypatch: pytest.MonkeyPatch):
+    """8 ms for all steps by the clock, with and without the profiler; what it saw, in 4 of them."""
+    worker = training.Training(job())
+    stamps = itertools.count()
+    clock = {"start": lambda: next(stamps), "stop": lambda: next(stamps), "ms": lambda a, b: 8.0}
+    worker.clock = SimpleNamespace(**clock)  # type: ignore[assignment]
+    seen = Found()
+    for part, name, microseconds in (("linear", "mm", 3000), ("linear", "addmm", 1000),
+                                     (None, "x", 2000), ("linear", "mm", 1000)):  # fmt: skip
+        seen.add(part, name, microseconds)
+    seen.busy_ms = 7.0
+    monkeypatch.setattr(training, "read", lambda *args: seen)
+    answer = worker.profile(4)
+    assert (answer["steps"], answer["plain_ms"], answer["seen_ms"]) == (4, 2.0, 2.0)
+    assert answer["parts"] == {"linear": 1.25, "unattributed": 0.5, "gaps": 0.25}
+    assert answer["names"] == {"linear": [["mm", 1.0], ["addmm", 0.25]],
+                               "unattributed": [["x", 0.5]]}  # fmt: skip
 
 
 def test_a_model_of_transformers_has_the_same_parts():

@@ -108,6 +108,15 @@ def test_a_peak_that_is_too_low_is_told():
     assert [dict(zip(head, line))["mfu"] for line in lines] == ["-", "-"]
 
 
+def test_the_best_mfu_is_told_with_its_own_rate():
+    """Of training steps: neither another mode's, nor one that is not known."""
+    said = content([
+        row("a", FAST, mfu=0.4, mfu_causal=0.35), row("b", SLOW, mfu=None, mfu_causal=None),
+        row("c", [400.0] * 3, mfu=0.5, mfu_causal=0.45), row("d", FAST, "converge", mfu=0.9),
+    ])["answers"]  # fmt: skip
+    assert "MFU: the best is c's: mfu 50.0% (causal 45.0%), 20,000 tok/s." in said
+
+
 def test_agreement_names_who_disagrees():
     assert content(TRAIN)["answers"][-1].startswith("Agreement: all agree with manual")
     off = [*TRAIN, row("flash_attn_3", FAST, loss_difference=0.2)]
@@ -207,6 +216,12 @@ def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
     b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
     assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
     assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_compare_takes_two_records_no_fewer_and_no_more():
+    for paths in ([], ["a"], ["a", "b", "c"]):
+        with pytest.raises(UserError, match="compare takes two records"):
+            bench_mfu.main(["compare", *paths])
 
 
 def test_compare_of_two_machines_is_of_ratios(tmp_path, capsys):

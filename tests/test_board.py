@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,9 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
             backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
          "another kernel than is named: pytorch_flash::flash_fwd_kernel"),
+        (lambda c: row(c, "sdpa").update(kernels=["flash (our Triton)"]),
+         "another kernel than is named: flash (our Triton)"),
+        (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "its error of nan"),
         (lambda c: row(c, "sdpa")["proof"].update(error=1.0), "its error of 1 is more than the"),
         (lambda c: row(c, "sdpa")["proof"].update(grad_error=float("nan")), "its grad_error of"),
         (lambda c: row(c, "sdpa")["proof"].update(canary=False), "the canary failed"),
