@@ -519,6 +519,33 @@ def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
     assert says in str(told.value) and "\n" not in str(told.value)
 
 
+def test_a_config_file_may_come_first(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(bench_mfu, "run", lambda *how: seen.append(how) or 0)
+    for argv, mode in (([], "train"), (["config/train_gpt2.py", "--rounds=1"], "train"),
+                       (["kernel", "x.py"], "kernel"), (["--profile"], "train")):  # fmt: skip
+        assert bench_mfu.main(argv) == 0
+        assert seen.pop() == (mode, [a for a in argv if a != "kernel"])
+    with pytest.raises(UserError, match="unknown mode 'trian'; the modes are train, kernel, decod"):
+        bench_mfu.main(["trian"])
+
+
+def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(process.time, "perf_counter", lambda: float(next(clock)))
+    script = "input(); print('{\"ok\": {}}', flush=True); input()"
+    worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", script))
+    assert worker.begin({}).setup_s == 1.0 and worker.about == {}
+    worker.close()
+    over = process.Stop(deadline=time.monotonic() - 1)
+    worker = process.Worker(60.0, over, (sys.executable, "-IS", "-c", script))
+    asked: list[Any] = []
+    monkeypatch.setattr(worker, "ask", asked.append)
+    with pytest.raises(Failure, match="its time was over"):
+        worker.begin({})
+    assert not asked and worker.process.returncode is not None
+
+
 def test_a_baseline_may_be_given_more_than_once(tmp_path):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings

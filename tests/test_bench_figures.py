@@ -37,13 +37,14 @@ from bench import (
     training,
 )  # fmt: skip
 from bench.bench import Bench
-from bench.config import BenchConfig
+from bench.config import BenchConfig, load_config
 from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
 from core import runtime
 from core.flops import Peak
 from core.settings import UserError
+from inference import engine
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -287,6 +288,33 @@ def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
     monkeypatch.setattr(worker, "step", lambda x, y: torch.tensor(math.nan))
     with pytest.raises(FloatingPointError):
         worker.fits(3)
+
+
+def test_the_calls_that_fill_a_round(monkeypatch):
+    """Of one, two, four... calls until a tenth of the time is over; 5 ms each, the first 50."""
+    for seconds, rounds, wanted in ((1.0, [1, 1, 2, 4, 8, 16, 32], 200), (0.01, [1], 1),
+                                    (0.04, [1], 1), (0.06, [1, 1, 2], 12)):  # fmt: skip
+        worker, made = Kernels(job("kernel", "manual")), [0]
+
+        def call(stamps: Any, made: list[int] = made) -> None:
+            made[-1] += 1
+
+        worker.clock = SimpleNamespace(  # type: ignore[assignment]
+            start=lambda made=made: made.append(0),
+            stop=lambda made=made: made[-1],
+            ms=lambda _, n, made=made: 5.0 * n + 45.0 * (len(made) == 2),
+        )
+        assert worker.fill(call, seconds) == wanted
+        assert made[1:] == rounds
+    worker.clock = SimpleNamespace(start=int, stop=int, ms=lambda a, b: 1e-9)  # type: ignore[assignment]
+    assert worker.fill(lambda stamps: None, 1.0) == 1000
+
+
+def test_the_seconds_of_a_call_for_the_plan():
+    worker = Kernels(job("kernel", "manual"))
+    worker.clock = Ticks(1, 2, 4)
+    point = {"B": 1, "T": 4, "H": 2, "Hkv": 2, "D": 8, "window": None}
+    assert worker.round({**point, "warm_up": True})["call_s"] == pytest.approx(8e-3)
 
 
 def test_the_parts_of_an_attention_call_by_made_up_stamps():
@@ -609,6 +637,43 @@ def test_the_points_of_every_mode():
     for prompt in (94, 120):
         with pytest.raises(UserError, match=f"a prompt of {prompt} and 7 new tokens do not fit"):
             modes.points(asking("decode", prompts=(1, prompt), new_tokens=7))
+
+
+def test_who_is_measured_in_every_mode():
+    theirs = {"hf_eager": "hf=eager", "hf_sdpa": "hf=sdpa"}
+    flash = {"hf_flash_attention_2": "hf=flash_attention_2"}
+    bench = asking("train", baseline=("hf",))
+    assert bench.everyone() == {"sdpa": "", **theirs, **flash}
+    assert bench.everyone(("sdpa",)) == {"sdpa": "", "hf_sdpa": "hf=sdpa"}  # as decode asks
+    bench.hf = {"name": "x"}
+    assert bench.everyone() == {"sdpa": "hf=nanoattn:SDPA", **theirs}
+
+
+def test_a_text_is_the_likeliest(monkeypatch):
+    """Twice the same, and every token the largest logit of the model that is read whole."""
+    worker = decoding.Decoding(job("decode", "sdpa"))
+    drawn: list[Any] = []
+    stream = engine.stream
+    monkeypatch.setattr(
+        engine, "stream", lambda *a, **k: (drawn.append(t) or t for t in stream(*a, **k))
+    )
+    prompt = torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(3))
+    worker.who.write(prompt, 6, "dynamic")
+    text, model = prompt, worker.who.model
+    for tokens in drawn:
+        with torch.no_grad():
+            best = model(text)[0][:, -1].argmax(-1)
+        assert [*map(int, torch.as_tensor(tokens).flatten())] == best.tolist()
+        text = torch.cat((text, best[:, None]), dim=1)
+    assert len(drawn) == 6
+
+
+def test_a_roofline_elsewhere_is_of_the_model_that_train_has():
+    """On a CPU a run without a config is of a small model, but not where nothing runs here."""
+    assert load_config(["--device=cpu"]).settings.train.n_layer == 4
+    assert load_config(["--device=cpu", "--roofline=NVIDIA H200"]).settings.train.n_layer == 12
+    assert load_config(["--device=cpu"], "plan").settings.train.n_embd == 768
+    assert load_config(["--device=cpu", "--n_layer=3"]).settings.train.n_layer == 3
 
 
 def test_the_specs_that_backends_are_asked_for():

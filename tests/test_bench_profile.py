@@ -346,6 +346,24 @@ def test_the_part_that_a_name_tells(name, shapes, part):
     assert Owner([], config, TOKENS, compiled=True).by_name(name, shapes) == part
 
 
+def test_the_product_of_grouped_heads_is_a_linear_layers():
+    """C is 32, and two heads of 8 share a head of keys: q, k and v are 32 + 2 * 16 wide."""
+    owner = Owner([], GPTConfig(16, 80, 1, 4, 32, n_kv_head=2), 64, compiled=True)
+    assert owner.by_name("aten::mm", [[64, 32], [32, 64]]) == "linear"
+    assert owner.by_name("aten::mm", [[64, 32], [32, 96]]) is None
+    assert owner.by_name("triton_poi_fused_cat_3") == "attention"
+    assert owner.by_name("triton_poi_fused_scatter_3") == "head and loss"
+    assert owner.by_name("aten::_log_softmax_backward_data") == "head and loss"
+
+
+def test_a_profile_draws_tokens_of_a_vocabulary_that_16_bits_do_not_hold(monkeypatch):
+    worker = training.Training({**job(), "vocab_size": 70_000})
+    drawn: list[int] = []
+    monkeypatch.setattr(worker.who, "step", lambda x, y, n, mark: drawn.append(int(x.max())))
+    worker.profile(1)
+    assert 60_000 < max(drawn) < 2**16
+
+
 def test_sizes_that_would_do_for_two_parts_tell_nothing():
     config = GPTConfig(16, 4 * C, 2, 2, C)  # a vocabulary as wide as the MLP
     owner = Owner([], config, TOKENS, compiled=True)

@@ -193,6 +193,22 @@ def test_without_a_baseline_manual_tells_the_drift_and_is_said_to(tmp_path, caps
     assert "the machine's drift is not known in train" in out and "B slower" in out
 
 
+def test_the_noise_is_what_is_left_when_the_drift_is_divided_out(tmp_path, capsys):
+    """Every round half as fast or twice as fast, and sdpa a tenth faster in each: that is sure."""
+    clock = [1.0, 2.0, 0.5, 1.5, 0.7]
+
+    def made(ms: float) -> dict[str, Any]:
+        rival, mine = ([t * c for c in clock] for t in (80.0, ms))
+        return content([row("nanogpt", rival), row("sdpa", mine)])
+
+    a, b = made(50.0), made(45.0)
+    b["machine"]["packages"] = {"torch": "2.14.0"}
+    out = compare(tmp_path, a, b, capsys)
+    cells = [cell.strip() for cell in lines_of(out)["sdpa"].split("|")]
+    assert cells[5:8] == ["1.111", "0.0%", "B faster"]
+    assert "not only the code differs: versions" in out
+
+
 def test_two_qualify_records_are_compared_stage_by_stage(tmp_path, capsys):
     def whole(table: list[dict[str, Any]]) -> dict[str, Any]:
         made = content(table)
@@ -301,6 +317,16 @@ def test_a_row_that_is_noisy_or_missing_says_so():
     device = row("x", FAST, device_kernels=["flash_fwd_kernel<128>"])
     assert tables.kernel_names(device) == "flash_fwd_kernel<128>"
     assert tables.kernel_names(row("manual", FAST)) == "not fused"
+    points: Any = [{"B": 1, "P": n, "cache": "static"} for n in (8, 9)]
+    at = {"mode": "decode", "backend": "sdpa", "why": ["late", "x"]}
+    late = [{**at, "point": p, "status": status}
+            for status in ("skipped", "stopped", "unavailable") for p in points]  # fmt: skip
+    where = "decode B=1 P=8 cache=static; decode B=1 P=9 cache=static"
+    assert tables.missing(late)[1] == [
+        ["sdpa", f"skipped ({where})", "late; x"],
+        ["sdpa", f"stopped ({where})", "late; x"],
+        ["sdpa", "unavailable", "late; x"],
+    ]
 
 
 DECODE = row(
@@ -476,6 +502,8 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
 def test_the_pictures_of_a_record(tmp_path):
     records.write(tmp_path, content([*TRAIN, *KERNEL]))
     assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}
+    for lengths, names in ((KERNEL[:1], set()), (KERNEL[:3], {"length"})):
+        assert pictures.draw(content(lengths, "kernel")).keys() == names
     for file in tmp_path.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
 

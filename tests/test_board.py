@@ -298,6 +298,9 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "no backend and no baseline"),
         (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
         (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
+        (lambda c: row(c, "manual").update(backend="flex", device_kernels=["flash_fwd_kernel"]),
+         "train flex: the profiler saw another kernel than is named: flash_fwd_kernel"),
+        (lambda c: on_a_gpu(c)["machine"].update(peak_tflops=990.0), ", the sparse one; datasheet"),
         (lambda c: row(on_a_gpu(c), "manual", "kernel").update(backend="flash_attn_2"),
          "kernel flash_attn_2 B=1 T=16 H=2 Hkv=2 D=16: the profiler saw no kernel"),
         (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
@@ -500,6 +503,33 @@ def test_a_line_of_the_board_says_how_many_sequences_a_step_had(content: Content
     for r in content["rows"]:
         r["batch_size"] = 7
     assert tokens_and_sequences() == {("32", "7", "no")}
+
+
+def test_the_columns_of_the_board(content: Content, converged: Content) -> None:
+    """Every cell of a line, and the quickest first where the work and the machine are the same."""
+    found = board.board({"a": content, "b": converged})[0]
+    here, dates = content["machine"]["about"], (content["date"][:10], converged["date"][:10])
+    tables_ = {title: dict(zip(made[0], zip(*made[1]), strict=True))
+               for title, by in found.items() for made in by.values()}  # fmt: skip
+    train, kernel = tables_["Training steps"], tables_["Attention alone, forward and backward"]
+    assert list(train) == ["tokens", "sequences", "compiled", "machine", "kernel", "tok/s",
+                           "ms/step", "quartiles", "mfu", "causal", "peak", "error", "record",
+                           "date"]  # fmt: skip
+    assert list(kernel) == ["tokens", "sequences", "machine", "kernel", "TFLOP/s", "of peak",
+                            "both ms", "quartiles", "peak", "error", "record", "date"]  # fmt: skip
+    final = tables_["Final losses beside the baseline's"]
+    assert list(final)[:7] == ["tokens", "sequences", "machine", "kernel", "final loss", "off",
+                               "verdict"]  # fmt: skip
+    names = {name: row(content, name)["ms"] for name in ("manual", "sdpa", "sdpa_math")}
+    quickest = sorted(names, key=names.__getitem__)
+    assert [seen.partition(":")[0] for seen in train["kernel"]] == quickest
+    assert set(train["tokens"]) == {"32"} and set(train["sequences"]) == {"4"}
+    for title, made in (("train", train), ("converge", final)):
+        assert set(made["machine"]) == {here} and set(made["peak"]) == {"given"}, title
+    assert set(train["date"]) == {f"[{dates[0]}](../bench/records/a/README.md)"}
+    assert set(kernel["tokens"]) == {"16", "32"} and set(kernel["sequences"]) == {"1", "2"}
+    content["rows"].reverse()
+    assert board.board({"a": content, "b": converged})[0] == found
 
 
 def test_what_was_refused_or_failed_is_on_the_board(content: Content) -> None:

@@ -300,6 +300,30 @@ def test_the_dtypes_of_the_proof(device, first, dtypes, monkeypatch) -> None:
     assert said == ["sdpa: 1 right, 0 wrong, 2 refused, 3 not reached"]
 
 
+def test_the_newest_record_is_gone_on_with(tmp_path) -> None:
+    shared = {"source_sha256": "a", "vocab_size": 64, "machine": {"kind": "cpu", "about": "x"}}
+    for day in ("2026-01-01", "2026-03-01", "2026-02-01"):
+        stages = [{"name": day, "status": "done", "record": {}}]
+        made = {**shared, "format": records.FORMAT, "mode": "qualify", "stages": stages}
+        records.write(tmp_path / f"{day}_cpu_x", made, whole=False)
+    folder, stages = qualify.earlier(tmp_path / "2026-04-01_cpu_x", shared)
+    assert folder.name == "2026-03-01_cpu_x" and stages[0]["name"] == "2026-03-01"
+    for edit, says in (({"vocab_size": 65}, "with another vocabulary"),
+                       ({"machine": {"kind": "cuda"}}, "is of x")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            qualify.earlier(tmp_path / "2026-04-01_cpu_x", shared | edit)
+
+
+def test_a_run_fails_where_a_kernel_is_wrong_or_nothing_was_done() -> None:
+    def failed(wrong: int, *statuses: str) -> bool:
+        stages = [{"name": str(i), "status": s, "record": {}} for i, s in enumerate(statuses)]
+        proof = {"name": "proof", "status": "cut", "record": {"rows": [{"wrong": wrong}]}}
+        return qualify.failed({"stages": [*stages, proof]})
+
+    assert not failed(0, "done", "failed", "skipped") and not failed(0, "done")
+    assert failed(1, "done") and failed(0, "cut", "skipped")
+
+
 def test_the_quickest_backends_come_first() -> None:
     def row(name: str, ms: float, T: int = 1024, D: int = 64, status: str = "ok") -> Any:
         return {"backend": name, "ms": ms, "point": {"T": T, "D": D}, "status": status}
