@@ -395,6 +395,19 @@ def test_every_cell_of_a_profile():
         {"part": "the step", "ms": "10", "share": "100.0%", "roofline ms": "2.5", "times": "4",
          "over ms": "7.5", "limit": "", "mostly": ""},
     ]  # fmt: skip
+    found |= {"by": "modules", "seen_ms": 12.345, "plain_ms": 10.0}
+    part = "One of 3 micro-batches, and the update,"
+    for of, whole in (
+        ({}, "A step"),
+        ({"micro_batches": 1}, "A step"),
+        ({"micro_batches": 3}, part),
+    ):
+        made = content([row("a", FAST, profile=found | of)])
+        assert [title for title, _ in records.sections(made)] == [
+            "Training steps",
+            f"{whole} of a by its parts, which are told by modules "
+            "(12.35 ms under the profiler, 10 without)",
+        ]
     said = content([row("sdpa", FAST, profile=found)])["answers"]
     (told,) = [text for text in said if text.startswith("Profile: ")]
     assert told == (
