@@ -546,12 +546,14 @@ def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
     assert not asked and worker.process.returncode is not None
 
 
-def test_a_baseline_may_be_given_more_than_once(tmp_path):
+def test_a_baseline_may_be_given_more_than_once(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
     assert list(candidates.parse(config.baseline)) == [
         "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
     ]  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert candidates.parse(("nanogpt=~",)) == {"nanogpt": f"nanogpt={tmp_path / 'model.py'}"}
 
 
 def test_all_leaves_out_what_only_the_interpreter_runs(monkeypatch):
@@ -563,6 +565,8 @@ def test_all_leaves_out_what_only_the_interpreter_runs(monkeypatch):
     assert "slow" not in chosen and "interpreter" in left_out["slow"]
     assert set(chosen) | set(left_out) == set(attention.BACKENDS)
     assert "slow" in config_.names(config, "cuda")[0]
+    chosen, left_out = config_.names(replace(config, backends=("triton", "all")), "cpu")
+    assert chosen[0] == "triton" and set(left_out) == {"slow"}  # it was named
     one, _ = config_.names(replace(config, train=TrainConfig(attention_backend="sdpa")), "cpu")
     assert one == ["sdpa"]
 
@@ -872,6 +876,10 @@ def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_no_figure():
+    training.finite(torch.tensor(1e30))
+    for loss in (math.inf, -math.inf, math.nan):
+        with pytest.raises(FloatingPointError, match=f"the loss became {loss}"):
+            training.finite(torch.tensor(loss))
     worker = training.Training(job("train", "manual"))
     worker.warm_up({"warm_up_steps": 1})
     with torch.no_grad():

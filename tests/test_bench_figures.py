@@ -290,6 +290,22 @@ def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
         worker.fits(3)
 
 
+def test_a_kernel_is_asked_for_in_the_dtype_of_the_run(monkeypatch):
+    worker = Kernels(job("kernel", "manual", dtype="bfloat16"))
+    asked: list[Any] = []
+    attend = attention.get("manual").attend
+
+    def noted(q: Any, k: Any, v: Any, spec: Any) -> Any:
+        asked.append((spec, q.dtype, k.dtype, v.dtype))
+        return attend(q, k, v, spec)
+
+    monkeypatch.setattr(attention, "get", lambda name: SimpleNamespace(attend=noted))
+    point = {"B": 1, "T": 4, "H": 4, "Hkv": 2, "D": 8, "window": 3}
+    worker.round({**point, "seconds": 1e-9})
+    spec = Spec(4, 2, 8, "bfloat16", window=3, hub_kernels=worker.config.attention_hub_kernels)
+    assert set(asked) == {(spec, *[torch.bfloat16] * 3)}
+
+
 def test_the_calls_that_fill_a_round(monkeypatch):
     """Of one, two, four... calls until a tenth of the time is over; 5 ms each, the first 50."""
     for seconds, rounds, wanted in ((1.0, [1, 1, 2, 4, 8, 16, 32], 200), (0.01, [1], 1),
@@ -449,8 +465,8 @@ def test_a_pipe_in_a_cell_begins_no_column():
 def test_sizes_and_rates_as_people_read_them():
     assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
         "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
-    assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 1234.4)] == [
-        "-", "0.691", "4.51", "99.9", "1,234"]  # fmt: skip
+    assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 999.0, 1000, 1234.4)] == [
+        "-", "0.691", "4.51", "99.9", "999", "1,000", "1,234"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

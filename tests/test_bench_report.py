@@ -128,6 +128,12 @@ def test_agreement_names_who_disagrees():
     assert fine.startswith("Agreement: all agree")
     wrong = [*KERNEL, attention_row("flex", 128, 1.0, error_grad=1e-2)]
     said = content(wrong, "kernel", dtype="float32")["answers"][-1]
+    # manual's own error twice, in the gradients three times, and 32 roundings of the dtype
+    for dtype, eps in (("float32", 2.0**-23), ("bfloat16", 2.0**-7), ("float16", 2.0**-10)):
+        for name, most in (("error_out", 2 * 3e-7), ("error_grad", 3 * 9e-7)):
+            for times, judged in ((0.999, "all agree"), (1.001, "flex is WRONG")):
+                one = attention_row("flex", 128, 1.0, **{name: times * (most + 32 * eps)})
+                assert judged in content([*KERNEL, one], "kernel", dtype=dtype)["answers"][-1]
     assert "flex is WRONG against float64 (error_grad 1.0e-02 at 128 tokens)" in said
 
 

@@ -185,6 +185,13 @@ def no_canary(c: Content) -> None:
     del row(c, "sdpa")["proof"]["canary"]
 
 
+def another_machine(c: Content) -> None:
+    for one in row(c, "sdpa")["rounds"]:
+        one["machine"] = "a faster CPU, 64 threads, run 0"
+    c["rows"] = [row(c, "sdpa")]
+    seal(c)
+
+
 def two_machines(c: Content) -> None:
     row(c, "sdpa")["rounds"][1]["machine"] = "a faster CPU, 64 threads, run 0"
     seal(c)
@@ -211,6 +218,7 @@ LIES: list[tuple[Callable[[Content], None], str]] = [
     (another_head_dim, "it is filed under D=32, and a round ran D=16"),
     (no_canary, "train sdpa: the canary is absent"),
     (two_machines, "its rounds are from two machines or runs: "),
+    (another_machine, "its rounds are from a faster CPU, 64 threads, run 0, and the record names"),
     (typed_by_hand, "train sdpa: mfu is 0.6, but its rounds and sizes give"),
     (a_round_edited, "the hash of the raw rounds is not that of its rounds"),
 ]
@@ -471,10 +479,13 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     typed_by_hand(content)
     records.write(board.FOLDER / "mine", content, whole=False)
     (board.FOLDER / "empty").mkdir()
+    (board.FOLDER / "list").mkdir()
+    (board.FOLDER / "list" / "record.json").write_text("[]", encoding="utf-8")
     assert board.main([]) == 1  # and nothing is written
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0].startswith("empty: it has no record.json")
-    assert told[1].startswith("mine: train sdpa: mfu is 0.6")
+    assert len(told) == 3 and told[0].startswith("empty: it has no record.json")
+    assert told[1].startswith("list: it has no record.json that can be read (no object)")
+    assert told[2].startswith("mine: train sdpa: mfu is 0.6")
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
@@ -502,7 +513,8 @@ def test_a_line_of_the_board_says_how_many_sequences_a_step_had(content: Content
     content["settings"]["batch_size"] = "auto"
     for r in content["rows"]:
         r["batch_size"] = 7
-    assert tokens_and_sequences() == {("32", "7", "no")}
+        r["compiled"] = True  # as the worker found, whatever the settings leave open
+    assert tokens_and_sequences() == {("32", "7", "yes")}
 
 
 def test_the_columns_of_the_board(content: Content, converged: Content) -> None:

@@ -92,10 +92,13 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
 
 def test_the_first_look_at_the_machine_counts_for_its_stage(tmp_path, quick, monkeypatch) -> None:
     made = {"name": "machine", "status": "done", "why": "", "record": {}, "seconds": 100.0}
-    monkeypatch.setattr(qualify, "attempt", lambda *how: made)
-    run(*TINY, "--stages=1", f"--records_dir={tmp_path}")
-    (stage,) = read(tmp_path)["stages"]
+    monkeypatch.setattr(qualify, "attempt", lambda name, *how: {**made, "name": name, "record": {}})
+    run(*TINY, f"--records_dir={tmp_path}")
+    whole = read(tmp_path)
+    stage, *others = whole["stages"]
     assert 100.0 < stage["seconds"] < 400 and isinstance(stage["record"]["busy"], list)
+    assert [s["seconds"] for s in others] == [100.0] * 5
+    assert whole["complete"] and "incomplete" not in whole  # as it was after each stage but this
 
 
 def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
@@ -353,7 +356,9 @@ def test_the_model_is_one_that_fits() -> None:
     large = qualify.settled(config, (), True, 140e9)
     assert (large.batch_size, large.train.n_embd, large.train.block_size) == (64, 768, 1024)
     assert large.train.gradient_accumulation_steps == 1
-    assert qualify.settled(config, (), True, 24e9).batch_size == 16
+    half = {80e9: 64, 70e9: 64, 69e9: 32, 38e9: 32, 37e9: 16, 22e9: 16, 21e9: 8, 14e9: 8, 13e9: 4,
+            7e9: 4}  # fmt: skip
+    assert {free: qualify.settled(config, (), True, free).batch_size for free in half} == half
     tiny = qualify.settled(config, (), True, 2e9)
     assert tiny.train.n_embd == 256 and tiny.train.vocab_size == 1024
     assert qualify.settled(config, ("batch_size",), True, 140e9) is config
@@ -406,6 +411,36 @@ def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
     broken = rows["breaks"]
     assert broken["wrong"] and "illegal memory access" in broken["failures"][0]["why"]
     assert len(Judge.made) == broken["wrong"] + 1 and all(w.closed for w in Judge.made)
+
+
+def test_equally_slow_backends_take_turns(monkeypatch) -> None:
+    monkeypatch.setattr(proof, "time", SimpleNamespace(monotonic=lambda: Judge.clock))
+    monkeypatch.setattr(proof, "Worker", Judge)
+    items = [{"what": str(i), "feature": "x", "dtype": "float32"} for i in range(3)]
+    monkeypatch.setattr(proof, "items", lambda dtypes: items)
+    asked: list[str] = []
+    bench = replace(bench_of(backends="a b"), watch=lambda what: asked.append(what.split()[1]))
+    made = proof.prove(bench, ["float32"])
+    assert asked == ["a,", "b,"] * 3
+    assert [(row["right"], row["seconds"]) for row in made] == [(3, 3.0)] * 2
+
+
+def test_the_answers_of_the_grid_are_of_all_lengths_together(monkeypatch) -> None:
+    """Though a call has fewer sequences where they are longer."""
+
+    def row(name: str, B: int, T: int, ms: float) -> dict[str, Any]:
+        point = {"B": B, "T": T, "H": 32, "Hkv": 32, "D": 64, "window": None}
+        return {"mode": "kernel", "backend": name, "point": point, "status": "ok", "ms": ms,
+                "rounds": [{"ms": ms}, {"ms": ms}]}  # fmt: skip
+
+    table = [row("sdpa", 16, 1024, 1.0), row("triton", 16, 1024, 2.0), row("sdpa", 4, 4096, 9.0),
+             row("triton", 4, 4096, 5.0)]  # fmt: skip
+    monkeypatch.setattr(qualify.modes, "kernel", lambda bench: table)
+    made = qualify.kernels(bench_of(), 1e6)
+    assert made["answers"] == [
+        "Fastest: kernel D=64: sdpa from 1,024 tokens on, then triton from 4,096 tokens on"
+    ]
+    assert made["rows"] == table and made["left_out"] == []
 
 
 def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
