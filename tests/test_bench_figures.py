@@ -251,6 +251,8 @@ def test_the_parts_of_a_step_by_made_up_stamps():
     assert found["forward_ms"] == pytest.approx(2 + 8)  # from "forward" to "backward"
     assert found["backward_ms"] == pytest.approx(4 + 16)
     assert found["optimizer_ms"] == pytest.approx(32)
+    N = 64 * 32 + 12 * 32 * 32 + 3 * 32  # one layer, and the gains of its norms
+    assert found["shape"] == {"B": 2 * 4, "T": 16, "parameters": N}
 
 
 def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
