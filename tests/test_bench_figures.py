@@ -726,6 +726,30 @@ def test_a_worker_is_told_all_that_it_needs():
     assert [mode for mode, wanted in wants.items() if wanted] == ["decode", "qualify"]
 
 
+def test_the_memory_that_workers_may_have(monkeypatch):
+    """A worker what was given, or 70 % of what is free; all together nine tenths of the limit."""
+    asked: list[Any] = []
+
+    def begin(*told: Any, **more: Any) -> None:
+        asked.append(told[5])
+        raise Failure("failed", ["enough"])
+
+    monkeypatch.setattr(bench_mfu, "Bench", begin)
+    monkeypatch.setattr(bench_mfu, "free_memory", lambda device: 10**10)
+    for more in ([], ["--memory_gb=2"]):
+        with pytest.raises(Failure, match="enough"):
+            bench_mfu.main(["--device=cpu", "--backends=sdpa", *more])
+    assert asked == [7 * 10**9, 2 * 10**9]
+    how: dict[str, Any] = {}
+    monkeypatch.setattr("bench.bench.measure", lambda *a, **more: (how.update(more), False))
+    for device, ahead in (("cpu", False), ("cuda:0", True)):
+        bench = asking("train", device, timeout=77.0)
+        bench.machine |= {"memory_limit": 1000, "looked_again": True}
+        assert bench.measure({}, {}, {}, lambda *pair: {}) == []
+        assert (how["budget"], how["ahead"], how["timeout"]) == (900, ahead, 77.0)
+        assert how["fresh"] is None and how["stop"] is bench.stop
+
+
 def test_a_record_says_what_is_missing_in_it():
     bench = asking("train", rounds=2)
     ok: dict[str, Any] = {"status": "ok", "mode": "train", "backend": "a", "point": {}, "ms": 1.0,
