@@ -320,5 +320,12 @@ def _convergence(part: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: its final loss does not follow from its losses"
         if not same(off := row["final_loss"] / base["final_loss"] - 1, row["difference"]):
             yield f"{name}: its final loss is {off:+.2%} off, not {row['difference']:+.2%}"
+        saved = {"time_saved": "ms", "memory_saved": "memory_bytes"}
+        again = {what: 1 - row[of] / base[of] for what, of in saved.items() if what in row}
+        if "seed_noise" in row:
+            again["seed_noise"] = statistics.stdev(base["final_losses"])
+        for what, value in again.items():
+            if not same(row[what], value):
+                yield f"{name}: {what} is {row[what]}, but its figures give {value}"
         if row is not base and not abs(off) <= most:
             yield f"{name} did not converge: {off:+.2%} off, {most:.2%} is allowed"

@@ -519,12 +519,41 @@ def test_a_mistake_is_told_in_one_sentence(argv, says, monkeypatch):
     assert says in str(told.value) and "\n" not in str(told.value)
 
 
-def test_a_baseline_may_be_given_more_than_once(tmp_path):
+def test_a_config_file_may_come_first(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(bench_mfu, "run", lambda *how: seen.append(how) or 0)
+    for argv, mode in (([], "train"), (["config/train_gpt2.py", "--rounds=1"], "train"),
+                       (["kernel", "x.py"], "kernel"), (["--profile"], "train")):  # fmt: skip
+        assert bench_mfu.main(argv) == 0
+        assert seen.pop() == (mode, [a for a in argv if a != "kernel"])
+    with pytest.raises(UserError, match="unknown mode 'trian'; the modes are train, kernel, decod"):
+        bench_mfu.main(["trian"])
+
+
+def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(process.time, "perf_counter", lambda: float(next(clock)))
+    script = "input(); print('{\"ok\": {}}', flush=True); input()"
+    worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", script))
+    assert worker.begin({}).setup_s == 1.0 and worker.about == {}
+    worker.close()
+    over = process.Stop(deadline=time.monotonic() - 1)
+    worker = process.Worker(60.0, over, (sys.executable, "-IS", "-c", script))
+    asked: list[Any] = []
+    monkeypatch.setattr(worker, "ask", asked.append)
+    with pytest.raises(Failure, match="its time was over"):
+        worker.begin({})
+    assert not asked and worker.process.returncode is not None
+
+
+def test_a_baseline_may_be_given_more_than_once(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
     assert list(candidates.parse(config.baseline)) == [
         "nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2",
     ]  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert candidates.parse(("nanogpt=~",)) == {"nanogpt": f"nanogpt={tmp_path / 'model.py'}"}
 
 
 def test_all_leaves_out_what_only_the_interpreter_runs(monkeypatch):
@@ -536,6 +565,8 @@ def test_all_leaves_out_what_only_the_interpreter_runs(monkeypatch):
     assert "slow" not in chosen and "interpreter" in left_out["slow"]
     assert set(chosen) | set(left_out) == set(attention.BACKENDS)
     assert "slow" in config_.names(config, "cuda")[0]
+    chosen, left_out = config_.names(replace(config, backends=("triton", "all")), "cpu")
+    assert chosen[0] == "triton" and set(left_out) == {"slow"}  # it was named
     one, _ = config_.names(replace(config, train=TrainConfig(attention_backend="sdpa")), "cpu")
     assert one == ["sdpa"]
 
@@ -577,7 +608,7 @@ for line in sys.stdin:
     key = [job["name"], request.get("at")]
     note(("warm" if request.get("warm_up") else "round") + request.get("at", ""))
     if key == job.get("dies"):
-        print("the last words", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
+        print("first\\nthe last words\\n ", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
     elif key == job.get("fails"): say(failed="RuntimeError: no", broken=job.get("broken", False))
     elif key == job.get("hangs"): sys.stdin.read()
     else: say(ok={"ms": 1.0, "held_bytes": 100, "peak_bytes": 150})
@@ -617,8 +648,16 @@ def test_rounds_are_interleaved_and_each_job_has_one_process(stub):
     assert all(len(o.rounds) == 2 and o.failure is None for o in outcomes.values())
 
 
-def test_fresh_rounds_have_new_processes(stub):
+def test_fresh_rounds_have_new_processes(stub, monkeypatch):
+    took, begin = itertools.count(1), process.Worker.begin
+
+    def timed(self: process.Worker, job: Any) -> process.Worker:
+        begin(self, job).setup_s = float(next(took))
+        return self
+
+    monkeypatch.setattr(process.Worker, "begin", timed)
     outcomes, fresh, notes = stub(names="ab", fresh=True)
+    assert [o.setup_s for o in outcomes.values()] == [1, 2]  # of the first, which found no cache
     assert fresh and len({n.split()[2] for n in notes}) == 2 * 3
     did = [" ".join(n.split()[:2]) for n in notes]
     assert did[-3:] == ["b start", "b warm", "b round"]
@@ -837,6 +876,10 @@ def test_converge_takes_the_batches_and_the_learning_rates_of_train(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_no_figure():
+    training.finite(torch.tensor(1e30))
+    for loss in (math.inf, -math.inf, math.nan):
+        with pytest.raises(FloatingPointError, match=f"the loss became {loss}"):
+            training.finite(torch.tensor(loss))
     worker = training.Training(job("train", "manual"))
     worker.warm_up({"warm_up_steps": 1})
     with torch.no_grad():

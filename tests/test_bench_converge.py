@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_the_verdict_of_one_seed_is_the_tolerance_both_ways():
     assert judged([2.0], [2.019], tolerance=0.01) == ("ok", True)
     assert judged([2.0], [2.021], tolerance=0.01) == ("FAIL", False)
     assert judged([2.0], [1.979], tolerance=0.01) == ("FAIL", False)
+
+
+def test_the_losses_that_are_kept_are_the_first_seeds():
+    """And the final ones of every seed: each the mean of its last tenth."""
+    parts = [[float(10 * part + i) for i in range(10)] for part in range(4)]  # two seeds of 20
+    table = [{"backend": "manual", "status": "ok", "ms": 1.0,
+              "rounds": [{"ms": 1.0, "losses": part} for part in parts]}]  # fmt: skip
+    assert rows.of_convergence(table, "manual", 0.01, seeds=2)
+    (row,) = table
+    assert row["losses"] == [*map(float, range(20))]
+    assert row["final_losses"] == [18.5, 38.5] and row["final_loss"] == 28.5
+    assert row["seed_noise"] == pytest.approx(math.sqrt(2 * 10**2))
+    assert row["rounds"] == [{"ms": 1.0}] * 4 and row["verdict"] == "baseline"
 
 
 def test_what_a_backend_saves():

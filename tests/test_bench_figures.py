@@ -7,19 +7,28 @@ and files, by the code that computes it in a run.
 from __future__ import annotations
 
 import json
+import math
+import pickle
+import platform
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from test_bench import job
 
+import attention
 import bench_mfu
+from attention import Spec
 from bench import (
     against_nanogpt,
+    candidates,
     compare,
     decoding,
+    kernels,
     machine,
     modes,
     records,
@@ -28,12 +37,15 @@ from bench import (
     training,
 )  # fmt: skip
 from bench.bench import Bench
-from bench.config import BenchConfig
+from bench.config import BenchConfig, load_config
 from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
+from core import runtime
 from core.flops import Peak
-from model import GPTConfig
+from core.settings import UserError
+from inference import engine
+from model import GPT, GPTConfig
 from train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -239,6 +251,8 @@ def test_the_parts_of_a_step_by_made_up_stamps():
     assert found["forward_ms"] == pytest.approx(2 + 8)  # from "forward" to "backward"
     assert found["backward_ms"] == pytest.approx(4 + 16)
     assert found["optimizer_ms"] == pytest.approx(32)
+    N = 64 * 32 + 12 * 32 * 32 + 3 * 32  # one layer, and the gains of its norms
+    assert found["shape"] == {"B": 2 * 4, "T": 16, "parameters": N}
 
 
 def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
@@ -251,17 +265,81 @@ def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
     assert asked == [5, 3, 1]
 
 
-def test_the_seconds_of_a_step_that_fits():
+def test_what_a_worker_tells_of_its_training(monkeypatch):
+    """The dtype that was taken, not the one that was asked for; the memory before the model."""
+    held = iter(range(100, 200))
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: next(held) + 1000 * peak)
+    told = job("train", "manual", dtype="auto")
+    about = training.Training(told).about
+    assert about == {
+        "title": attention.get("manual").title, "compiled": False, "base_bytes": 100,
+        "dtype": runtime.dtype_name(Job(told).setup.dtype),
+    }  # fmt: skip
+
+
+def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
     worker = training.Training(job("train", "manual"))
     worker.clock = Ticks(1)
-    assert worker.fits(2)["seconds"] == pytest.approx(0.001)  # one stop
+    did: list[Any] = []
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: 100 if peak else 1)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    monkeypatch.setattr(worker, "step", lambda x, y: did.append(len(x)) or torch.ones(()))
+    found = worker.fits(3)
+    assert found["seconds"] == pytest.approx(0.001)  # one stop
+    assert found["peak_bytes"] == 100 and did == [1, "reset", 3]
+    monkeypatch.setattr(worker, "step", lambda x, y: torch.tensor(math.nan))
+    with pytest.raises(FloatingPointError):
+        worker.fits(3)
+
+
+def test_a_kernel_is_asked_for_in_the_dtype_of_the_run(monkeypatch):
+    worker = Kernels(job("kernel", "manual", dtype="bfloat16"))
+    asked: list[Any] = []
+    attend = attention.get("manual").attend
+
+    def noted(q: Any, k: Any, v: Any, spec: Any) -> Any:
+        asked.append((spec, q.dtype, k.dtype, v.dtype))
+        return attend(q, k, v, spec)
+
+    monkeypatch.setattr(attention, "get", lambda name: SimpleNamespace(attend=noted))
+    point = {"B": 1, "T": 4, "H": 4, "Hkv": 2, "D": 8, "window": 3}
+    worker.round({**point, "seconds": 1e-9})
+    spec = Spec(4, 2, 8, "bfloat16", window=3, hub_kernels=worker.config.attention_hub_kernels)
+    assert set(asked) == {(spec, *[torch.bfloat16] * 3)}
+
+
+def test_the_calls_that_fill_a_round(monkeypatch):
+    """Of one, two, four... calls until a tenth of the time is over; 5 ms each, the first 50."""
+    for seconds, rounds, wanted in ((1.0, [1, 1, 2, 4, 8, 16, 32], 200), (0.01, [1], 1),
+                                    (0.04, [1], 1), (0.06, [1, 1, 2], 12)):  # fmt: skip
+        worker, made = Kernels(job("kernel", "manual")), [0]
+
+        def call(stamps: Any, made: list[int] = made) -> None:
+            made[-1] += 1
+
+        worker.clock = SimpleNamespace(  # type: ignore[assignment]
+            start=lambda made=made: made.append(0),
+            stop=lambda made=made: made[-1],
+            ms=lambda _, n, made=made: 5.0 * n + 45.0 * (len(made) == 2),
+        )
+        assert worker.fill(call, seconds) == wanted
+        assert made[1:] == rounds
+    worker.clock = SimpleNamespace(start=int, stop=int, ms=lambda a, b: 1e-9)  # type: ignore[assignment]
+    assert worker.fill(lambda stamps: None, 1.0) == 1000
+
+
+def test_the_seconds_of_a_call_for_the_plan():
+    worker = Kernels(job("kernel", "manual"))
+    worker.clock = Ticks(1, 2, 4)
+    point = {"B": 1, "T": 4, "H": 2, "Hkv": 2, "D": 8, "window": None}
+    assert worker.round({**point, "warm_up": True})["call_s"] == pytest.approx(8e-3)
 
 
 def test_the_parts_of_an_attention_call_by_made_up_stamps():
-    kernels = Kernels(job("kernel", "manual"))
-    kernels.clock = Ticks(1, 2, 4)  # until a call, its forward, its backward
+    worker = Kernels(job("kernel", "manual"))
+    worker.clock = Ticks(1, 2, 4)  # until a call, its forward, its backward
     point = {"B": 1, "T": 4, "H": 2, "Hkv": 2, "D": 8, "window": None}
-    found = kernels.round({**point, "seconds": 0.028})  # a call takes 8 ms, its stop included
+    found = worker.round({**point, "seconds": 0.028})  # a call takes 8 ms, its stop included
     assert found["calls"] == round(28 / 8)
     assert found["ms"] == pytest.approx((found["calls"] * 7 + 1) / found["calls"])
     assert found["forward_ms"] == pytest.approx(2)
@@ -389,8 +467,8 @@ def test_a_pipe_in_a_cell_begins_no_column():
 def test_sizes_and_rates_as_people_read_them():
     assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
         "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
-    assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 1234.4)] == [
-        "-", "0.691", "4.51", "99.9", "1,234"]  # fmt: skip
+    assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 999.0, 1000, 1234.4)] == [
+        "-", "0.691", "4.51", "99.9", "999", "1,000", "1,234"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -472,6 +550,372 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
     assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+
+
+@pytest.mark.parametrize(
+    "size, sizes, steps",
+    [("a", (4, 4, 128, 64, 12, "shakespeare_char"), 400),
+     ("b", (6, 6, 384, 256, 16, "shakespeare_char"), 15),
+     ("c", (12, 12, 768, 512, 2, "shakespeare"), 6)],
+)  # fmt: skip
+def test_both_loops_are_told_the_same_sizes(size, sizes, steps):
+    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
+    want = dict(zip(names, map(str, sizes), strict=True)) | {
+        "max_iters": str(3 + steps), "compile": "True", "device": "cpu", "dropout": "0.0",
+        "bias": "False", "gradient_accumulation_steps": "1", "warmup_iters": "10",
+        "eval_interval": "1000000", "eval_iters": "1", "log_interval": "1",
+    }  # fmt: skip
+    words = against_nanogpt.settings(size, against_nanogpt.BenchConfig(compile=True))
+    assert dict(word[2:].split("=") for word in words) == want and len(words) == len(want)
+
+
+def test_the_loops_run_in_turn_and_every_pair_is_in_the_table(monkeypatch, capsys):
+    asked: list[str] = []
+
+    def loop(name: str, *seconds: float) -> Any:
+        each = {"a": iter(seconds), "b": iter(seconds)}
+
+        def run(size: str, config: Any, work: Path) -> tuple[float, int]:
+            asked.append(name + size)
+            return next(each[size]), 10**9
+
+        return run
+
+    monkeypatch.setattr(against_nanogpt, "ours", loop("ours ", 0.1, 0.2))
+    monkeypatch.setattr(against_nanogpt, "theirs", loop("theirs ", 0.2, 0.2))
+    monkeypatch.setattr(against_nanogpt, "prepare", lambda config, work: asked.append("prepare"))
+    monkeypatch.setattr(against_nanogpt.sys, "argv", ["x", "--sizes=ab", "--rounds=2"])
+    assert against_nanogpt.main() == 0
+    assert asked == ["prepare", *["ours a", "theirs a", "ours b", "theirs b"] * 2]
+    out = capsys.readouterr().out
+    assert "2 rounds, ours in float32, not compiled" in out
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    assert lines[0] == ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)",
+                        "nanoGPT GB", "ours GB"]  # fmt: skip
+    assert lines[2] == ["4 layers, 128 wide, block 64, batch 12", "3,840", "5,760",
+                        "**1.50** (1.00 to 2.00)", "1.00", "1.00"]  # fmt: skip
+    assert lines[3][:2] == ["6 layers, 384 wide, block 256, batch 16", "20,480"]
+
+
+def test_the_data_for_both_loops(tmp_path, monkeypatch):
+    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path / "theirs"), sizes="ac")
+    (tmp_path / "work").mkdir()
+    files(tmp_path / "theirs", train__py="", model__py="")
+    with pytest.raises(UserError, match=r"theirs is no checkout of nanoGPT: it has no configurat"):
+        against_nanogpt.prepare(config, tmp_path / "work")
+    files(tmp_path / "theirs", configurator__py="theirs")
+
+    def prepare(command: list[str], cwd: Path) -> None:
+        *_, dataset, folder = command
+        size = 65 if dataset == "shakespeare_char" else 50304
+        files(Path(folder.removeprefix("--out_dir=")), meta__json=json.dumps({"vocab_size": size}))
+
+    monkeypatch.setattr(against_nanogpt, "run", prepare)
+    against_nanogpt.prepare(config, tmp_path / "work")
+    work = tmp_path / "work"
+    assert (work / "configurator.py").read_text(encoding="utf-8") == "theirs"
+    char, bpe = (work / "data" / name for name in ("shakespeare_char", "shakespeare"))
+    assert pickle.loads((char / "meta.pkl").read_bytes()) == {"vocab_size": 65}
+    assert (bpe / "meta.json").exists() and not (bpe / "meta.pkl").exists()
+
+
+# ----------------------------------------------------------------------------- what is asked
+
+
+def asking(mode: str, device: str = "cpu", **config: Any) -> Bench:
+    """A run that is not begun, of a model with 4 heads for 2 of keys, and a window."""
+    model: Any = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "block_size": 100,
+                  "attention_window": 32, "dropout": 0.1, "batch_size": 3}  # fmt: skip
+    train = TrainConfig(**model)
+    here = {"peak_tflops": 1.0, "peak_source": "given", "peak_measured": False}
+    config = {"batch_size": 3, **config}
+    return Bench(mode, BenchConfig(train=train, **config), device, 64, ["sdpa"], None, print, here)
+
+
+def test_the_points_of_every_mode():
+    def lengths(bench: Bench) -> list[Any]:
+        found = modes.points(bench)
+        assert all((p["H"], p["Hkv"], p["D"]) == (4, 2, 16) for p in found)
+        return [(p["B"], p["T"], p["window"]) for p in found]
+
+    assert modes.points(asking("train", sweep=False)) == modes.points(asking("converge")) == []
+    here = [(1, 128, 32), (1, 512, 32), (1, 2048, 32), (4, 128, 32), (4, 512, 32)]
+    assert lengths(asking("kernel")) == lengths(asking("train")) == here
+    many = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    want = [(1, T, 32) for T in many] + [(8, T, 32) for T in many[:4]]
+    assert lengths(asking("kernel", "cuda")) == want
+    assert lengths(asking("train", "cuda:0")) == [(1, T, 32) for T in (1024, 4096, 16384)]
+    given: Any = {"lengths": (32, 16), "batch_sizes": (2, 1), "windows": (8, None)}
+    want = [(B, T, window) for B in (2, 1) for T in (32, 16) for window in (8, None)]
+    assert lengths(asking("kernel", **given)) == want
+    some = asking("decode", prompts=(5, 9), kv_caches=("none", "paged"), new_tokens=7)
+    assert modes.points(some) == [
+        {"B": B, "P": P, "cache": cache, "new_tokens": 7}
+        for B in (1, 4) for P in (5, 9) for cache in ("none", "paged")
+    ]  # fmt: skip
+    assert [p["B"] for p in modes.points(asking("decode", "cuda", new_tokens=7))[::4]] == [1, 8]
+    modes.points(asking("decode", prompts=(1, 93), new_tokens=7))
+    for prompt in (94, 120):
+        with pytest.raises(UserError, match=f"a prompt of {prompt} and 7 new tokens do not fit"):
+            modes.points(asking("decode", prompts=(1, prompt), new_tokens=7))
+
+
+def test_who_is_measured_in_every_mode():
+    theirs = {"hf_eager": "hf=eager", "hf_sdpa": "hf=sdpa"}
+    flash = {"hf_flash_attention_2": "hf=flash_attention_2"}
+    bench = asking("train", baseline=("hf",))
+    assert bench.everyone() == {"sdpa": "", **theirs, **flash}
+    assert bench.everyone(("sdpa",)) == {"sdpa": "", "hf_sdpa": "hf=sdpa"}  # as decode asks
+    bench.hf = {"name": "x"}
+    assert bench.everyone() == {"sdpa": "hf=nanoattn:SDPA", **theirs}
+
+
+def test_a_text_is_the_likeliest(monkeypatch):
+    """Twice the same, and every token the largest logit of the model that is read whole."""
+    worker = decoding.Decoding(job("decode", "sdpa"))
+    drawn: list[Any] = []
+    stream = engine.stream
+    monkeypatch.setattr(
+        engine, "stream", lambda *a, **k: (drawn.append(t) or t for t in stream(*a, **k))
+    )
+    prompt = torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(3))
+    worker.who.write(prompt, 6, "dynamic")
+    text, model = prompt, worker.who.model
+    for tokens in drawn:
+        with torch.no_grad():
+            best = model(text)[0][:, -1].argmax(-1)
+        assert [*map(int, torch.as_tensor(tokens).flatten())] == best.tolist()
+        text = torch.cat((text, best[:, None]), dim=1)
+    assert len(drawn) == 6
+
+
+def test_a_roofline_elsewhere_is_of_the_model_that_train_has():
+    """On a CPU a run without a config is of a small model, but not where nothing runs here."""
+    assert load_config(["--device=cpu"]).settings.train.n_layer == 4
+    assert load_config(["--device=cpu", "--roofline=NVIDIA H200"]).settings.train.n_layer == 12
+    assert load_config(["--device=cpu"], "plan").settings.train.n_embd == 768
+    assert load_config(["--device=cpu", "--n_layer=3"]).settings.train.n_layer == 3
+
+
+def test_the_specs_that_backends_are_asked_for():
+    own = {"n_head": 4, "n_kv_head": 2, "head_dim": 16}
+    for mode in ("train", "converge"):
+        assert modes.specs(asking(mode)) == [{**own, "window": 32, "dropout": 0.1}]
+    kernel = asking("kernel", windows=(8, None), lengths=(16,), batch_sizes=(1,))
+    assert modes.specs(kernel) == [{**own, "window": 8}, {**own, "window": None}]
+    writing = {**own, "window": 32, "grad": False}
+    assert modes.specs(asking("decode", kv_caches=("static", "paged"))) == [
+        {**writing, "cache": "static"},
+        {**writing, "cache": "paged", "page_size": 16},
+    ]
+
+
+def test_a_worker_is_told_all_that_it_needs():
+    bench = asking("train", weights="int8", profile=True, bandwidth_gbs=7.0)
+    bench.memory_limit, bench.hf, bench.run = 123, {"name": "x"}, "a run"
+    told = bench.job("decode", "sdpa", 5, compile=False)
+    train = told.pop("train")
+    assert told == {
+        "job": "decode", "run": "a run", "name": "sdpa", "baseline": "", "device": "cpu",
+        "vocab_size": 64, "hf": {"name": "x"}, "weights": "int8", "memory_limit": 123,
+        "profile": True, "bandwidth_gbs": 7.0, "wants_bandwidth": True,
+    }  # fmt: skip
+    assert (train["batch_size"], train["attention_backend"], train["compile"]) == (5, "sdpa", False)
+    assert train["attention_fallback"] is False and train["n_kv_head"] == 2
+    theirs = bench.job("train", "hf_sdpa", baseline="hf=sdpa")
+    assert theirs["baseline"] == "hf=sdpa" and theirs["train"]["attention_backend"] == "auto"
+    wants = {mode: asking(mode).job("machine", "")["wants_bandwidth"]
+             for mode in ("train", "kernel", "decode", "converge", "qualify")}  # fmt: skip
+    assert [mode for mode, wanted in wants.items() if wanted] == ["decode", "qualify"]
+
+
+def test_the_memory_that_workers_may_have(monkeypatch):
+    """A worker what was given, or 70 % of what is free; all together nine tenths of the limit."""
+    asked: list[Any] = []
+
+    def begin(*told: Any, **more: Any) -> None:
+        asked.append(told[5])
+        raise Failure("failed", ["enough"])
+
+    monkeypatch.setattr(bench_mfu, "Bench", begin)
+    monkeypatch.setattr(bench_mfu, "free_memory", lambda device: 10**10)
+    for more in ([], ["--memory_gb=2"]):
+        with pytest.raises(Failure, match="enough"):
+            bench_mfu.main(["--device=cpu", "--backends=sdpa", *more])
+    assert asked == [7 * 10**9, 2 * 10**9]
+    how: dict[str, Any] = {}
+    monkeypatch.setattr("bench.bench.measure", lambda *a, **more: (how.update(more), False))
+    for device, ahead in (("cpu", False), ("cuda:0", True)):
+        bench = asking("train", device, timeout=77.0)
+        bench.machine |= {"memory_limit": 1000, "looked_again": True}
+        assert bench.measure({}, {}, {}, lambda *pair: {}) == []
+        assert (how["budget"], how["ahead"], how["timeout"]) == (900, ahead, 77.0)
+        assert how["fresh"] is None and how["stop"] is bench.stop
+
+
+def test_a_record_says_what_is_missing_in_it():
+    bench = asking("train", rounds=2)
+    ok: dict[str, Any] = {"status": "ok", "mode": "train", "backend": "a", "point": {}, "ms": 1.0,
+                          "mfu": None}  # fmt: skip
+    full, part = ({**ok, "rounds": [{"ms": 1.0}] * n} for n in (2, 1))
+    none = {"status": "stopped", "mode": "train", "backend": "c", "point": {}, "why": ["x"]}
+    made = bench.content([full])
+    assert made["complete"] is True and "incomplete" not in made
+    made = bench.content([full, part, none], "it is being written")
+    assert made["complete"] is False
+    assert made["incomplete"] == (
+        "it is being written; 1 of 3 rows were not measured; 1 have fewer than 2 rounds"
+    )
+    assert bench.content([full, none])["incomplete"] == (
+        "its time was over; 1 of 2 rows were not measured"
+    )
+    model = GPTConfig(100, 64, 2, 4, 64, n_kv_head=2, bias=False, attention_window=32)
+    N = 64 * 64 + 2 * (64 * (64 + 64) + 64 * 64 + 8 * 64 * 64)  # and the gains
+    N += sum(p.numel() for n, p in GPT(model).named_parameters() if p.dim() == 1)
+    keys = sum(min(t, 32) for t in range(1, 101)) / 100
+    assert made["flops_per_token"] == pytest.approx(
+        {"mfu": 6 * N + 12 * 2 * 64 * 100, "mfu_causal": 6 * N + 12 * 2 * 64 * keys}
+    )
+
+
+def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
+    """Of every micro-batch; where texts are written, of one sequence."""
+    asked: list[Any] = []
+
+    class Worker:
+        about: ClassVar[Any] = {"loss": 2.0, "counted": {"parameters": 5}}
+
+        def __init__(self, *how: Any) -> None:
+            pass
+
+        def begin(self, job: dict[str, Any]) -> Any:
+            asked.append((job["job"], job["train"]["batch_size"]))
+            return self
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    monkeypatch.setattr("bench.bench.Worker", Worker)
+    for mode, sequences in (("train", 3 * 5), ("decode", 1)):
+        bench = asking(mode)
+        train = replace(bench.config.train, gradient_accumulation_steps=5)
+        bench.config, bench.hf = replace(bench.config, train=train), {"name": "x"}
+        Worker.about = {"loss": 2.0, "counted": {"parameters": 5}}
+        bench.count()
+        assert asked == [("reference", sequences), "closed"]
+        assert bench.reference == {"loss": 2.0} and bench.hf["counted"] == {"parameters": 5}
+        asked.clear()
+
+
+def test_the_proof_of_a_row_is_its_worst_layers():
+    """By how far it goes of what is allowed; kernels once, in order."""
+    proofs = [{"error": 2.0, "allowed": 10.0}, {"error": 1.0, "allowed": 2.0}, None,
+              {"error": 3.0, "allowed": 9.0}]  # fmt: skip
+    names = (["flash"], ["math"], ["flash"], ["math", "efficient"])
+    chosen: Any = [SimpleNamespace(proof=p, kernels=k) for p, k in zip(proofs, names)]
+    found = candidates.evidence(chosen)
+    assert found == {"kernels": ["flash", "math", "efficient"], "proof": proofs[1]}
+    assert candidates.evidence([]) == {"kernels": [], "proof": None}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_micro_batches_make_the_step_of_the_whole_batch(clip):
+    """Of a baseline's loop: the same loss, gradients and weights, and the marks of each part."""
+    ends = []
+    for micro in (1, 2, 4):
+        told = job("train", "plain", attention_backend="manual", grad_clip=clip)
+        plain = candidates.build("plain", Job(told))
+        plain.for_training(plain.setup.scaler())
+        marks: list[str] = []
+        norms: list[float] = []
+
+        def note(part: str, plain: Any = plain, marks: Any = marks, norms: Any = norms) -> None:
+            marks.append(part)
+            if part == "update":
+                norms.append(training.gradient_norm(plain.model.parameters()))
+
+        x, y = Job(told).random_tokens(4)
+        loss = plain.step(x, y, micro, note).detach()
+        assert marks == ["forward", "backward"] * micro + ["update", "end"]
+        assert all(p.grad is None for p in plain.model.parameters())
+        logits = Job(told).model()(x)[0]
+        own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        assert float(loss) == pytest.approx(own.item(), rel=1e-5)
+        ends.append((norms[0], plain.model.state_dict()))
+    for norm, weights in ends[1:]:
+        assert norm == pytest.approx(ends[0][0], rel=1e-4) and norm > 0.05
+        for name, w in weights.items():
+            torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_errors_of_a_call_by_hand(window):
+    """Of the first sequence and the first two query heads, which share a head of keys."""
+    torch.manual_seed(0)
+    B, T, H, Hkv, D = 2, 6, 4, 2, 8
+    q, k, v, dout = (torch.randn(B, T, h, D, dtype=torch.float64) for h in (H, Hkv, Hkv, H))
+    for t in (q, k, v):
+        t.requires_grad_()
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= i) & (j > i - (window or T))
+    keys, values = (t.repeat_interleave(2, dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) / D**0.5
+    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", probs, values)
+    truth = [t.detach() for t in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+    spec = Spec(H, Hkv, D, "float64", window=window)
+
+    def errors(bumped: int, *at: int) -> tuple[float, float]:
+        got = [t.clone() for t in truth]
+        got[bumped][at] += 0.25
+        return kernels.errors(tuple(got), (q, k, v, dout), spec)
+
+    for n, heads in enumerate((2, 2, 1, 1)):  # of the output, and the gradients of q, k, v
+        most = 0.25 / float(truth[n][:1, :, :heads].abs().max())
+        found = errors(n, 0, 4, heads - 1, 5)
+        want = (most, 0.0) if n == 0 else (0.0, most)
+        assert found == pytest.approx(want, abs=1e-12)
+        for elsewhere in ((1, 4, 0, 5), (0, 4, heads, 5)):
+            assert errors(n, *elsewhere) == pytest.approx((0.0, 0.0), abs=1e-12)
+
+
+# ----------------------------------------------------------------------------- the machine at hand
+
+
+def test_all_that_is_known_of_a_machine(monkeypatch):
+    peak = Peak(1.5, "measured: x", True)
+    told: list[Any] = []
+    monkeypatch.setattr(machine, "cpu_name", lambda: "a CPU")
+    monkeypatch.setattr(machine, "describe", lambda device: f"{device} in words")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 77)
+    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 1234)
+    monkeypatch.setattr(machine.peaks, "peak", lambda *asked: told.append(asked) or peak)
+    monkeypatch.setattr(machine, "bandwidth", lambda device, limit: (1e9 * limit, "copies"))
+    request = {**job("machine", ""), "memory_limit": 9, "wants_bandwidth": True}
+    about = machine.MachineProbe({**request, "bandwidth_gbs": None}).about
+    packages = about.pop("packages")
+    assert packages["torch"] == torch.__version__ and packages["numpy"] == np.__version__
+    assert about == {
+        "device": "cpu", "kind": "cpu", "name": "a CPU", "capability": None, "driver": None,
+        "products_tflops": None, "about": "cpu in words", "cuda": torch.version.cuda,
+        "threads": 1234, "cpu": "a CPU", "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "dtype": "float32", "free_memory": 77,
+        "peak_tflops": 1.5, "peak_source": "measured: x", "peak_measured": True,
+        "bandwidth": 9e9, "bandwidth_source": "copies",
+    }  # fmt: skip
+    assert told == [(CPU, "float32", None)]
+    about = machine.MachineProbe({**request, "bandwidth_gbs": 8.0}).about
+    assert (about["bandwidth"], about["bandwidth_source"]) == (8e9, "--bandwidth_gbs")
+    about = machine.MachineProbe({**request, "bandwidth_gbs": None, "wants_bandwidth": False}).about
+    assert (about["bandwidth"], about["bandwidth_source"]) == (None, "not measured")
+
+
+def test_a_cpu_with_work_for_half_its_cores_is_busy(monkeypatch):
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
+    for load, said in ((4.0, []), (4.04, ["4.0"]), (6.0, ["6.0"])):
+        monkeypatch.setattr(machine.os, "getloadavg", lambda load=load: (load, 0.0, 50.0))
+        want = [f"the CPU was busy before we began: a load of {text}" for text in said]
+        assert machine.busy("cpu", lambda query: [["5000", "97"]]) == want
 
 
 def test_a_target_is_the_token_that_follows():

@@ -9,9 +9,10 @@ from typing import Any
 
 import in_process
 import pytest
-from test_bench import SMALL, last_line, run
+from test_bench import SMALL, job, last_line, run
 
 from bench import hf
+from bench.job import Job
 from bench.verify import verify
 from core.flops import flops_per_token
 from core.settings import UserError
@@ -88,6 +89,18 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too():
         config = transformers.GPT2Config(**sizes, tie_word_embeddings=tied)
         model = transformers.GPT2LMHeadModel(config)
         assert hf.parameters(model) == block + 2 * 8 + 32 * 8  # the last norm, the head
+
+
+def test_no_dropout_of_a_config_is_left_that_was_not_asked_for():
+    """Whatever an architecture calls it."""
+    names = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "llama": ("attention_dropout",)}
+    for kind, of in names.items():
+        sizes = {} if kind == "llama" else {"n_embd": 32, "n_layer": 1, "n_head": 2}
+        config = transformers.CONFIG_MAPPING[kind](**(TINY | sizes), **dict.fromkeys(of, 0.3))
+        for asked in (0.0, 0.2):
+            told = Job(job("train", "auto", dropout=asked))
+            model = hf.build(told, config.to_dict(), "eager")
+            assert [getattr(model.config, name) for name in of] == [asked] * len(of)
 
 
 def test_a_lie_about_the_model_is_refused(trained):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.profiler import record_function
 import bench_mfu
 from attention.gpus import datasheet_bandwidth
 from bench import modes, profiling, roofline, rows, training
-from bench.profiling import RANGE, Owner, Scopes, read
+from bench.profiling import RANGE, Found, Owner, Scopes, read
 from bench.roofline import work
 from core import flops
 from core.flops import Peak
@@ -121,6 +122,9 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
     code, out = run(["--roofline", "Tesla T4", "--vocab_size=64", "--json", "--peak_tflops=60"])
     assert json.loads(out.splitlines()[-1])["dtype"] == "float16"
     assert "peak: 60 TFLOP/s (--peak_tflops)" in out
+    code, out = run(["--roofline", "Tesla T4", "--data_dir=nowhere", "--json"])
+    content = json.loads(out.splitlines()[-1])
+    assert (content["gpu"], content["vocab_size"]) == ("Tesla T4", 50304)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +270,25 @@ def test_the_profile_of_a_job():
     json.dumps(answer)
 
 
+def test_the_profile_is_of_one_step_of_several(monkeypatch: pytest.MonkeyPatch):
+    """8 ms for all steps by the clock, with and without the profiler; what it saw, in 4 of them."""
+    worker = training.Training(job())
+    stamps = itertools.count()
+    clock = {"start": lambda: next(stamps), "stop": lambda: next(stamps), "ms": lambda a, b: 8.0}
+    worker.clock = SimpleNamespace(**clock)  # type: ignore[assignment]
+    seen = Found()
+    for part, name, microseconds in (("linear", "mm", 3000), ("linear", "addmm", 1000),
+                                     (None, "x", 2000), ("linear", "mm", 1000)):  # fmt: skip
+        seen.add(part, name, microseconds)
+    seen.busy_ms = 7.0
+    monkeypatch.setattr(training, "read", lambda *args: seen)
+    answer = worker.profile(4)
+    assert (answer["steps"], answer["plain_ms"], answer["seen_ms"]) == (4, 2.0, 2.0)
+    assert answer["parts"] == {"linear": 1.25, "unattributed": 0.5, "gaps": 0.25}
+    assert answer["names"] == {"linear": [["mm", 1.0], ["addmm", 0.25]],
+                               "unattributed": [["x", 0.5]]}  # fmt: skip
+
+
 def test_a_model_of_transformers_has_the_same_parts():
     pytest.importorskip("transformers", reason="package 'transformers' is missing")
     worker = training.Training({**job(attention_backend="auto"), "baseline": "hf=sdpa"})
@@ -321,6 +344,24 @@ NAMES = [  # as the profiler gave them, with the shapes where it gives any
 def test_the_part_that_a_name_tells(name, shapes, part):
     config = GPTConfig(16, V, 2, 2, C)
     assert Owner([], config, TOKENS, compiled=True).by_name(name, shapes) == part
+
+
+def test_the_product_of_grouped_heads_is_a_linear_layers():
+    """C is 32, and two heads of 8 share a head of keys: q, k and v are 32 + 2 * 16 wide."""
+    owner = Owner([], GPTConfig(16, 80, 1, 4, 32, n_kv_head=2), 64, compiled=True)
+    assert owner.by_name("aten::mm", [[64, 32], [32, 64]]) == "linear"
+    assert owner.by_name("aten::mm", [[64, 32], [32, 96]]) is None
+    assert owner.by_name("triton_poi_fused_cat_3") == "attention"
+    assert owner.by_name("triton_poi_fused_scatter_3") == "head and loss"
+    assert owner.by_name("aten::_log_softmax_backward_data") == "head and loss"
+
+
+def test_a_profile_draws_tokens_of_a_vocabulary_that_16_bits_do_not_hold(monkeypatch):
+    worker = training.Training({**job(), "vocab_size": 70_000})
+    drawn: list[int] = []
+    monkeypatch.setattr(worker.who, "step", lambda x, y, n, mark: drawn.append(int(x.max())))
+    worker.profile(1)
+    assert 60_000 < max(drawn) < 2**16
 
 
 def test_sizes_that_would_do_for_two_parts_tell_nothing():

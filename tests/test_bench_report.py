@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import pictures, records, tables
+from bench import pictures, records, roofline, tables
 from bench.config import BenchConfig
+from bench.roofline import Work
 from core.settings import UserError
 from train import TrainConfig
 
@@ -107,6 +108,15 @@ def test_a_peak_that_is_too_low_is_told():
     assert [dict(zip(head, line))["mfu"] for line in lines] == ["-", "-"]
 
 
+def test_the_best_mfu_is_told_with_its_own_rate():
+    """Of training steps: neither another mode's, nor one that is not known."""
+    said = content([
+        row("a", FAST, mfu=0.4, mfu_causal=0.35), row("b", SLOW, mfu=None, mfu_causal=None),
+        row("c", [400.0] * 3, mfu=0.5, mfu_causal=0.45), row("d", FAST, "converge", mfu=0.9),
+    ])["answers"]  # fmt: skip
+    assert "MFU: the best is c's: mfu 50.0% (causal 45.0%), 20,000 tok/s." in said
+
+
 def test_agreement_names_who_disagrees():
     assert content(TRAIN)["answers"][-1].startswith("Agreement: all agree with manual")
     off = [*TRAIN, row("flash_attn_3", FAST, loss_difference=0.2)]
@@ -118,6 +128,12 @@ def test_agreement_names_who_disagrees():
     assert fine.startswith("Agreement: all agree")
     wrong = [*KERNEL, attention_row("flex", 128, 1.0, error_grad=1e-2)]
     said = content(wrong, "kernel", dtype="float32")["answers"][-1]
+    # manual's own error twice, in the gradients three times, and 32 roundings of the dtype
+    for dtype, eps in (("float32", 2.0**-23), ("bfloat16", 2.0**-7), ("float16", 2.0**-10)):
+        for name, most in (("error_out", 2 * 3e-7), ("error_grad", 3 * 9e-7)):
+            for times, judged in ((0.999, "all agree"), (1.001, "flex is WRONG")):
+                one = attention_row("flex", 128, 1.0, **{name: times * (most + 32 * eps)})
+                assert judged in content([*KERNEL, one], "kernel", dtype=dtype)["answers"][-1]
     assert "flex is WRONG against float64 (error_grad 1.0e-02 at 128 tokens)" in said
 
 
@@ -183,6 +199,22 @@ def test_without_a_baseline_manual_tells_the_drift_and_is_said_to(tmp_path, caps
     assert "the machine's drift is not known in train" in out and "B slower" in out
 
 
+def test_the_noise_is_what_is_left_when_the_drift_is_divided_out(tmp_path, capsys):
+    """Every round half as fast or twice as fast, and sdpa a tenth faster in each: that is sure."""
+    clock = [1.0, 2.0, 0.5, 1.5, 0.7]
+
+    def made(ms: float) -> dict[str, Any]:
+        rival, mine = ([t * c for c in clock] for t in (80.0, ms))
+        return content([row("nanogpt", rival), row("sdpa", mine)])
+
+    a, b = made(50.0), made(45.0)
+    b["machine"]["packages"] = {"torch": "2.14.0"}
+    out = compare(tmp_path, a, b, capsys)
+    cells = [cell.strip() for cell in lines_of(out)["sdpa"].split("|")]
+    assert cells[5:8] == ["1.111", "0.0%", "B faster"]
+    assert "not only the code differs: versions" in out
+
+
 def test_two_qualify_records_are_compared_stage_by_stage(tmp_path, capsys):
     def whole(table: list[dict[str, Any]]) -> dict[str, Any]:
         made = content(table)
@@ -206,6 +238,12 @@ def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
     b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
     assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
     assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_compare_takes_two_records_no_fewer_and_no_more():
+    for paths in ([], ["a"], ["a", "b", "c"]):
+        with pytest.raises(UserError, match="compare takes two records"):
+            bench_mfu.main(["compare", *paths])
 
 
 def test_compare_of_two_machines_is_of_ratios(tmp_path, capsys):
@@ -285,11 +323,206 @@ def test_a_row_that_is_noisy_or_missing_says_so():
     device = row("x", FAST, device_kernels=["flash_fwd_kernel<128>"])
     assert tables.kernel_names(device) == "flash_fwd_kernel<128>"
     assert tables.kernel_names(row("manual", FAST)) == "not fused"
+    points: Any = [{"B": 1, "P": n, "cache": "static"} for n in (8, 9)]
+    at = {"mode": "decode", "backend": "sdpa", "why": ["late", "x"]}
+    late = [{**at, "point": p, "status": status}
+            for status in ("skipped", "stopped", "unavailable") for p in points]  # fmt: skip
+    where = "decode B=1 P=8 cache=static; decode B=1 P=9 cache=static"
+    assert tables.missing(late)[1] == [
+        ["sdpa", f"skipped ({where})", "late; x"],
+        ["sdpa", f"stopped ({where})", "late; x"],
+        ["sdpa", "unavailable", "late; x"],
+    ]
+
+
+DECODE = row(
+    "paged", [5.0, 6, 4], "decode", kernels=["paged decode (Triton)"], first_ms=71.26,
+    point={"B": 8, "P": 64, "cache": "static", "new_tokens": 16, "processor": True},
+    tokens_per_s=1599.6, cache_bytes=3.14e6, mbu=0.12345, memory_bytes=4.5e8,
+)  # fmt: skip
+CONVERGE = row(
+    "flex", [51.234], "converge", final_loss=3.14159, difference=-0.00256, seed_noise=0.01234,
+    verdict="FAIL", time_saved=0.2501, memory_saved=-0.0333, memory_bytes=2.5e9,
+    device_kernels=["triton_tem_fused_flex_attention_0_with_a_long_tail", "x"],
+)  # fmt: skip
+ALONE: dict[str, Any] = {"window": 256, "B": 2, "T": 4096, "H": 12, "Hkv": 3, "D": 128}
+
+
+@pytest.mark.parametrize(
+    "one, cells",
+    [
+        (row("sdpa", [50.0, 52, 48, 51, 49], kernels=["flash", "math"], batch_size=8, ms=51.234,
+             tokens_per_s=12345.6, mfu=0.4567, mfu_causal=0.4111, forward_ms=10.04, setup_s=1.2,
+             backward_ms=20.06, memory_bytes=2.346e9, loss_difference=-1.23e-6, compile_s=3.14),
+         {"backend": "sdpa", "batch": "8", "tok/s": "12,346", "ms/step": "51.2",
+          "quartiles": "49 to 51", "rounds": "5", "fwd ms": "10", "bwd ms": "20.1", "mfu": "45.7%",
+          "causal": "41.1%", "memory": "2.35 GB", "loss diff": "-1.2e-06", "warm-up s": "3.2",
+          "compile s": "3.1", "kernel": "flash, math"}),
+        (attention_row("tiled", 4096, 100.0, point=ALONE, tflops_causal=1.234, tflops_full=2.345,
+                       share=0.0567, error_out=1.23e-3, error_grad=4.56e-3, forward_ms=33.33,
+                       backward_ms=None, memory_bytes=7.77e8),
+         {"backend": "tiled", "B": "2", "T": "4096", "H": "12", "D": "128", "window": "256",
+          "fwd ms": "33.3", "bwd ms": "-", "both ms": "100", "quartiles": "99 to 101",
+          "rounds": "3", "TFLOP/s": "1.23", "full": "2.35", "of peak": "5.7%",
+          "memory": "777.0 MB", "err out": "1.2e-03", "err grad": "4.6e-03"}),
+        (DECODE,
+         {"backend": "paged", "B": "8", "prompt": "64", "cache": "static with a processor",
+          "tok/s": "1,600", "ms/token": "5", "quartiles": "4 to 6", "rounds": "3",
+          "first ms": "71.3", "memory": "450.0 MB", "cache size": "3.1 MB", "mbu": "12.3%",
+          "kernel": "paged decode (Triton)"}),
+        (CONVERGE,
+         {"backend": "flex", "final loss": "3.1416", "off": "-0.256%", "seed noise": "0.0123",
+          "verdict": "FAIL", "ms/step": "51.2", "quartiles": "1 round", "rounds": "1",
+          "time saved": "25.0%", "memory": "2.50 GB", "memory saved": "-3.3%",
+          "kernel": "triton_tem_fused_flex_attention_0_with_a"}),
+    ],
+)  # fmt: skip
+def test_every_cell_of_a_table_is_under_its_title(one, cells):
+    head, (line,) = tables.cells(one["mode"], [one, {**TRAIN[3], "mode": one["mode"]}])
+    assert dict(zip(head, line, strict=True)) == cells
+
+
+def test_every_cell_of_a_profile():
+    linear = {"part": "linear", "ms": 4.0, "share": 0.4, "roofline_ms": 1.234, "times": 3.2415,
+              "over_ms": 2.766, "limit": "FLOPs",
+              "names": [["n" * 50, 3.21], ["addmm", 0.5], ["third", 0.1]]}  # fmt: skip
+    gaps = {"part": "gaps", "ms": 6.0, "share": 0.6, "roofline_ms": 0.0, "times": None,
+            "over_ms": 1.0, "limit": "-", "names": []}  # fmt: skip
+    best = {"ms": 2.5, "mfu": 0.8, "mfu_causal": 0.7, "tokens_per_s": 4000.0}
+    found = {"parts": [linear, gaps], "ms": 10.0, "ceiling": best, "products_tflops": 790.0,
+             "reachable": {**best, "ms": 3.0, "mfu": 0.65}}  # fmt: skip
+    head, lines = tables.profile(found)
+    assert [dict(zip(head, line, strict=True)) for line in lines] == [
+        {"part": "linear", "ms": "4", "share": "40.0%", "roofline ms": "1.23", "times": "3.24",
+         "over ms": "2.77 (largest gap)", "limit": "FLOPs",
+         "mostly": f"{'n' * 40} 3.21, addmm 0.5"},
+        {"part": "gaps", "ms": "6", "share": "60.0%", "roofline ms": "0", "times": "-",
+         "over ms": "1", "limit": "-", "mostly": ""},
+        {"part": "the step", "ms": "10", "share": "100.0%", "roofline ms": "2.5", "times": "4",
+         "over ms": "7.5", "limit": "", "mostly": ""},
+    ]  # fmt: skip
+    found |= {"by": "modules", "seen_ms": 12.345, "plain_ms": 10.0}
+    part = "One of 3 micro-batches, and the update,"
+    for of, whole in (
+        ({}, "A step"),
+        ({"micro_batches": 1}, "A step"),
+        ({"micro_batches": 3}, part),
+    ):
+        made = content([row("a", FAST, profile=found | of)])
+        assert [title for title, _ in records.sections(made)] == [
+            "Training steps",
+            f"{whole} of a by its parts, which are told by modules "
+            "(12.35 ms under the profiler, 10 without)",
+        ]
+    said = content([row("sdpa", FAST, profile=found)])["answers"]
+    (told,) = [text for text in said if text.startswith("Profile: ")]
+    assert told == (
+        "Profile: sdpa: if every part ran at its roofline: 2.5 ms, mfu 80.0% (causal 70.0%), "
+        "4,000 tok/s; if every part ran at its roofline, with matmuls at 790 TFLOP/s: 3 ms, "
+        "mfu 65.0% (causal 70.0%), 4,000 tok/s; the largest gap: linear, 40% of a step under the "
+        "profiler."
+    )
+
+
+def test_every_cell_of_a_roofline_and_of_a_proof():
+    parts = {"linear": Work(4e12, 1e9), "optimizer": Work(0, 3e9), "data": Work(0, 0)}
+    head, lines = tables.rooflines(roofline.lines(parts, 200.0, 1e12))  # of 2e14 FLOP/s: 20 ms
+    assert [dict(zip(head, line, strict=True)) for line in lines] == [
+        {"part": "linear", "TFLOP": "4", "GB": "1", "roofline ms": "20", "share": "87.0%",
+         "limit": "FLOPs"},
+        {"part": "optimizer", "TFLOP": "0", "GB": "3", "roofline ms": "3", "share": "13.0%",
+         "limit": "bytes"},
+    ]  # fmt: skip
+    wrong = [{"what": "large", "dtype": "bfloat16", "why": "dq is off"}] * 2
+    counts = {"right": 5, "wrong": 2, "refused": 3, "not_reached": 4}
+    table = [{"backend": "flex", **counts, "canary": False, "failures": wrong},
+             {"backend": "sdpa", **counts, "canary": True, "failures": []},
+             {"backend": "paged", **counts, "canary": None, "failures":
+              [{"phase": "decode", "dtype": "float16", "why": "it leaks"}]}]  # fmt: skip
+    head, lines = tables.proof(table)
+    assert head[1:5] == ["right", "wrong", "refused", "not reached"]
+    assert lines == [
+        ["flex", "5", "2", "3", "4", "LEAKS", "large, bfloat16: dq is off"],
+        ["sdpa", "5", "2", "3", "4", "ok", "-"],
+        ["paged", "5", "2", "3", "4", "-", "canary, decode, float16: it leaks"],
+    ]
+
+
+def test_all_that_a_record_says_of_its_run():
+    made = content([])
+    assert records.readme(made, ["speed"]) == "\n\n".join([
+        "# Training steps, NVIDIA X1",
+        "- command: `python bench_mfu.py train`\n"
+        "- date: 2026-01-02T03:04:05+00:00\n"
+        "- commit: 0123456789\n"
+        "- device: NVIDIA X1\n"
+        "- software: torch 2.13.0, driver 570.1, cuda 12.8, python 3.11.7, Linux 6\n"
+        "- model: 12 layers, 768 wide, 12 heads, vocabulary 50,304, 1000 tokens, batch 12, "
+        "bfloat16\n"
+        "- peak: 989.4 TFLOP/s (datasheet: a sheet)\n"
+        "- MFLOP a token: 850.00 (mfu), 800.00 (mfu_causal); torch's counter: 840.00\n"
+        "- rounds: 5 rounds; warm-up: a first step and 2 more",
+        "![speed](speed.png)",
+        "Every round is in [record.json](record.json).\n",
+    ])  # fmt: skip
+    made |= {"dirty": True, "commit": None, "fresh_rounds": True, "complete": False,
+             "incomplete": "it was stopped by Ctrl-C", "mode": "decode",
+             "answers": ["Fastest: decode B=1: sdpa: really"]}  # fmt: skip
+    made["machine"] |= {"driver": None, "cuda": None, "bandwidth": 3.21e12}
+    page = records.readme(made, []).split("\n\n")
+    assert page[:2] == ["# INCOMPLETE: Generation, NVIDIA X1",
+                        "**Incomplete**: it was stopped by Ctrl-C."]  # fmt: skip
+    assert page[3] == "- **Fastest**: decode B=1: sdpa: really"
+    facts = dict(line[2:].split(": ", 1) for line in page[2].splitlines())
+    assert facts["commit"] == "none (with changes)"
+    assert facts["software"] == "torch 2.13.0, python 3.11.7, Linux 6"
+    assert facts["bandwidth"] == "3,210 GB/s (measured: copies of 1 GB)"
+    assert facts["rounds"] == "5 rounds, each in new processes; warm-up: each text once"
+    made["settings"] |= {"steps": 200, "seeds": 3}
+    assert dict(records.facts(made | {"mode": "converge"}))["rounds"].startswith(
+        "200 steps, 3 seeds"
+    )
+
+
+def test_what_the_bars_and_lines_of_the_pictures_stand_for():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    look = {"sdpa": ("#0000ff", "o"), "manual": ("#ff0000", "s")}
+    two = [row("sdpa", [50.0, 40, 80], tokens_per_s=160.0, mfu=0.5, mfu_causal=None),
+           row("manual", [100.0], tokens_per_s=80.0, mfu=0.25, mfu_causal=0.2)]  # fmt: skip
+    for one, ms, quartiles in zip(two, (50.0, 100.0), ((40.0, 80.0), (100.0, 100.0))):
+        one |= {"ms": ms, "q1_ms": quartiles[0], "q3_ms": quartiles[1]}
+    figure = pictures.speed(plt, two, look, {"machine": {"peak_measured": True}})
+    left, right = figure.axes
+    plt.close(figure)
+    assert [t.get_text() for t in left.get_yticklabels()] == ["manual", "sdpa"]  # the best on top
+    assert [bar.get_width() for bar in left.patches] == [80, 160]
+    whiskers = left.collections[0].get_segments()  # 8000 tokens a step / its quartiles
+    ends = [x for segment in whiskers for x in segment[:, 0]]
+    assert ends == pytest.approx([80, 80, 100, 200])
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([25, 50, 20, 0])
+    assert right.get_title() == "% of measured peak: mfu, mfu_causal"
+    assert [t.get_text() for t in right.texts] == ["25.0", "50.0", "20.0", "-"]
+
+    alone = [attention_row("sdpa", T, ms, B, memory_bytes=bytes_)
+             for T, ms, B, bytes_ in ((512, 2.0, 1, 3e6), (128, 1.0, 1, None), (512, 9.0, 4, 9e6),
+                                      (2048, 8.0, 1, 5e6))]  # fmt: skip
+    figure = pictures.length(plt, alone[::-1], look, {})
+    time, memory = figure.axes
+    plt.close(figure)
+    assert [*map(list, time.lines[0].get_data())] == [[128, 512, 2048], [1.0, 2.0, 8.0]]
+    assert [*map(list, memory.lines[0].get_data())] == [[512, 2048], pytest.approx([3.0, 5.0])]
+    assert memory.get_title().startswith("MB") and time.get_title().startswith("milliseconds")
+    assert (
+        time.lines[0].get_color() == "#0000ff" and time.get_xscale() == time.get_yscale() == "log"
+    )
+    assert figure._suptitle.get_text() == "batch 1, 4 heads of 64"
 
 
 def test_the_pictures_of_a_record(tmp_path):
     records.write(tmp_path, content([*TRAIN, *KERNEL]))
     assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}
+    for lengths, names in ((KERNEL[:1], set()), (KERNEL[:3], {"length"})):
+        assert pictures.draw(content(lengths, "kernel")).keys() == names
     for file in tmp_path.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
 

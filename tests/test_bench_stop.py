@@ -97,6 +97,20 @@ def test_the_guard_starts_nothing_where_its_group_is_somebody_elses():
     assert done.returncode == 1 and done.stdout == "" and "a session of its own" in done.stderr
 
 
+def test_a_command_that_heeds_no_signal_ends_with_its_parent_too():
+    script = "trap '' TERM INT HUP; echo begun; sleep 60"
+    command = process.start(["sh", "-c", script], stdout=subprocess.PIPE)
+    assert command.stdin and command.stdout
+    try:
+        assert command.stdout.readline() == b"begun\n"
+        command.stdin.close()  # as the system does for a parent that is gone
+        assert command.wait(timeout=20) == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.stdout.close()
+
+
 def test_the_output_of_a_guarded_command_ends_with_the_command():
     """Though the watcher, which began with the same pipes, goes on while ours is open."""
     echo = process.start(("echo", "hi"), stdout=subprocess.PIPE)
@@ -425,6 +439,59 @@ def test_the_plan_of_a_run_on_a_gpu():
     assert len(modes.points(decode)) == 8 and plan.seconds(decode, modes.points(decode))
     refused = replace(bench, refused={"flex": ["no"]})
     assert "flex" not in plan.seconds(refused, [])
+
+
+def test_the_seconds_that_are_reckoned():
+    """Of a step of half a second at two fifths of the peak; by hand, term for term."""
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=64", "--vocab_size=64"]
+    base = ["--device=cpu", *sizes, "--batch_size=4", "--compile=False", "--rounds=4",
+            "--seconds=2", "--warm_up_steps=3", "--sweep=False"]  # fmt: skip
+    model = GPTConfig(64, 64, 2, 2, 32, bias=False)
+    tflops = flops.flops_per_token(model, 64) * 4 * 64 / 0.5 / 0.4 / 1e12
+
+    def seconds(mode: str, *argv: str, device: str = "cpu", points: Any = ()) -> dict[str, float]:
+        config = load_config([*base, *argv], mode).settings
+        here = {"peak_tflops": tflops, "peak_source": "given", "peak_measured": False}
+        bench = Bench(mode, config, device, 64, ["sdpa", "flex"], None, print, here)
+        bench.refused = {"flex": ["no"]}
+        return pytest.approx(plan.seconds(bench, points))
+
+    train = 5 + (4 + 3) * 0.5 + 4 * (2 + 0.5)  # a process, the warm-up, the rounds
+    assert seconds("train") == {"sdpa": train}
+    assert seconds("train", "--profile") == {"sdpa": train + 10 * 0.5}
+    assert seconds("train", "--rival=hf") == dict.fromkeys(
+        ("sdpa", "hf_eager", "hf_sdpa", "hf_flash_attention_2"), train
+    )
+    slow = 7 + 2 * 3 + (4 + 3) * 1.5 + 4 * (2 + 1.5)  # of three micro-batches, compiled
+    argv = ("--gradient_accumulation_steps=3", "--compile=True")
+    assert seconds("train", *argv, device="cuda:1") == {"sdpa": slow}
+    searched = 5 + (4 + 3) * 3.0 + 60 + 4 * (3.0 + 3.0)
+    assert seconds("train", "--batch_size=auto", "--slowest_step=3") == {"sdpa": searched}
+    assert seconds("converge", "--steps=20", "--seeds=3") == {"sdpa": 3 * (5 + 20 * 0.5)}
+    paths = seconds("converge", "--steps=20", "--paths=float32,bfloat16")
+    assert paths == dict.fromkeys(("plain", "float32", "bfloat16"), 5 + 20 * 0.5)
+    texts = [{"new_tokens": 10}, {"new_tokens": 30}]
+    assert seconds("decode", points=texts) == {"sdpa": 5 + (1 + 4) * 40 * 0.006}
+    point = {"B": 2, "T": 100, "H": 2, "D": 16, "window": None}
+    call = 3 * 4 * 2 * 2 * 16 * (100 * 101 / 2) / (0.4 * tflops * 1e12)
+    each = 1.5 + 4 * (2 / 5 + 2 * call)
+    assert seconds("kernel", points=[point, point]) == {"sdpa": 5 + 2 * each}
+    assert seconds("train", points=[point]) == {"sdpa": train + 5 + each}
+
+
+def test_the_plan_in_a_sentence():
+    bench = on_gpu("--minutes=7", "--sweep=False", backends="manual tiled sdpa flex")
+    bench.refused = {"flex": ["no"]}
+    each = plan.seconds(bench, [])
+    longest = max(each.values())
+    (name,) = [name for name, s in each.items() if s == longest][:1]
+    assert plan.told(bench, []) == (
+        f"plan: about {sum(each.values()) / 60:.1f} min for 2 (reckoned, not measured), "
+        f"the longest {name} with {longest:.0f} s; compiling about 36 s each; left out: tiled; "
+        "it ends after --minutes=7"
+    )
+    none = replace(bench, backends=["flex"], config=BenchConfig(sweep=False), device="cpu")
+    assert plan.told(none, []) == "plan: about 0.0 min for 0 (reckoned, not measured)"
 
 
 def test_a_call_is_timed_for_the_plan():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,13 @@ def no_canary(c: Content) -> None:
     del row(c, "sdpa")["proof"]["canary"]
 
 
+def another_machine(c: Content) -> None:
+    for one in row(c, "sdpa")["rounds"]:
+        one["machine"] = "a faster CPU, 64 threads, run 0"
+    c["rows"] = [row(c, "sdpa")]
+    seal(c)
+
+
 def two_machines(c: Content) -> None:
     row(c, "sdpa")["rounds"][1]["machine"] = "a faster CPU, 64 threads, run 0"
     seal(c)
@@ -210,6 +218,7 @@ LIES: list[tuple[Callable[[Content], None], str]] = [
     (another_head_dim, "it is filed under D=32, and a round ran D=16"),
     (no_canary, "train sdpa: the canary is absent"),
     (two_machines, "its rounds are from two machines or runs: "),
+    (another_machine, "its rounds are from a faster CPU, 64 threads, run 0, and the record names"),
     (typed_by_hand, "train sdpa: mfu is 0.6, but its rounds and sizes give"),
     (a_round_edited, "the hash of the raw rounds is not that of its rounds"),
 ]
@@ -297,11 +306,17 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: row(c, "sdpa").update(backend="flash_attn_9"), "no backend and no baseline"),
         (lambda c: row(c, "manual").update(backend="triton"), "saw no kernel of this backend"),
         (lambda c: row(c, "manual").update(device_kernels=["flash_fwd_kernel"]), "another kernel"),
+        (lambda c: row(c, "manual").update(backend="flex", device_kernels=["flash_fwd_kernel"]),
+         "train flex: the profiler saw another kernel than is named: flash_fwd_kernel"),
+        (lambda c: on_a_gpu(c)["machine"].update(peak_tflops=990.0), ", the sparse one; datasheet"),
         (lambda c: row(on_a_gpu(c), "manual", "kernel").update(backend="flash_attn_2"),
          "kernel flash_attn_2 B=1 T=16 H=2 Hkv=2 D=16: the profiler saw no kernel"),
         (lambda c: row(on_a_gpu(c), "manual", "kernel").update(
             backend="flash_attn_2", device_kernels=["pytorch_flash::flash_fwd_kernel"]),
          "another kernel than is named: pytorch_flash::flash_fwd_kernel"),
+        (lambda c: row(c, "sdpa").update(kernels=["flash (our Triton)"]),
+         "another kernel than is named: flash (our Triton)"),
+        (lambda c: row(c, "sdpa")["proof"].update(error=math.nan), "its error of nan"),
         (lambda c: row(c, "sdpa")["proof"].update(error=1.0), "its error of 1 is more than the"),
         (lambda c: row(c, "sdpa")["proof"].update(grad_error=float("nan")), "its grad_error of"),
         (lambda c: row(c, "sdpa")["proof"].update(canary=False), "the canary failed"),
@@ -313,6 +328,7 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: c["settings"].update(block_size=64), "it is filed under T=64"),
         (lambda c: c["settings"].update(n_layer="x"), "its settings are none of train.py's"),
         (lambda c: c["machine"].update(peak_source="datasheet: mine"), "no datasheet of"),
+        (lambda c: c["machine"].update(peak_source="datasheet: "), "is not labelled: its source"),
         (lambda c: c["machine"].update(about="NVIDIA H200"), "and the record names NVIDIA H200"),
         (lambda c: c.update(rows=None), "it is malformed"),
         (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
@@ -327,6 +343,92 @@ def test_other_lies_and_mistakes_are_refused_too(
     (tmp_path / "record.json").write_text(json.dumps(content), encoding="utf-8")
     found = verify(content, tmp_path)
     assert any(says in why for why in found), found
+
+
+# What a row of a record tells that nothing in it can prove: how long the worker took to begin and
+# how much memory it took. `batch_size` is checked by the size of every round.
+FREE = {"setup_s", "warm_up_s", "memory_bytes", "base_bytes", "batch_size"}
+
+
+def numbers_of(one: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to all numbers in it."""
+    if isinstance(one, dict | list):
+        inside = one.items() if isinstance(one, dict) else enumerate(one)
+        return [found for key, value in inside for found in numbers_of(value, (*path, key))]
+    return [path] if isinstance(one, int | float) else []
+
+
+def edited(content: Content, path: tuple[Any, ...]) -> Content:
+    """The record with this number a twentieth larger (a truth turned round), sealed anew."""
+    made = json.loads(json.dumps(content))
+    *way, last = path
+    place = made
+    for key in way:
+        place = place[key]
+    value = place[last]
+    place[last] = not value if isinstance(value, bool) else value + max(1, abs(value) // 20) if (
+        isinstance(value, int)) else value * 1.05 + 1e-12  # fmt: skip
+    return records.seal(made)
+
+
+def unseen(content: Content) -> set[Any]:
+    """The numbers of its rows that can be edited, and the check says nothing: but for its rounds,
+    of which only the sizes are looked at, and for its proof, which has limits.
+    """
+    assert check(content) == []
+    paths = [p for p in numbers_of(content["rows"]) if "proof" not in p]
+    paths = [p for p in paths if "rounds" not in p or ("shape" in p and p[2] == 1)]
+    return {path[1:] for path in paths if not check(edited(content, ("rows", *path)))}
+
+
+def only(content: Content, *chosen: tuple[str, str]) -> Content:
+    """The record with one row of each backend and mode that is named."""
+    made = copy.deepcopy(content)
+    return records.seal(made | {"rows": [row(made, *names) for names in chosen]})
+
+
+def test_no_figure_of_a_row_can_be_edited(trained: Content, converged: Content) -> None:
+    base = [("manual", "converge"), ("sdpa", "converge")]
+    for whole, chosen, free in (
+        (trained, [("sdpa", "train")], {"first_step_s", "compiled"}),
+        (trained, [("sdpa", "kernel")], {"error_out", "error_grad"}),
+        (converged, base, {"compiled", "losses"}),  # before the last tenth of the steps
+    ):
+        found = unseen(only(whole, *chosen))
+        assert {path[0] for path in found} - FREE <= free, found
+        assert ("losses", 9) not in found
+
+
+def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(content: Content) -> None:
+    C, L, V, B, P, new = 32, 2, 64, 3, 4, 8
+    products = V * C + L * 12 * C * C
+    N = products + C + L * 2 * C  # and the gains of the norms
+    where = {"B": B, "P": P, "cache": "dynamic", "new_tokens": new}
+    shape = {**{k: v for k, v in where.items() if k != "cache"}, "parameters": N}
+    run = row(content, "sdpa")["rounds"][0]["machine"]
+    always = {"shape": shape, "machine": run}
+    rounds = [{"ms": ms, "first_ms": 10 * ms, "cache_bytes": 100 * i, **always}
+              for i, ms in enumerate((2.0, 4.0, 3.0))]  # fmt: skip
+    keys = B * (P + new / 2) * 2 * L * C * 4  # bytes of keys and values, of a mean text
+    made = {
+        "mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
+        "kernels": ["math"], "events": [], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
+        "proof": {k: v for k, v in PROOF.items() if not k.startswith("grad")}, "rounds": rounds,
+        "ms": 3.0, "first_ms": 30.0, "q1_ms": 2.5, "q3_ms": 3.5, "spread": 1 / 3, "noisy": True,
+        "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (4 * N + keys) / 0.003 / 8e9,
+    }  # fmt: skip
+    content |= {"mode": "decode", "rows": [made]}
+    content["machine"]["bandwidth"] = 8e9
+    found = unseen(records.seal(content))
+    assert found == {("setup_s",), ("warm_up_s",)}
+    # with our matrices, and the head beside the embedding, in int8
+    content["settings"]["weights"] = "int8"
+    assert "decode sdpa B=3 P=4 cache=dynamic new_tokens=8: a round ran 0 weights in int8" in (
+        check(content)
+    )
+    shape["int8_parameters"] = products
+    made["mbu"] = (4 * (N - products) + products + keys) / 0.003 / 8e9
+    assert check(records.seal(content)) == []
 
 
 # ----------------------------------------------------------------------------- the page
@@ -362,6 +464,8 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
 ) -> None:
     content["commit"] = None  # nothing of this checkout matters here
     records.write(board.FOLDER / "mine", content, whole=False)
+    assert board.main(["--check"]) == 1 and not board.PAGE.exists()
+    assert "PAGE is out of date" in capsys.readouterr().err
     assert board.main([]) == 0 and board.main(["--check"]) == 0
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
@@ -375,10 +479,13 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     typed_by_hand(content)
     records.write(board.FOLDER / "mine", content, whole=False)
     (board.FOLDER / "empty").mkdir()
+    (board.FOLDER / "list").mkdir()
+    (board.FOLDER / "list" / "record.json").write_text("[]", encoding="utf-8")
     assert board.main([]) == 1  # and nothing is written
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0].startswith("empty: it has no record.json")
-    assert told[1].startswith("mine: train sdpa: mfu is 0.6")
+    assert len(told) == 3 and told[0].startswith("empty: it has no record.json")
+    assert told[1].startswith("list: it has no record.json that can be read (no object)")
+    assert told[2].startswith("mine: train sdpa: mfu is 0.6")
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
@@ -392,6 +499,49 @@ def test_machines_stand_together_only_where_they_did_the_same(content: Content) 
     assert machines == sorted(machines) and len(set(machines)) == 2
     peaks = {line[head.index("machine")]: line[head.index("peak")] for line in lines}
     assert peaks["NVIDIA H200"] == "datasheet"
+
+
+def test_a_line_of_the_board_says_how_many_sequences_a_step_had(content: Content) -> None:
+    """Of all micro-batches together; where each backend had a batch of its own, of that one."""
+    content["settings"] |= {"gradient_accumulation_steps": 5}  # of 4 sequences each
+
+    def tokens_and_sequences() -> set[tuple[str, ...]]:
+        (made,) = board.board({"a": content})[0]["Training steps"].values()
+        return {tuple(line[:3]) for line in made[1]}
+
+    assert tokens_and_sequences() == {("32", "20", "no")}
+    content["settings"]["batch_size"] = "auto"
+    for r in content["rows"]:
+        r["batch_size"] = 7
+        r["compiled"] = True  # as the worker found, whatever the settings leave open
+    assert tokens_and_sequences() == {("32", "7", "yes")}
+
+
+def test_the_columns_of_the_board(content: Content, converged: Content) -> None:
+    """Every cell of a line, and the quickest first where the work and the machine are the same."""
+    found = board.board({"a": content, "b": converged})[0]
+    here, dates = content["machine"]["about"], (content["date"][:10], converged["date"][:10])
+    tables_ = {title: dict(zip(made[0], zip(*made[1]), strict=True))
+               for title, by in found.items() for made in by.values()}  # fmt: skip
+    train, kernel = tables_["Training steps"], tables_["Attention alone, forward and backward"]
+    assert list(train) == ["tokens", "sequences", "compiled", "machine", "kernel", "tok/s",
+                           "ms/step", "quartiles", "mfu", "causal", "peak", "error", "record",
+                           "date"]  # fmt: skip
+    assert list(kernel) == ["tokens", "sequences", "machine", "kernel", "TFLOP/s", "of peak",
+                            "both ms", "quartiles", "peak", "error", "record", "date"]  # fmt: skip
+    final = tables_["Final losses beside the baseline's"]
+    assert list(final)[:7] == ["tokens", "sequences", "machine", "kernel", "final loss", "off",
+                               "verdict"]  # fmt: skip
+    names = {name: row(content, name)["ms"] for name in ("manual", "sdpa", "sdpa_math")}
+    quickest = sorted(names, key=names.__getitem__)
+    assert [seen.partition(":")[0] for seen in train["kernel"]] == quickest
+    assert set(train["tokens"]) == {"32"} and set(train["sequences"]) == {"4"}
+    for title, made in (("train", train), ("converge", final)):
+        assert set(made["machine"]) == {here} and set(made["peak"]) == {"given"}, title
+    assert set(train["date"]) == {f"[{dates[0]}](../bench/records/a/README.md)"}
+    assert set(kernel["tokens"]) == {"16", "32"} and set(kernel["sequences"]) == {"1", "2"}
+    content["rows"].reverse()
+    assert board.board({"a": content, "b": converged})[0] == found
 
 
 def test_what_was_refused_or_failed_is_on_the_board(content: Content) -> None:

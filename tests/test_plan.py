@@ -475,6 +475,7 @@ def test_hops() -> None:
     assert collective("reduce-scatter", 1, 8, 1, at).seconds == 7
     assert collective("all-reduce", 1, 16, 2, at).seconds == 2 * (7 * 1 + 1 * 100)
     assert collective("all-reduce", 1, 64, 64, at).seconds == 2 * 6 * 100
+    assert collective("all-reduce", 1, 24, 3, at).seconds == 2 * (7 * 1 + 2 * 100)
 
 
 # ----------------------------------------------------------------------------- how long it takes
@@ -615,6 +616,128 @@ def test_what_a_ring_waits_for() -> None:
     over = replace(p, at=replace(p.at, node=2))  # its last GPU sends to the next node
     assert over.passed(2).network == kv * 1e9 and over.passed(2).nvlink == 0
     assert p.passed(2).nvlink == kv * 1e9 and p.passed(2).network == 0
+
+
+# ----------------------------------------------------------------------------- all together
+
+
+@pytest.mark.parametrize("checkpointing, N", [(False, 1), (True, 1), (True, 4)])
+@pytest.mark.parametrize("dtype, r", [("float32", 4), ("bfloat16", 2), ("float16", 4)])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hybrid"])
+def test_the_formulas_of_the_page(
+    parallel: str, dtype: str, r: int, checkpointing: bool, N: int
+) -> None:
+    """What a rank of 16 in 2 servers holds and sends, by the symbols of docs/PLAN.md."""
+    L, C, H, K, V, T = 3, 768, 12, 256, 50304, 1024
+    model = GPTConfig(T, V, L, H, C, n_kv_head=4, bias=False)
+    at = replace(H200, dtype=dtype)
+    p = Plan(Job(model, 480, 12, checkpointing, residual=r), at, parallel, 16, N)
+    a, half = (4, 0) if dtype == "float32" else (2, 1)
+    S = {"ddp": 1, "fsdp": 16, "hybrid": 8}[parallel]
+    mine = 480 * N // 16  # sequences of a rank in a step
+    m = math.ceil(mine / 12)
+    n = math.ceil(mine / m) * T // N
+
+    def kept(*shapes: tuple[int, int]) -> int:
+        return sum(math.ceil(rows / S) * width for rows, width in shapes)
+
+    B = kept((C + 2 * K, C), (C, C), (4 * C, C), (C, 4 * C), (C, 1), (C, 1))
+    R = kept((V, C), (T, C), (C, 1))
+    own = L * B + R
+    P = L * ((C + 2 * K) * C + 9 * C * C + 2 * C) + (V + T + 1) * C
+    layer = 2 * (r * C + 8 + a * C) + a * (C + 2 * K) + a * C + 4 * H + 8 * a * C
+    around = 8 + r * C + 8 + a * C
+    saves = L * r * C + layer + around if checkpointing else L * layer + around
+    rows = min(n, 2**28 // V, 4096 if dtype == "float16" else n)
+    gathered = 4 * S * R + S * B * (4 * a + half * a + 4)
+    if parallel == "ddp":
+        gathered = half * a * L * ((C + 2 * K) * C + 9 * C * C)
+    if N > 1:
+        gathered += n * (4 * a * K + 24 * K + 8 * C)
+    memory = {
+        "weights": 4 * own,
+        "gradients": 4 * own + 4 * P * (parallel != "ddp"),
+        "AdamW": 8 * own,
+        "activations": n * saves + n * C * (r + 5 * a),
+        "logits": 8 * V * rows + V * C * (4 + half * 2 * a) + n * C * (r + half * a),
+        "gathered": gathered,
+    }
+    ranks = 8 if parallel == "hybrid" else 16
+    of, everywhere = (ranks - 1) / ranks, 1 / 8 if parallel != "hybrid" else 0.0
+    sent = dict.fromkeys(scale.KINDS, 0.0)
+    if parallel == "ddp":
+        sent["all-reduce"] = 2 * of * 4 * P
+    else:
+        sent["all-gather"] = of * (m * 4 * S * R + 2 * m * L * a * S * B)
+        sent["reduce-scatter"] = of * (L * 4 * S * B + 4 * S * R)
+        sent["all-reduce"] = (L * 4 * B + 4 * R) * (parallel == "hybrid")
+    network = everywhere * sum(sent.values()) or sent["all-reduce"]
+    passes = (3 if checkpointing else 2) * N - (3 if checkpointing else 2)
+    sent["ring"] = m * L * (passes * 2 * a * n * K + N * 2 * 4 * n * K) * (N > 1)
+
+    if p.why_not:  # float16 and fsdp
+        assert dtype == "float16" and parallel != "ddp" and "float16" in p.why_not
+        assert p.memory == memory
+        return
+    row = planned.row(p)
+    assert (p.sequences, p.micro, p.tokens) == (mine, m, n) == (mine, row["micro_steps"], n)
+    assert row["memory"] == memory and row["memory_bytes"] == sum(memory.values())
+    assert row["left_bytes"] == pytest.approx(0.95 * 141e9 - sum(memory.values()))
+    assert row["sent"] == pytest.approx(sent)
+    links = {"nvlink": sum(sent.values()) - network, "network": network}
+    assert row["links"] == pytest.approx(links)
+    assert row["shard_size"] == S and row["tokens_per_s"] == pytest.approx(480e3 * T / row["ms"])
+
+
+def test_the_update_of_a_shard_takes_its_share_of_the_time() -> None:
+    """With and without the clipping, which reads the gradients once more."""
+    for clip, bytes_ in ((True, 32), (False, 28)):
+        ddp, fsdp = on_h200("ddp", 16, clip=clip), on_h200("fsdp", 16, clip=clip)
+        others = scale.parameters(GPT2) - fsdp.kept
+        saved = ddp.computing[0] - fsdp.computing[0]
+        assert saved == pytest.approx(bytes_ * others / 4.8e12)
+
+
+def test_every_cell_of_the_tables() -> None:
+    purposes = ("weights", "gradients", "AdamW", "activations", "logits", "gathered")
+    base: dict[str, Any] = {
+        "parallel": "fsdp", "context_parallel": 2, "micro_steps": 3, "sequences": 30,
+        "memory": {name: (i + 1) * 1.5e9 for i, name in enumerate(purposes)},
+        "memory_bytes": 31.5e9, "left_bytes": 4.25e9,
+        "sent": {"all-reduce": 0.0, "all-gather": 2.345e9, "reduce-scatter": 1.2e12,
+                 "ring": 34.6e6},
+        "links": {"nvlink": 6e9, "network": 7e9},
+        "compute_ms": 12.34, "communication_ms": 5.678, "exposed_ms": 0.4567, "ms": 12.7967,
+        "tokens_per_s": 1.234e6, "mfu": 0.4567,
+        "largest_model": {"n_layer": 40, "n_embd": 5120, "N": 12.85e9}, "longest_context": 131072,
+    }  # fmt: skip
+    none = {**base, "parallel": "ddp", "left_bytes": -2.5e9, "largest_model": None}
+    shown = {title: (head, lines) for title, (head, lines) in planned.sections([base, none])}
+    cells = {
+        title: [dict(zip(head, line, strict=True)) for line in lines]
+        for title, (head, lines) in shown.items()
+    }
+    where = {"planned": "fsdp", "context": "2"}
+    held = {"weights": "1.5", "gradients": "3", "AdamW": "4.5", "activations": "6",
+            "logits": "7.5", "gathered": "9", "sum": "31.5"}  # fmt: skip
+    assert cells["memory of a rank, GB"] == [
+        {**where, **held, "left": "4.25"},
+        {**where, **held, "left": "over by 2.5", "planned": "ddp"},
+    ]
+    assert cells["sent by a rank in a step, GB"][0] == {
+        **where, "micro": "3", "all-reduce": "-", "all-gather": "2.35", "reduce-scatter": "1,200",
+        "ring": "0.035", "NVLink": "6", "network": "7",
+    }  # fmt: skip
+    ms = {"compute": "12.3", "sending": "5.68", "exposed": "0.457"}
+    assert cells["a step, ms"] == [
+        {**where, **ms, "step": "12.8", "Mtok/s": "1.23", "mfu": "45.7%"},
+        {**where, **ms, "step": "-", "Mtok/s": "-", "mfu": "does not fit", "planned": "ddp"},
+    ]
+    fits = {**where, "longest context": "131,072"}
+    assert cells["what would fit, one sequence at a time"] == [
+        {**fits, "1e9 parameters": "12.8", "layers x width": "40 x 5,120"},
+        {**fits, "1e9 parameters": "-", "layers x width": "none", "planned": "ddp"},
+    ]
 
 
 # ----------------------------------------------------------------------------- what fits

@@ -92,10 +92,13 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
 
 def test_the_first_look_at_the_machine_counts_for_its_stage(tmp_path, quick, monkeypatch) -> None:
     made = {"name": "machine", "status": "done", "why": "", "record": {}, "seconds": 100.0}
-    monkeypatch.setattr(qualify, "attempt", lambda *how: made)
-    run(*TINY, "--stages=1", f"--records_dir={tmp_path}")
-    (stage,) = read(tmp_path)["stages"]
+    monkeypatch.setattr(qualify, "attempt", lambda name, *how: {**made, "name": name, "record": {}})
+    run(*TINY, f"--records_dir={tmp_path}")
+    whole = read(tmp_path)
+    stage, *others = whole["stages"]
     assert 100.0 < stage["seconds"] < 400 and isinstance(stage["record"]["busy"], list)
+    assert [s["seconds"] for s in others] == [100.0] * 5
+    assert whole["complete"] and "incomplete" not in whole  # as it was after each stage but this
 
 
 def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
@@ -285,12 +288,65 @@ def test_more_time_takes_more_points_and_none_is_said_so() -> None:
         qualify.that_fit(bench_of(), 5)
 
 
+@pytest.mark.parametrize("device, first, dtypes", [
+    ("cpu", "float32", ["float32"]), ("cpu", "bfloat16", ["bfloat16", "float32"]),
+    ("cuda:0", "float32", ["float32", "bfloat16", "float16"]),
+    ("cuda", "float16", ["float16", "bfloat16", "float32"])])  # fmt: skip
+def test_the_dtypes_of_the_proof(device, first, dtypes, monkeypatch) -> None:
+    """The run's own before the others."""
+    counts = {"right": 1, "wrong": 0, "refused": 2, "not_reached": 3}
+    found = [{"backend": "sdpa", **counts}]
+    monkeypatch.setattr(proof, "prove", lambda bench, asked: asked == dtypes and found)
+    bench, said = bench_of(device=device), list[str]()
+    bench.machine["dtype"], bench.tell = first, said.append
+    assert qualify.numbers(bench, 1.0) == {"dtypes": dtypes, "rows": found}
+    assert said == ["sdpa: 1 right, 0 wrong, 2 refused, 3 not reached"]
+
+
+def test_the_newest_record_is_gone_on_with(tmp_path) -> None:
+    shared = {"source_sha256": "a", "vocab_size": 64, "machine": {"kind": "cpu", "about": "x"}}
+    for day in ("2026-01-01", "2026-03-01", "2026-02-01"):
+        stages = [{"name": day, "status": "done", "record": {}}]
+        made = {**shared, "format": records.FORMAT, "mode": "qualify", "stages": stages}
+        records.write(tmp_path / f"{day}_cpu_x", made, whole=False)
+    folder, stages = qualify.earlier(tmp_path / "2026-04-01_cpu_x", shared)
+    assert folder.name == "2026-03-01_cpu_x" and stages[0]["name"] == "2026-03-01"
+    for edit, says in (({"vocab_size": 65}, "with another vocabulary"),
+                       ({"machine": {"kind": "cuda"}}, "is of x")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            qualify.earlier(tmp_path / "2026-04-01_cpu_x", shared | edit)
+
+
+def test_a_run_fails_where_a_kernel_is_wrong_or_nothing_was_done() -> None:
+    def failed(wrong: int, *statuses: str) -> bool:
+        stages = [{"name": str(i), "status": s, "record": {}} for i, s in enumerate(statuses)]
+        proof = {"name": "proof", "status": "cut", "record": {"rows": [{"wrong": wrong}]}}
+        return qualify.failed({"stages": [*stages, proof]})
+
+    assert not failed(0, "done", "failed", "skipped") and not failed(0, "done")
+    assert failed(1, "done") and failed(0, "cut", "skipped")
+
+
+def test_the_quickest_backends_come_first() -> None:
+    def row(name: str, ms: float, T: int = 1024, D: int = 64, status: str = "ok") -> Any:
+        return {"backend": name, "ms": ms, "point": {"T": T, "D": D}, "status": status}
+
+    rows = [row("a", 3.0), row("b", 2.0), row("c", 1.0, T=4096), row("d", 1.0, D=128),
+            row("e", 0.1, status="failed")]  # fmt: skip
+    record = {"stages": [{"name": "kernels", "record": {"rows": rows}}]}
+    assert qualify.ranked(record, [*"edcba"]) == [*"baedc"]
+    assert qualify.ranked({"stages": []}, [*"edcba"]) == [*"edcba"]
+
+
 def test_the_time_says_how_many_are_compiled() -> None:
     bench = replace(bench_of(backends="manual tiled sdpa sdpa_flash triton"), mode="train")
     assert qualify.contenders(bench, 0) == ["sdpa"]
     assert qualify.contenders(bench, math.inf) == ["sdpa", "sdpa_flash", "triton"]
-    some = qualify.contenders(bench, 110)
-    assert 1 <= len(some) < 3
+    each = plan.seconds(replace(bench, backends=["sdpa", "sdpa_flash", "triton"]), [])
+    two = each["sdpa"] + each["sdpa_flash"]
+    assert max(each.values()) < 0.9 * two  # each alone would fit
+    assert qualify.contenders(bench, 1.001 * two) == ["sdpa", "sdpa_flash"]
+    assert qualify.contenders(bench, 0.999 * two) == ["sdpa"]
     assert qualify.contenders(replace(bench, backends=["manual"]), 0) == ["manual"]
     assert qualify.contenders(replace(bench, refused={"sdpa": ["no"]}), 0) == ["sdpa_flash"]
 
@@ -300,7 +356,9 @@ def test_the_model_is_one_that_fits() -> None:
     large = qualify.settled(config, (), True, 140e9)
     assert (large.batch_size, large.train.n_embd, large.train.block_size) == (64, 768, 1024)
     assert large.train.gradient_accumulation_steps == 1
-    assert qualify.settled(config, (), True, 24e9).batch_size == 16
+    half = {80e9: 64, 70e9: 64, 69e9: 32, 38e9: 32, 37e9: 16, 22e9: 16, 21e9: 8, 14e9: 8, 13e9: 4,
+            7e9: 4}  # fmt: skip
+    assert {free: qualify.settled(config, (), True, free).batch_size for free in half} == half
     tiny = qualify.settled(config, (), True, 2e9)
     assert tiny.train.n_embd == 256 and tiny.train.vocab_size == 1024
     assert qualify.settled(config, ("batch_size",), True, 140e9) is config
@@ -355,6 +413,36 @@ def test_a_slow_backend_takes_no_time_from_the_others(monkeypatch) -> None:
     assert len(Judge.made) == broken["wrong"] + 1 and all(w.closed for w in Judge.made)
 
 
+def test_equally_slow_backends_take_turns(monkeypatch) -> None:
+    monkeypatch.setattr(proof, "time", SimpleNamespace(monotonic=lambda: Judge.clock))
+    monkeypatch.setattr(proof, "Worker", Judge)
+    items = [{"what": str(i), "feature": "x", "dtype": "float32"} for i in range(3)]
+    monkeypatch.setattr(proof, "items", lambda dtypes: items)
+    asked: list[str] = []
+    bench = replace(bench_of(backends="a b"), watch=lambda what: asked.append(what.split()[1]))
+    made = proof.prove(bench, ["float32"])
+    assert asked == ["a,", "b,"] * 3
+    assert [(row["right"], row["seconds"]) for row in made] == [(3, 3.0)] * 2
+
+
+def test_the_answers_of_the_grid_are_of_all_lengths_together(monkeypatch) -> None:
+    """Though a call has fewer sequences where they are longer."""
+
+    def row(name: str, B: int, T: int, ms: float) -> dict[str, Any]:
+        point = {"B": B, "T": T, "H": 32, "Hkv": 32, "D": 64, "window": None}
+        return {"mode": "kernel", "backend": name, "point": point, "status": "ok", "ms": ms,
+                "rounds": [{"ms": ms}, {"ms": ms}]}  # fmt: skip
+
+    table = [row("sdpa", 16, 1024, 1.0), row("triton", 16, 1024, 2.0), row("sdpa", 4, 4096, 9.0),
+             row("triton", 4, 4096, 5.0)]  # fmt: skip
+    monkeypatch.setattr(qualify.modes, "kernel", lambda bench: table)
+    made = qualify.kernels(bench_of(), 1e6)
+    assert made["answers"] == [
+        "Fastest: kernel D=64: sdpa from 1,024 tokens on, then triton from 4,096 tokens on"
+    ]
+    assert made["rows"] == table and made["left_out"] == []
+
+
 def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
     def leaks(q, k, v, spec, *, segments=None, cache=None):
         out = attention.BACKENDS["manual"].attend(q, k, v, spec, segments=segments)
@@ -381,13 +469,15 @@ def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
 def test_the_page_says_what_is_wrong_here() -> None:
     row = {"status": "ok", "noisy": True, "mfu": 0.5, "mfu_causal": 0.45, "tokens_per_s": 10.0,
            "backend": "sdpa", "ms": 1.0, "point": {}, "mode": "train"}  # fmt: skip
+    no = {**row, "status": "unavailable", "why": ["no"]}  # which has no round to be noisy
     bad = {"backend": "flash_attn_4", "right": 3, "wrong": 1, "refused": 0, "not_reached": 7,
            "failures": [{"case": "large", "dtype": "bfloat16", "why": "dq is off"}]}  # fmt: skip
     stages: list[dict[str, Any]] = [
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
         {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
-        {"name": "training", "status": "done", "record": {"rows": [row], "answers": ["MFU: x."]},
-         "watched": {"held_down_by": ["heat (hardware)"]}},
+        {"name": "training", "status": "done", "watched":
+         {"held_down_by": ["heat (hardware)"]},
+         "record": {"rows": [row, no, no], "answers": ["MFU: x."]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
     said = "\n".join(qualify.conclusions({"machine": here, "stages": stages}))
