@@ -147,6 +147,33 @@ def test_every_item_has_a_name_of_its_own() -> None:
     assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
 
 
+def facets(case: Case) -> set[Any]:
+    """What sets a case apart: its features, and on which side of each border it lies."""
+    D, window, order = case.D, case.window, (case.Tq > case.Tk) - (case.Tq < case.Tk)
+    return {
+        *case.features, case.segments, case.layout, case.kind, ("heads", case.H // case.Hkv > 1),
+        ("head_dim", D > 64, D & (D - 1) == 0), ("one query", case.Tq == 1),
+        ("order", order, case.Hkv < case.H), ("window", window and order),
+        ("capped", bool(case.softcap), case.size > 2),
+        *(("tiles of 64", n, T % 64 == 0, T < 64) for n, T in enumerate((case.Tq, case.Tk))),
+    }  # fmt: skip
+
+
+def test_the_cases_have_what_is_promised_and_the_sample_every_kind() -> None:
+    by_name = {case.name: case for case in CASES}
+    assert len(by_name) == len(CASES)
+    ordered = [case.name for case in matrix.in_order()]
+    assert ordered[: len(SAMPLE)] == [*SAMPLE] and sorted(ordered) == sorted(by_name)
+    lengths = {(case.Tq, case.Tk) for case in CASES}
+    assert {(T, T) for T in (1, 2, 17, 64, 97, 192, 1025)} | {(113, 203), (128, 217)} <= lengths
+    windows = {(c.window, c.Tk) for c in CASES if c.Tq == c.Tk}
+    assert {(w, 97) for w in (1, 2, 16, 64, 96, 97, 98, 500)} <= windows
+    assert {16, 20, 32, 64, 80, 96, 128} == {case.D for case in CASES}
+    every = set().union(*map(facets, CASES))
+    lost = every - set().union(*(facets(by_name[name]) for name in SAMPLE))
+    assert not lost
+
+
 def test_what_is_kept_is_not_what_another_thread_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy(dict[Any, Any]):
         def __setitem__(self, t: Any, found: Any) -> None:

@@ -157,6 +157,21 @@ def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path) -> None:
     assert [*path.parent.iterdir()] == [path]
 
 
+def test_a_write_that_is_stopped_leaves_the_file_as_it_was(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def stopped(written: str, target: Path) -> None:
+        assert Path(written).parent == path.parent  # else it might be on another disk
+        assert (Path(written).read_text(), target) == ("after", path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(system.os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        system.write_at_once(path, "after")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "before"
+
+
 # --- in a run ---
 
 SIZES = GPTConfig(16, 64, 1, 2, 16, bias=False)
