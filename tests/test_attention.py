@@ -9,6 +9,7 @@ commas) says that this machine must run them.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -172,6 +173,16 @@ def test_the_cases_have_what_is_promised_and_the_sample_every_kind() -> None:
     every = set().union(*map(facets, CASES))
     lost = every - set().union(*(facets(by_name[name]) for name in SAMPLE))
     assert not lost
+
+
+def test_the_draws_are_the_same_each_time() -> None:
+    """So the script of a failure fails as the check did."""
+    for spec in (Spec(4, 2, 32, "float32"), Spec(3, 1, 8, "float16")):
+        first, second = ([t.clone() for t in qkv(spec, 9, "cpu")] for _ in range(2))
+        assert all(map(torch.equal, first, second))
+        heads = spec.n_head, spec.n_kv_head, spec.n_kv_head
+        assert [t.shape for t in first] == [(2, 9, h, spec.head_dim) for h in heads]
+        assert not torch.equal(first[1], first[2])
 
 
 def test_what_is_kept_is_not_what_another_thread_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +396,44 @@ def test_the_default_scale_is_no_request() -> None:
 def test_a_scale_or_cap_that_cannot_be_is_refused(option) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Spec(2, 2, 16, "float32", **option)
+
+
+def test_the_condition_of_one_key_and_a_sink_by_hand() -> None:
+    """All numbers are scalars: s = c tanh(tau q k / c), p = 1 / (1 + e^(a - s)), out = p v."""
+    q, k, v, g, a, tau, c = 1.5, -0.8, 2.5, -0.6, 0.4, 0.7, 1.2
+    one = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (q, k, v, g))
+    sinks = torch.tensor([a], dtype=torch.float64)
+    got = oracle.attention(*one, scale=tau, softcap=c, sinks=sinks)
+    s = c * math.tanh(tau * q * k / c)
+    p, slope, gv = 1 / (1 + math.exp(a - s)), 1 - (s / c) ** 2, abs(g * v)
+    of_s = abs(tau * q * k) * slope + abs(s)  # a sum of products, then the tanh
+    assert of_s > abs(a)
+    of_ds = p * gv * (2 * of_s * (1 - p) + 1 + p)  # p's, then dp's and sum p dp's
+    of_dt = of_ds * slope + p * (1 - p) * gv * (1 + 2 * abs(s) * of_s / c**2)
+    assert dict(got.condition) == pytest.approx({
+        "out": 2 * of_s * p * (1 - p) * abs(v), "dv": 2 * of_s * p * abs(g),
+        "dq": of_dt * tau * abs(k), "dk": of_dt * tau * abs(q),
+        "dsinks": p * (1 - p) * gv * (2 * of_s + 1)})  # fmt: skip
+    alone = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (q, k, v, g))
+    without = oracle.attention(*alone, scale=tau).condition  # p is 1 whatever s is
+    assert dict(without) == pytest.approx({
+        "out": 0, "dv": 2 * abs(tau * q * k * g), "dq": 2 * gv * tau * abs(k),
+        "dk": 2 * gv * tau * abs(q), "dsinks": 0})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_yardstick_is_the_formula(name: str) -> None:
+    """A wrong one would allow every error that is no larger than its own."""
+    case = next(c for c in CASES if c.name == name)
+    if case.Tq * case.Tk * case.H > 10_000:  # the loops of the oracle take long
+        few = {"B": 1, "Tq": -(-case.Tq // 4), "Tk": -(-case.Tk // 4)}
+        case = replace(case, **few, window=case.window and -(-case.window // 4))
+    rough, exact = matrix.plain(case, "float64"), matrix.truth(case, "float64")
+    for what in ("out", "dq", "dk", "dv", "dsinks"):
+        a, b = getattr(rough, what), getattr(exact, what)
+        assert (a is None) == (b is None) == (what == "dsinks" and not case.sinks)
+        if a is not None:
+            assert float((a - b).abs().max()) <= 1e-11 * max(1, float(b.abs().max()))
 
 
 def test_the_oracle_reads_the_right_key_value_head() -> None:

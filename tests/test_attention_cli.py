@@ -5,6 +5,7 @@ The tables are measured in float64 where they may be: flex, which takes seconds 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -477,6 +478,19 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         "name": "`made_up` `alias`", "what": BACKENDS["manual"].title,
         "runs on": "cuda >= 8.0, cpu (interpreter)",
         "falls back to": "`manual`"}  # fmt: skip
+
+
+def test_the_tables_are_written_where_they_stood_and_nothing_else_is(tmp_path, monkeypatch) -> None:
+    pages = {name: (ROOT / name).read_text(encoding="utf-8")
+             for name in ("README.md", "docs/SUPPORT.md")}  # fmt: skip
+    (tmp_path / "docs").mkdir()
+    for name, text in pages.items():
+        old = re.sub(r"^\| `tiled`.*\n", "", text, flags=re.M).replace("| `paged`", "| `pages`")
+        assert text.count("\n") > old.count("\n")
+        (tmp_path / name).write_text(old, encoding="utf-8")
+    monkeypatch.setattr(support, "ROOT", tmp_path)
+    support.write()
+    assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in pages} == pages
 
 
 @needs_no_cuda

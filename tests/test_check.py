@@ -305,6 +305,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("the same mask again", reseeded, "the same seed gives another"),
     ("the same mask again", not_advanced, "the next call has the same"),
     ("the same mask again", two_masks, "d[qkv] by the mask of the forward pass"),
+    *(("the same mask again", right_but(lambda out, q, k, v, n=n: out + 1e-3 * sent((q, k, v)[n])),
+       f"d{'qkv'[n]} by the mask of the forward pass") for n in range(3)),
     *((f"no random number without{HEADS}", partial(drawing, backward=b), "a random number was")
       for b in (False, True)),
     *((f"the same bits{HEADS}", partial(once_more, at=[], n=n), "out is not the same")
