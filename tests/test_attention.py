@@ -53,7 +53,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAST = {
     "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
                 "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
-                "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split",
+                "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split", "mixed",
                 "BHTD-31x64-window-packed", "large", "dominant", "equal", "scale-1x97",
                 "sinks-gqa-window16-padded", "softcap-large-window16-packed",
                 "scale-softcap-sinks-packed-window20"),
@@ -388,7 +388,8 @@ def test_what_a_backend_does_not_declare_is_refused(option) -> None:
 def test_the_default_scale_is_no_request() -> None:
     assert Spec(2, 2, 20, "float32", scale=20**-0.5) == Spec(2, 2, 20, "float32")
     assert Spec(2, 2, 16, "float32").softmax_scale == 0.25
-    assert Spec(2, 2, 16, "float32", scale=0.3).softmax_scale == 0.3
+    for near in (0.3, 0.2501, 0.2499, 1e-3):
+        assert Spec(2, 2, 16, "float32", scale=near).softmax_scale == near
 
 
 @pytest.mark.parametrize("option", [{"scale": 0.0}, {"scale": -1.0}, {"softcap": float("inf")},

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import attention
 import checkpoint
 import train
-from attention import Partial, Spec, check, get, matrix, own
+from attention import Partial, Refusal, Spec, check, get, matrix, own
 from attention.check import Item, items
 from bench.config import load_config, names
 from core.settings import UserError
@@ -444,6 +444,45 @@ def test_without_a_backward_pass_a_refusal_still_has_every_reason() -> None:
 def test_who_refuses_all_has_shown_nothing(capsys) -> None:
     code, said = ask(capsys, "flash_attn_3", "--dtype=float16", "--device=cpu", "--quick")
     assert code == 1 and "It refuses all: nothing ran." in said
+
+
+def test_the_report_counts_each_kind_and_keeps_the_first_script(monkeypatch) -> None:
+    report = check.Report("manual", "manual", "", {"cpu": "this one"}, "2")
+    first, second = asked_alone("gqa"), asked_alone(f"canary, decode{WINDOW}")
+    report.add(first, "cpu", check.Answer("right", grad=True))
+    report.add(first, "cpu", check.Answer("wrong", ("out is off",)))
+    report.add(second, "cpu", check.Answer("wrong", ("it moved",)))
+    there = Refusal("it takes float16", "dtype"), Refusal("it has no window", "window")
+    report.add(second, "cpu", check.Answer("refused", there))
+    report.add(second, "cpu", check.Answer("refused", there[1:]))
+    assert report.features == {
+        "float32, cpu": check.Count(1, 2, 2), "grouped heads": check.Count(1, 1),
+        "gradients": check.Count(1), "canary": check.Count(0, 1, 1)}  # fmt: skip
+    assert report.refusals == {"it takes float16": 1, "it has no window": 2}
+    assert [f["what"] for f in report.failures] == ["gqa", second.name]
+    assert report.script.startswith("# gqa, float32: out is off\n") and report.code == 1
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in check.text(report).splitlines()}
+    assert rows["float32, cpu"] == rows["in all"] == ["1", "2", "2"]
+    assert (rows["canary"], rows["gradients"]) == (["-", "1", "1"], ["1", "-", "-"])
+
+
+@pytest.mark.parametrize("name, dtype", [("the same mask again", "float16"), ("gqa", "bfloat16")])
+def test_the_script_asks_the_same_question(name: str, dtype: str) -> None:
+    """It is run here, on a kernel without the bug: nothing fails."""
+    (item,) = (item for item in items([dtype]) if item.name == name)
+    said, given = check.script("manual", item, "cpu", "two\nlines"), {}  # type: tuple[str, Any]
+    assert said.startswith(f"# {name}, {dtype}: two\n# lines\nfrom ")
+    exec(said, given)
+    asked = given["promise"].spec if item.case is None else given["case"].spec(given["dtype"])
+    assert asked == item.spec and (item.case is None or given["case"] == item.case)
+
+
+def test_a_check_leaves_the_random_state_alone(monkeypatch) -> None:
+    monkeypatch.setattr(check, "items", lambda *_: [asked_alone("the same mask again")])
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    assert check.check("manual", ["cpu"], ["float32"]).total == check.Count(1)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
