@@ -463,6 +463,24 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
         oracle.check(got, plain, truth, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name, m", [("out", 2), ("dq", 3), ("dk", 3), ("dv", 3), ("dsinks", 3)])
+@pytest.mark.parametrize("factor", [1, 0.25, 0])
+def test_the_tolerance_is_the_sum_of_its_three_terms(name: str, m: int, factor: float) -> None:
+    def result(x: float, **more: Any) -> oracle.Result:
+        tensors = dict.fromkeys(("out", "dq", "dk", "dv", "dsinks"), torch.tensor([4.0, -1e5]))
+        return oracle.Result(**tensors | {name: torch.tensor([x, -1e5])}, **more)
+
+    conditions = {"out": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0, "dsinks": 0.0, name: 2e5}
+    truth = result(4.0, condition=conditions)
+    # m times plain's error, eps of the largest, eps of the condition
+    allowed = factor * (m / 32 + 2**-23 * 1e5 + 2**-23 * 2e5)
+    for off in (0.98, -0.98):
+        oracle.check(result(4 + off * allowed), result(4 - 1 / 32), truth, torch.float32, factor)
+    for off in (1.02 * allowed + 1e-5, -1.02 * allowed - 1e-5):
+        with pytest.raises(AssertionError, match=rf"{name} is off by .* at \[0\]"):
+            oracle.check(result(4 + off), result(4 - 1 / 32), truth, torch.float32, factor)
+
+
 # --- the layout ---
 
 
