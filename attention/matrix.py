@@ -33,7 +33,8 @@ class Case:
     window: int | None = None
     # "packed": three documents; "padded" and "left": padding at the right end, at the left
     segments: str | None = None
-    layout: str = "contiguous"  # "split": cut from one tensor; "BHTD": heads before positions
+    # "split": cut from one tensor; "BHTD": heads before positions; "mixed": of q and v alone
+    layout: str = "contiguous"
     size: float = 1.0  # q, k and v are multiplied by this
     scale: float | None = None
     softcap: float | None = None
@@ -94,6 +95,7 @@ CASES = [
     *(Case(f"D{D}", 33, 33, D=D) for D in (16, 20, 64, 80, 96, 128)),
     Case("D80-mqa-window-17x33", 17, 33, H=3, Hkv=1, D=80, window=7),
     *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
+    Case("mixed", 33, 33, layout="mixed"),
     *(Case(f"{x}-31x64-window-packed", 31, 64, H=4, window=20, segments="packed", layout=x)
       for x in ("split", "BHTD")),
     Case("scale", 97, 97, D=20, scale=0.4),
@@ -129,7 +131,7 @@ SAMPLE = ("gqa", "113x203", "split", "window16", "packed-window16-gqa", "1x97", 
           "63x64", "packed", "large-gqa-window-packed", "scale", "softcap", "sinks-64x17",
           "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20",
           "softcap-large-window16-packed", "sinks-large4", "overflow", "equal",
-          "dominant")  # fmt: skip
+          "dominant", "mixed")  # fmt: skip
 
 
 def in_order() -> list[Case]:
@@ -172,8 +174,9 @@ def draw(case: Case, dtype: str, device: str = "cpu") -> tuple[Tensor, Tensor, T
         q = q + one.repeat_interleave(case.H // case.Hkv, dim=1)[:, None]
     if case.layout == "split":
         q, k, v = torch.cat((q, k, v), dim=2).split((case.H, case.Hkv, case.Hkv), dim=2)
-    elif case.layout == "BHTD":
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif case.layout != "contiguous":
+        Q, K, V = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+        q, k, v = Q, K if case.layout == "BHTD" else k, V
     more = case.Tq - case.Tk  # queries cut from the same tensor as the keys, as a model does
     q = q[:, -more:] if more <= 0 else tensor(case.Tq, case.H, case.size)
     return q, k, v, tensor(case.Tq, case.H)

@@ -9,6 +9,7 @@ commas) says that this machine must run them.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAST = {
     "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
                 "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
-                "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split",
+                "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split", "mixed",
                 "BHTD-31x64-window-packed", "large", "dominant", "equal", "scale-1x97",
                 "sinks-gqa-window16-padded", "softcap-large-window16-packed",
                 "scale-softcap-sinks-packed-window20"),
@@ -147,6 +148,43 @@ def test_what_is_refused(name: str, device: str) -> None:
 def test_every_item_has_a_name_of_its_own() -> None:
     assert len({(item.name, item.dtype) for item in ITEMS}) == len(ITEMS)
     assert {f for item in ITEMS for f in item.features} | {"gradients"} == set(FEATURES)
+
+
+def facets(case: Case) -> set[Any]:
+    """What sets a case apart: its features, and on which side of each border it lies."""
+    D, window, order = case.D, case.window, (case.Tq > case.Tk) - (case.Tq < case.Tk)
+    return {
+        *case.features, case.segments, case.layout, case.kind, ("heads", case.H // case.Hkv > 1),
+        ("head_dim", D > 64, D & (D - 1) == 0), ("one query", case.Tq == 1),
+        ("order", order, case.Hkv < case.H), ("window", window and order),
+        ("capped", bool(case.softcap), case.size > 2),
+        *(("tiles of 64", n, T % 64 == 0, T < 64) for n, T in enumerate((case.Tq, case.Tk))),
+    }  # fmt: skip
+
+
+def test_the_cases_have_what_is_promised_and_the_sample_every_kind() -> None:
+    by_name = {case.name: case for case in CASES}
+    assert len(by_name) == len(CASES)
+    ordered = [case.name for case in matrix.in_order()]
+    assert ordered[: len(SAMPLE)] == [*SAMPLE] and sorted(ordered) == sorted(by_name)
+    lengths = {(case.Tq, case.Tk) for case in CASES}
+    assert {(T, T) for T in (1, 2, 17, 64, 97, 192, 1025)} | {(113, 203), (128, 217)} <= lengths
+    windows = {(c.window, c.Tk) for c in CASES if c.Tq == c.Tk}
+    assert {(w, 97) for w in (1, 2, 16, 64, 96, 97, 98, 500)} <= windows
+    assert {16, 20, 32, 64, 80, 96, 128} == {case.D for case in CASES}
+    every = set().union(*map(facets, CASES))
+    lost = every - set().union(*(facets(by_name[name]) for name in SAMPLE))
+    assert not lost
+
+
+def test_the_draws_are_the_same_each_time() -> None:
+    """So the script of a failure fails as the check did."""
+    for spec in (Spec(4, 2, 32, "float32"), Spec(3, 1, 8, "float16")):
+        first, second = ([t.clone() for t in qkv(spec, 9, "cpu")] for _ in range(2))
+        assert all(map(torch.equal, first, second))
+        heads = spec.n_head, spec.n_kv_head, spec.n_kv_head
+        assert [t.shape for t in first] == [(2, 9, h, spec.head_dim) for h in heads]
+        assert not torch.equal(first[1], first[2])
 
 
 def test_what_is_kept_is_not_what_another_thread_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +390,8 @@ def test_what_a_backend_does_not_declare_is_refused(option) -> None:
 def test_the_default_scale_is_no_request() -> None:
     assert Spec(2, 2, 20, "float32", scale=20**-0.5) == Spec(2, 2, 20, "float32")
     assert Spec(2, 2, 16, "float32").softmax_scale == 0.25
-    assert Spec(2, 2, 16, "float32", scale=0.3).softmax_scale == 0.3
+    for near in (0.3, 0.2501, 0.2499, 1e-3):
+        assert Spec(2, 2, 16, "float32", scale=near).softmax_scale == near
 
 
 @pytest.mark.parametrize("option", [{"scale": 0.0}, {"scale": -1.0}, {"softcap": float("inf")},
@@ -360,6 +399,44 @@ def test_the_default_scale_is_no_request() -> None:
 def test_a_scale_or_cap_that_cannot_be_is_refused(option) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Spec(2, 2, 16, "float32", **option)
+
+
+def test_the_condition_of_one_key_and_a_sink_by_hand() -> None:
+    """All numbers are scalars: s = c tanh(tau q k / c), p = 1 / (1 + e^(a - s)), out = p v."""
+    q, k, v, g, a, tau, c = 1.5, -0.8, 2.5, -0.6, 0.4, 0.7, 1.2
+    one = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (q, k, v, g))
+    sinks = torch.tensor([a], dtype=torch.float64)
+    got = oracle.attention(*one, scale=tau, softcap=c, sinks=sinks)
+    s = c * math.tanh(tau * q * k / c)
+    p, slope, gv = 1 / (1 + math.exp(a - s)), 1 - (s / c) ** 2, abs(g * v)
+    of_s = abs(tau * q * k) * slope + abs(s)  # a sum of products, then the tanh
+    assert of_s > abs(a)
+    of_ds = p * gv * (2 * of_s * (1 - p) + 1 + p)  # p's, then dp's and sum p dp's
+    of_dt = of_ds * slope + p * (1 - p) * gv * (1 + 2 * abs(s) * of_s / c**2)
+    assert dict(got.condition) == pytest.approx({
+        "out": 2 * of_s * p * (1 - p) * abs(v), "dv": 2 * of_s * p * abs(g),
+        "dq": of_dt * tau * abs(k), "dk": of_dt * tau * abs(q),
+        "dsinks": p * (1 - p) * gv * (2 * of_s + 1)})  # fmt: skip
+    alone = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (q, k, v, g))
+    without = oracle.attention(*alone, scale=tau).condition  # p is 1 whatever s is
+    assert dict(without) == pytest.approx({
+        "out": 0, "dv": 2 * abs(tau * q * k * g), "dq": 2 * gv * tau * abs(k),
+        "dk": 2 * gv * tau * abs(q), "dsinks": 0})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_yardstick_is_the_formula(name: str) -> None:
+    """A wrong one would allow every error that is no larger than its own."""
+    case = next(c for c in CASES if c.name == name)
+    if case.Tq * case.Tk * case.H > 10_000:  # the loops of the oracle take long
+        few = {"B": 1, "Tq": -(-case.Tq // 4), "Tk": -(-case.Tk // 4)}
+        case = replace(case, **few, window=case.window and -(-case.window // 4))
+    rough, exact = matrix.plain(case, "float64"), matrix.truth(case, "float64")
+    for what in ("out", "dq", "dk", "dv", "dsinks"):
+        a, b = getattr(rough, what), getattr(exact, what)
+        assert (a is None) == (b is None) == (what == "dsinks" and not case.sinks)
+        if a is not None:
+            assert float((a - b).abs().max()) <= 1e-11 * max(1, float(b.abs().max()))
 
 
 def test_the_oracle_reads_the_right_key_value_head() -> None:
@@ -386,6 +463,24 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
         dk = truth.dk + 0.1
         got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)
         oracle.check(got, plain, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name, m", [("out", 2), ("dq", 3), ("dk", 3), ("dv", 3), ("dsinks", 3)])
+@pytest.mark.parametrize("factor", [1, 0.25, 0])
+def test_the_tolerance_is_the_sum_of_its_three_terms(name: str, m: int, factor: float) -> None:
+    def result(x: float, **more: Any) -> oracle.Result:
+        tensors = dict.fromkeys(("out", "dq", "dk", "dv", "dsinks"), torch.tensor([4.0, -1e5]))
+        return oracle.Result(**tensors | {name: torch.tensor([x, -1e5])}, **more)
+
+    conditions = {"out": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0, "dsinks": 0.0, name: 2e5}
+    truth = result(4.0, condition=conditions)
+    # m times plain's error, eps of the largest, eps of the condition
+    allowed = factor * (m / 32 + 2**-23 * 1e5 + 2**-23 * 2e5)
+    for off in (0.98, -0.98):
+        oracle.check(result(4 + off * allowed), result(4 - 1 / 32), truth, torch.float32, factor)
+    for off in (1.02 * allowed + 1e-5, -1.02 * allowed - 1e-5):
+        with pytest.raises(AssertionError, match=rf"{name} is off by .* at \[0\]"):
+            oracle.check(result(4 + off), result(4 - 1 / 32), truth, torch.float32, factor)
 
 
 # --- the layout ---

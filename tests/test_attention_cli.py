@@ -5,6 +5,7 @@ The tables are measured in float64 where they may be: flex, which takes seconds 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -298,6 +299,46 @@ def test_every_known_name_is_found_by_itself() -> None:
         assert gpus.find(name.upper())[::2] == (device, capability)
 
 
+GENERATIONS = {  # by compute capability, developer.nvidia.com/cuda-gpus; names as KNOWN has them
+    (6, 0): "P100", (6, 1): "P40, TITAN Xp, GTX 1080 Ti, GTX 1080, GTX 1070, GTX 1060",
+    (7, 0): "V100, TITAN V, V100-SXM2-16GB, V100-PCIE-16GB",
+    (7, 5): "T4, TITAN RTX, Quadro RTX 8000, Quadro RTX 6000, RTX 2080 Ti, RTX 2080, RTX 2070, "
+            "RTX 2060, GTX 1660, GTX 1650",
+    (8, 0): "A100, A800, A100-SXM4-80GB, A100 80GB PCIe, A100-SXM4-40GB, A30",
+    (8, 6): "A40, A10, RTX A6000, RTX 3090 Ti, RTX 3090, A16, A2, RTX A5000, RTX A4000, RTX A2000, "
+            "RTX 3080, RTX 3070, RTX 3060, RTX 3050",
+    (8, 7): "Jetson Orin",
+    (8, 9): "L40S, L40, L4, RTX 4090, RTX 6000 Ada Generation, RTX 4080, RTX 4070, RTX 4060",
+    (9, 0): "H100, H800, H20, GH200, H100 80GB HBM3, H100 PCIe, H100 NVL, H200, H200 NVL, "
+            "GH200 480GB, GH200 144G HBM3e",
+    (10, 0): "B200, GB200", (10, 3): "B300, GB300", (11, 0): "Jetson Thor",
+    (12, 0): "RTX 5090, RTX PRO 6000 Blackwell, RTX 5080, RTX 5070, RTX 5060", (12, 1): "GB10",
+}  # fmt: skip
+
+
+def test_every_gpu_has_its_generations_capability() -> None:
+    found: dict[Any, list[str]] = {}
+    for gpu in gpus.GPUS:
+        found.setdefault(gpu.capability, []).append(gpu.short)
+    assert found.pop(None) == ["MI300X"]
+    assert found == {at: names.split(", ") for at, names in GENERATIONS.items()}
+    for shared, at in ((64, (7, 5)), (163, (8, 0)), (99, (8, 6)), (99, (8, 9)), (227, (9, 0)),
+                       (227, (10, 0)), (99, (12, 0))):  # fmt: skip
+        assert gpus.SHARED[at] == shared * 1024
+
+
+def test_a_server_is_its_makers() -> None:
+    """Both directions of NVLink and bits of the network, as they are sold, by 2 and by 8."""
+    sold = {
+        "Tesla V100-SXM2-16GB": (16, 300, 4 * 100 / 8), "NVIDIA A100-SXM4-40GB": (40, 600, 200),
+        "NVIDIA A100-SXM4-80GB": (80, 600, 200), "NVIDIA H100 80GB HBM3": (80, 900, 400),
+        "NVIDIA H200": (141, 900, 400), "NVIDIA B200": (180, 1800, 400),
+        "AMD Instinct MI300X": (192, 896, None)}  # fmt: skip
+    assert {n: (s.memory, 2 * s.nvlink, s.network and 8 * s.network)
+            for n, s in gpus.SERVERS.items()} == sold  # fmt: skip
+    assert set(sold) <= {gpu.name for gpu in gpus.RATED}
+
+
 @pytest.mark.parametrize("text, words", [
     ("rtx 6000", ["Quadro RTX 6000 (7.5)", "NVIDIA RTX 6000 Ada Generation (8.9)",
                   "NVIDIA RTX PRO 6000 Blackwell (12.0)"]),
@@ -313,6 +354,12 @@ def test_what_could_be_several_is_asked_back(text, words) -> None:
 def described(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     cli.main(list(argv))
     return capsys.readouterr().out
+
+
+def test_what_a_cpu_is_assumed_to_have(capsys) -> None:
+    """No package makes a difference there: Triton's interpreter is not asked for."""
+    assert "Nothing was run: this is what the backends declare.\n" in described(
+        "--as=cpu", capsys=capsys)  # fmt: skip
 
 
 def test_one_decision_on_another_machine(capsys, monkeypatch) -> None:
@@ -431,6 +478,19 @@ def test_the_support_table_says_what_caps_say(monkeypatch) -> None:
         "name": "`made_up` `alias`", "what": BACKENDS["manual"].title,
         "runs on": "cuda >= 8.0, cpu (interpreter)",
         "falls back to": "`manual`"}  # fmt: skip
+
+
+def test_the_tables_are_written_where_they_stood_and_nothing_else_is(tmp_path, monkeypatch) -> None:
+    pages = {name: (ROOT / name).read_text(encoding="utf-8")
+             for name in ("README.md", "docs/SUPPORT.md")}  # fmt: skip
+    (tmp_path / "docs").mkdir()
+    for name, text in pages.items():
+        old = re.sub(r"^\| `tiled`.*\n", "", text, flags=re.M).replace("| `paged`", "| `pages`")
+        assert text.count("\n") > old.count("\n")
+        (tmp_path / name).write_text(old, encoding="utf-8")
+    monkeypatch.setattr(support, "ROOT", tmp_path)
+    support.write()
+    assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in pages} == pages
 
 
 @needs_no_cuda

@@ -138,6 +138,27 @@ def test_rivals_among_themselves_need_no_margin(clock, monkeypatch) -> None:
     assert fastest(SPEC, "cpu", SHAPE).backend.name == "two"
 
 
+def test_training_counts_the_backward_and_inference_does_not(clock, monkeypatch) -> None:
+    def late(ms: float, backward_ms: float) -> Attend:
+        attend = takes(clock, ms)
+
+        def passed(grad: Tensor) -> None:
+            clock.now += backward_ms / 1e3
+
+        def both(*args: Any, **more: Any) -> Tensor:
+            out = attend(*args, **more)
+            if out.requires_grad:
+                out.register_hook(passed)
+            return out
+
+        return both
+
+    only(monkeypatch, sdpa=late(10.0, 10.0), rival=late(5.0, 16.0))
+    assert fastest(SPEC, "cpu", SHAPE).backend.name == "sdpa"
+    quick = dataclasses.replace(SPEC, grad=False)
+    assert fastest(quick, "cpu", SHAPE).backend.name == "rival"
+
+
 def test_a_noisy_neighbour_does_not_decide(clock, monkeypatch) -> None:
     """One call in three takes ten times as long: the median does not see it."""
     n = 0
@@ -218,6 +239,8 @@ def test_what_declares_that_it_cannot_is_not_run(clock, monkeypatch, log) -> Non
 def test_apples_guard_holds() -> None:
     mac, sdpa = Machine("mps", "Apple M3", torch="2.13.0"), resolve_module.BACKENDS["sdpa"]
     assert autotune.refusals(sdpa, SPEC, mac) == (resolve_module.MPS_GUARD,)
+    strict = Policy(fallback=False)
+    assert autotune.refusals(sdpa, SPEC, mac, strict) == (resolve_module.MPS_GUARD,)
     assert autotune.refusals(sdpa, SPEC, mac, Policy(mps_sdpa=True)) == ()
     paged = dataclasses.replace(SPEC, grad=False, cache="paged", page_size=8)
     assert autotune.refusals(manual.BACKEND, paged, mac) == ("it has no 'paged' cache",)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attention
 import checkpoint
 import train
-from attention import check, matrix, own
+from attention import Partial, Refusal, Spec, check, get, matrix, own
+from attention.check import Item, items
 from bench.config import load_config, names
 from core.settings import UserError
 from model import GPT, GPTConfig
@@ -159,6 +164,260 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
     )
 
 
+# --- a wrong kernel for each thing that is required beside a case's numbers ---
+
+MANUAL, TILED = get("manual").attend, get("tiled").partial
+assert TILED is not None
+
+
+def like(q: Any, t: Any) -> Any:
+    """The mean of t for each sequence."""
+    return t.mean(dim=(1, 2, 3)).view(-1, 1, 1, 1).to(q.dtype)
+
+
+def sent(t: Any) -> Any:
+    """0, with a gradient of 1 to each entry of t."""
+    return (t - t.detach()).sum(dim=(1, 2), keepdim=True)
+
+
+def once_more(q: Any, k: Any, v: Any, spec: Spec, at: list[int], n: int, **more: Any) -> Any:
+    """The n-th call gives other bits."""
+    at.append(0)
+    return MANUAL(q, k, v, spec, **more) + 1e-3 * (len(at) == n)
+
+
+def other_gradient(q: Any, k: Any, v: Any, spec: Spec, at: list[int], **more: Any) -> Any:
+    at.append(0)
+    return MANUAL(q, k, v, spec, **more) + 1e-3 * (len(at) == 2) * sent(q)
+
+
+def longer(t: Any) -> bool:
+    """Is it the beginning of a longer buffer?"""
+    return t.stride(0) > t.shape[1] * t.stride(1)
+
+
+def rest_read(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+    out = MANUAL(q, k, v, spec, **more)
+    place = v.storage_offset() + v.shape[1] * v.stride(1)
+    rest = v.as_strided(v[:, :1].shape, v.stride(), place) if longer(v) else v[:, :1]
+    return out + 0 * rest.mean()
+
+
+def dropping(p_more: float, first: bool) -> Any:
+    """Where v is the identity: a share p + p_more is dropped; with first never the first key."""
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+        out = MANUAL(q, k, v, replace(spec, dropout=0.0), **more)
+        keep = torch.rand(out.shape) >= spec.dropout + p_more
+        keep[..., 0] |= first
+        return out * (keep / (1 - spec.dropout) if spec.dropout else 1)
+
+    return attend
+
+
+def reseeded(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+    with torch.random.fork_rng([]):
+        torch.seed()
+        return MANUAL(q, k, v, spec, **more)
+
+
+def not_advanced(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+    with torch.random.fork_rng([]):
+        return MANUAL(q, k, v, spec, **more)
+
+
+def two_masks(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+    a, b = (MANUAL(q, k, v, spec, **more) for _ in range(2))
+    return a.detach() + b - b.detach()
+
+
+def drawing(q: Any, k: Any, v: Any, spec: Spec, *, backward: bool, **more: Any) -> Any:
+    out = MANUAL(q, k, v, spec, **more)
+    if backward:
+        out.register_hook(lambda g: g + 0 * torch.rand(1))
+        return out
+    return out + 0 * torch.rand(1)
+
+
+def recording(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+    """With a gradient where none is asked for."""
+    with torch.enable_grad():
+        return MANUAL(q if spec.grad else q.detach().requires_grad_(), k, v, spec, **more)
+
+
+def window_of(more_keys: int) -> Any:
+    return lambda q, k, v, s, **m: MANUAL(q, k, v, replace(s, window=s.window + more_keys), **m)
+
+
+def segments_as(change: Any) -> Any:
+    return lambda q, k, v, s, segments, **m: MANUAL(q, k, v, s, segments=change(segments), **m)
+
+
+def without(what: str) -> Any:
+    """It ignores the sinks, the scale, the softcap or the window."""
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+        if what == "sinks":
+            del more["sinks"]
+        return MANUAL(q, k, v, replace(spec, **{what: False if what == "sinks" else None}), **more)
+
+    return attend
+
+
+def right_but(f: Any) -> Any:
+    """manual's output, changed."""
+    return lambda q, k, v, s, **m: f(MANUAL(q, k, v, s, **m), q, k, v)
+
+
+WINDOW, HEADS = ", window 9", ", 4 heads over 2"
+MOVED, NOTHING = r"changed at \d+; moved: \[", "moved: nothing"
+ANOTHER = "an output of another one moved"
+WRONG: list[tuple[str, Any, str]] = [
+    *((f"canary, {phase}", right_but(lambda out, q, k, v, n=n: out + 1e-6 * like(q, (q, k, v)[n])),
+       f"{'qkv'[n]} {MOVED}")
+      for phase, n in itertools.product(("training", "evaluation", "chunked prefill"), range(3))),
+    *((f"canary, {phase}", right_but(lambda out, *_: torch.zeros_like(out)), NOTHING)
+      for phase in ("training", "evaluation", "chunked prefill")),
+    *((f"canary, {phase}{WINDOW}", window_of(1), "keys before the window")
+      for phase in ("chunked prefill", "decode")),
+    *((f"segments, {phase}{HEADS}{w}", segments_as(change), ANOTHER)
+      for phase, w in itertools.product(("training", "chunked prefill"), ("", WINDOW))
+      for change in (lambda seg: seg.clamp(max=1), lambda seg: seg.clamp(min=1))),
+    (f"segments, evaluation{HEADS}", segments_as(lambda seg: seg % 2), ANOTHER),
+    (f"segments, evaluation{HEADS}", right_but(lambda out, *_: torch.zeros_like(out)), "nothing"),
+    *((f"huge negative scores, {Tq} of 20, 2 heads over 1, window 5", window_of(n), "the mean of")
+      for Tq, n in itertools.product((20, 7, 1), (1, -1))),
+    (f"behind the view{HEADS}", rest_read, "NaN behind the last key"),
+    (f"behind the view{HEADS}",
+     right_but(lambda out, q, k, v: out * (1.001 if longer(v) else 1)), "same keys, copied"),
+    *((f"no gradient to later tokens{HEADS}",
+       right_but(lambda out, q, k, v, n=n: out + sent((q, k, v)[n])), f"gave d{'qkv'[n]} of later")
+      for n in range(3)),
+    *((f"no gradient to later tokens{HEADS}{WINDOW}",
+       lambda *a, n=n, **m: MANUAL(*(t.detach() + 0 * t if i == n else t
+                                     for i, t in enumerate(a[:3])), a[3], **m),
+       f"d{'qkv'[n]} of token 19 is zero") for n in range(3)),
+    *((f"share dropped, {p}", dropping(n * p / 10, first), words)
+      for p in (0.125, 0.5) for n, first, words in (
+          (1, False, "are dropped, not"), (-1, False, "are dropped, not"),
+          (0, True, "more often than others"))),
+    ("share dropped, 0.125",
+     lambda q, k, v, s, **m: MANUAL(q, k, v, replace(s, dropout=s.dropout and 0.13), **m),
+     "what was not dropped"),
+    ("the same mask again", reseeded, "the same seed gives another"),
+    ("the same mask again", not_advanced, "the next call has the same"),
+    ("the same mask again", two_masks, "d[qkv] by the mask of the forward pass"),
+    *(("the same mask again", right_but(lambda out, q, k, v, n=n: out + 1e-3 * sent((q, k, v)[n])),
+       f"d{'qkv'[n]} by the mask of the forward pass") for n in range(3)),
+    *((f"no random number without{HEADS}", partial(drawing, backward=b), "a random number was")
+      for b in (False, True)),
+    *((f"the same bits{HEADS}", partial(once_more, at=[], n=n), "out is not the same")
+      for n in range(2, 6)),
+    (f"the same bits{HEADS}", partial(other_gradient, at=[]), "dq is not the same"),
+    *((f"dynamic, left padding, {Tq} of 24{HEADS}", segments_as(lambda seg: seg * 0), "out is off")
+      for Tq in (24, 3, 1)),
+    *((f"static, scale, softcap and sinks{HEADS}", without(what), "out is off")
+      for what in ("sinks", "scale", "softcap")),
+    (f"static{HEADS}{WINDOW}", without("window"), "out is off"),
+    (f"static{HEADS}", right_but(lambda out, q, k, v: out + 1e-7 * like(q, v)), "a later token"),
+    *(("64x17", right_but(lambda out, q, k, v, on=on: F.pad(
+        out[:, 47:], (0, 0, 0, 0, 47, 0), value=1e-9 * (out.requires_grad == on))), words)
+      for on, words in ((True, "zeros, and have no gradient"), (False, "must give zeros$"))),
+    ("64x17", right_but(lambda out, q, k, v: out + 1e-9 * (q - q.detach())), "have no gradient"),
+    ("64x17", recording, "the output requires a gradient"),
+]  # fmt: skip
+
+
+def beside(forward: Any = None, backward: Any = None) -> Partial:
+    """tiled's parts with one thing changed."""
+    assert TILED is not None
+    return Partial(
+        lambda *a: (forward or (lambda O, L, *_: (O, L)))(*TILED.forward(*a), *a),
+        lambda *a: (backward or (lambda *grads: grads))(*TILED.backward(*a)),
+    )
+
+
+def filled(O: Any, L: Any, _q: Any, k: Any, _v: Any, spec: Spec, offset: int, seg: Any, *,
+           only: str) -> tuple[Any, Any]:  # fmt: skip
+    """1 in a row that sees no key, hidden by causality, by the window or by segments alone."""
+    i = torch.arange(O.shape[1]) + offset
+    why = torch.full(i.shape, 0)
+    why[i < 0] = 1
+    if spec.window is not None:
+        why[i - spec.window + 1 >= k.shape[1]] = 2
+    rows = why == {"segments": 0, "causality": 1, "window": 2}[only]
+    blind = L.eq(-torch.inf).transpose(1, 2) & rows[:, None]
+    return O.masked_fill(blind[..., None], 1.0), L
+
+
+PARTS: list[tuple[str, Partial, str]] = [
+    ("", beside(lambda O, L, *_: (O.half(), L)), "a part is torch.float16"),
+    ("", beside(lambda O, L, *_: (O, L.half())), "its L torch.float16"),
+    *((which, beside(partial(filled, only=only)), "a row that sees none of a part's keys")
+      for which, only in (("", "causality"), (f"{WINDOW}", "window"), (", segments", "segments"))),
+    ("", beside(lambda O, L, *_: (O, L.clamp(min=-1e30))), "its L must be -inf"),
+    ("", beside(lambda O, L, *_: (O, L / math.log(2))), "out is off"),
+    ("", beside(lambda O, L, *_: (O * 1.01, L)), "out is off"),
+    ("", beside(None, lambda dq, dk, dv: (dq.half(), dk, dv)), "a gradient of a part is"),
+    *(("", beside(None, lambda *grads, n=n: [g * (1.01 if i == n else 1)
+                                             for i, g in enumerate(grads)]),
+       f"d{'qkv'[n]} is off") for n in range(3)),
+]  # fmt: skip
+
+
+def asked_alone(name: str) -> Item:
+    """That one question, in float32."""
+    return next(item for item in items(["float32"]) if item.name == name)
+
+
+@pytest.mark.parametrize("n", range(len(WRONG)), ids=lambda n: f"{n}, {WRONG[n][0]}")
+def test_each_thing_that_is_required_is_looked_at(n: int) -> None:
+    name, attend, words = WRONG[n]
+    item, backend = asked_alone(name), get("manual")
+    with pytest.raises(AssertionError, match=words):
+        item.ask(replace(backend, attend=attend), item.spec, "cpu")
+
+
+@pytest.mark.parametrize("n", range(len(PARTS)), ids=lambda n: f"{n}, {PARTS[n][2]}")
+def test_each_thing_that_is_required_of_parts_is_looked_at(n: int) -> None:
+    which, parts, words = PARTS[n]
+    before, w = (which, "") if which != WINDOW else ("", WINDOW)
+    item = asked_alone(f"in parts{before}{HEADS}{w}")
+    with pytest.raises(AssertionError, match=words):
+        item.ask(replace(get("tiled"), partial=parts), item.spec, "cpu")
+
+
+def test_the_same_bits_are_asked_under_the_switch() -> None:
+    """What has no fixed order without it is right all the same."""
+    at: list[int] = []
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+        at.append(torch.are_deterministic_algorithms_enabled())
+        return MANUAL(q, k, v, spec, **more)
+
+    item = asked_alone(f"the same bits{HEADS}")
+    item.ask(replace(get("manual"), attend=attend), item.spec, "cpu")
+    assert item.deterministic and at == [True] * 5
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("name", [f"canary, training{HEADS}", f"static{HEADS}"])
+def test_who_rounds_otherwise_once_has_not_leaked(name: str) -> None:
+    item, at = asked_alone(name), []  # type: tuple[Item, list[int]]
+    n = 2 if "canary" in name else 6
+    wrong = replace(get("manual"), attend=partial(once_more, at=at, n=n))
+    item.ask(wrong, item.spec, "cpu")
+    assert len(at) > n
+
+
+@pytest.mark.slow
+def test_what_is_wrong_only_when_compiled_is_found() -> None:
+    attend = right_but(lambda out, *_: out * (1.1 if torch.compiler.is_compiling() else 1))
+    item = asked_alone(f"compiled{HEADS}")
+    with pytest.raises(AssertionError, match="out is off"):
+        item.ask(replace(get("manual"), attend=attend), item.spec, "cpu")
+
+
 def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
     def attend(q, k, v, spec, *, segments=None, cache=None):
         out = attention.get("manual").attend(q, k, v, spec, segments=segments)
@@ -187,6 +446,46 @@ def test_without_a_backward_pass_a_refusal_still_has_every_reason() -> None:
 def test_who_refuses_all_has_shown_nothing(capsys) -> None:
     code, said = ask(capsys, "flash_attn_3", "--dtype=float16", "--device=cpu", "--quick")
     assert code == 1 and "It refuses all: nothing ran." in said
+
+
+def test_the_report_counts_each_kind_and_keeps_the_first_script(monkeypatch) -> None:
+    report = check.Report("manual", "manual", "", {"cpu": "this one"}, "2")
+    first, second = asked_alone("gqa"), asked_alone(f"canary, decode{WINDOW}")
+    report.add(first, "cpu", check.Answer("right", grad=True))
+    report.add(first, "cpu", check.Answer("wrong", ("out is off",)))
+    report.add(second, "cpu", check.Answer("wrong", ("it moved",)))
+    there = Refusal("it takes float16", "dtype"), Refusal("it has no window", "window")
+    report.add(second, "cpu", check.Answer("refused", there))
+    for _ in range(2):
+        report.add(second, "cpu", check.Answer("refused", there[1:]))
+    assert report.features == {
+        "float32, cpu": check.Count(1, 2, 3), "grouped heads": check.Count(1, 1),
+        "gradients": check.Count(1), "canary": check.Count(0, 1, 2)}  # fmt: skip
+    assert report.refusals == {"it takes float16": 1, "it has no window": 3}
+    assert [f["what"] for f in report.failures] == ["gqa", second.name]
+    assert report.script.startswith("# gqa, float32: out is off\n") and report.code == 1
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in check.text(report).splitlines()}
+    assert rows["float32, cpu"] == rows["in all"] == ["1", "2", "3"]
+    assert (rows["canary"], rows["gradients"]) == (["-", "1", "2"], ["1", "-", "-"])
+
+
+@pytest.mark.parametrize("name, dtype", [("the same mask again", "float16"), ("gqa", "bfloat16")])
+def test_the_script_asks_the_same_question(name: str, dtype: str) -> None:
+    """It is run here, on a kernel without the bug: nothing fails."""
+    (item,) = (item for item in items([dtype]) if item.name == name)
+    said, given = check.script("manual", item, "cpu", "two\nlines"), {}  # type: tuple[str, Any]
+    assert said.startswith(f"# {name}, {dtype}: two\n# lines\nfrom ")
+    exec(said, given)
+    asked = given["promise"].spec if item.case is None else given["case"].spec(given["dtype"])
+    assert asked == item.spec and (item.case is None or given["case"] == item.case)
+
+
+def test_a_check_leaves_the_random_state_alone(monkeypatch) -> None:
+    monkeypatch.setattr(check, "items", lambda *_: [asked_alone("the same mask again")])
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    assert check.check("manual", ["cpu"], ["float32"]).total == check.Count(1)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:

@@ -757,6 +757,7 @@ def test_the_hub_is_asked_only_if_it_may_be_and_for_a_fixed_commit(name, hub, mo
     [(repository, commit)] = hub  # once a process
     assert repository == f"kernels-community/flash-attn{name[-1]}"
     assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    assert commit.startswith({"2": "db6b5174", "3": "7cb368cf"}[name[-1]])  # each has its own
 
 
 def test_the_hub_comes_before_what_is_installed(hub, installed) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import gpus, visible
+from attention.gpus import datasheet_bandwidth
 from core import cpu_matmul, flops, peaks
 from core.flops import Peak, datasheet_peak, flops_per_token, mean_keys, mfu, n_params
 from model import GPT, GPTConfig
@@ -114,46 +115,51 @@ def test_the_formula_against_flop_counter_mode(bias, n_kv_head, checkpointing) -
 
 # --- peak rates ---
 
-NAMES = {  # as torch.cuda.get_device_name gives them: bfloat16 TFLOP/s, dense
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA A100-SXM4-40GB": 312,
-    "A100-SXM4-40GB": 312,
-    "A100-SXM-80GB": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA A800-SXM4-80GB": 312,
-    "NVIDIA A800 80GB PCIe": 312,
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H800": 989.4,
-    "NVIDIA H800 PCIe": 756,
-    "NVIDIA H200": 989.4,
-    "NVIDIA H200 NVL": 835.5,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA GH200 144G HBM3e": 989.4,
-    "NVIDIA B200": 2250,
-    "NVIDIA A40": 149.7,
-    "NVIDIA A30": 165,
-    "NVIDIA A10": 125,
-    "NVIDIA L4": 121,
-    "NVIDIA L40": 181,
-    "NVIDIA L40S": 362,
-    "NVIDIA GeForce RTX 3090": 71,
-    "NVIDIA GeForce RTX 3090 Ti": 80,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 5090": 209.5,
-    "NVIDIA RTX A6000": 154.8,
-    "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI300X VF": 1307.4,
+# As torch.cuda.get_device_name gives them: TFLOP/s in bfloat16, dense, and in float32; GB/s.
+RATES = {
+    "NVIDIA A100-SXM4-80GB": (312, 19.5, 2039),
+    "NVIDIA A100-SXM4-40GB": (312, 19.5, 1555),
+    "A100-SXM4-40GB": (312, 19.5, 1555),
+    "A100-SXM-80GB": (312, 19.5, 2039),
+    "NVIDIA A100-PCIE-40GB": (312, 19.5, 1555),
+    "NVIDIA A100 80GB PCIe": (312, 19.5, 1935),
+    "NVIDIA A800-SXM4-80GB": (312, 19.5, 2039),
+    "NVIDIA A800 80GB PCIe": (312, 19.5, 1935),
+    "NVIDIA A800 40GB Active": (312, 19.5, 1555),
+    "NVIDIA H100 80GB HBM3": (989.4, 66.9, 3350),
+    "NVIDIA H100 PCIe": (756, 51.2, 2000),
+    "NVIDIA H100 NVL": (835.5, 60, 3900),
+    "NVIDIA H800": (989.4, 66.9, 3350),
+    "NVIDIA H800 PCIe": (756, 51.2, 2000),
+    "NVIDIA H200": (989.4, 66.9, 4800),
+    "NVIDIA H200 NVL": (835.5, 60, 4800),
+    "NVIDIA GH200 480GB": (989.4, 66.9, 4000),
+    "NVIDIA GH200 144G HBM3e": (989.4, 66.9, 4900),
+    "NVIDIA B200": (2250, 75, 8000),
+    "NVIDIA A40": (149.7, 37.4, 696),
+    "NVIDIA A30": (165, 10.3, 933),
+    "NVIDIA A10": (125, 31.2, 600),
+    "NVIDIA L4": (121, 30.3, 300),
+    "NVIDIA L40": (181, 90.5, 864),
+    "NVIDIA L40S": (362, 91.6, 864),
+    "NVIDIA GeForce RTX 3090": (71, 35.6, 936),
+    "NVIDIA GeForce RTX 3090 Ti": (80, 40, 1008),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 1008),
+    "NVIDIA GeForce RTX 5090": (209.5, 104.8, 1792),
+    "NVIDIA RTX A6000": (154.8, 38.7, 768),
+    "AMD Instinct MI300X": (1307.4, 163.4, 5300),
+    "AMD Instinct MI300X OAM": (1307.4, 163.4, 5300),
+    "AMD Instinct MI300X VF": (1307.4, 163.4, 5300),
 }
-TURING_AND_BEFORE = {  # no bfloat16, no TF32
-    "Tesla T4": (65, 8.1),
-    "TITAN RTX": (130.5, 16.3),
-    "NVIDIA TITAN RTX": (130.5, 16.3),
-    "Tesla V100-SXM2-16GB": (125, 15.7),
-    "Tesla V100-SXM2-32GB": (125, 15.7),
-    "Tesla V100-PCIE-16GB": (112, 14),
+NAMES = {name: half for name, (half, _, _) in RATES.items()}
+TURING_AND_BEFORE = {  # no bfloat16, no TF32: float16 in place of it
+    "Tesla T4": (65, 8.1, 320),
+    "TITAN RTX": (130.5, 16.3, 672),
+    "NVIDIA TITAN RTX": (130.5, 16.3, 672),
+    "Tesla V100-SXM2-16GB": (125, 15.7, 900),
+    "Tesla V100-SXM2-32GB": (125, 15.7, 900),
+    "Tesla V100-PCIE-16GB": (112, 14, 900),
+    "Tesla V100-PCIE-32GB": (112, 14, 900),
 }
 UNKNOWN = """
 NVIDIA A10G, NVIDIA A10M, NVIDIA A100X, NVIDIA A16, NVIDIA A2, NVIDIA H20, NVIDIA H20-3e,
@@ -182,16 +188,18 @@ def test_the_datasheet_of_a_device(name) -> None:
     # A TF32 product runs at half the rate of a half precision one. A table that took the sparse
     # figure for one of the two would show here, for sparse is twice dense.
     assert tf32_.tflops == pytest.approx(NAMES[name] / 2, rel=0.02)
-    assert plain.tflops <= tf32_.tflops
+    assert (plain.tflops, datasheet_bandwidth(name)) == (
+        RATES[name][1], (RATES[name][2] * 1e9, found.source))  # fmt: skip
     assert datasheet_peak(name, "float64") is None
 
 
 @pytest.mark.parametrize("name", TURING_AND_BEFORE)
 def test_the_datasheet_of_an_older_device(name) -> None:
-    half, single = TURING_AND_BEFORE[name]
+    half, single, bandwidth = TURING_AND_BEFORE[name]
     found = {d: datasheet_peak(name, d) for d in ("float16", "float32", "bfloat16")}
     assert (found["float16"].tflops, found["float32"].tflops) == (half, single)
     assert found["bfloat16"] is None and datasheet_peak(name, "float32", tf32=True) is None
+    assert (datasheet_bandwidth(name) or [0])[0] == bandwidth * 1e9
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -220,6 +220,13 @@ def test_any_other_mask_is_refused(case: str) -> None:
         prove(mask)
 
 
+def test_a_token_that_sees_nothing_is_told() -> None:
+    blind = causal()
+    blind[:, 3] = False
+    with pytest.raises(ValueError, match=r"more than causal .*: query 3 of row 0 misses key 3"):
+        prove(blind[:, None], real=torch.ones(1, 6).bool())
+
+
 def test_a_window_that_hides_nothing_is_no_request() -> None:
     proof = Proof(queries=10, end=10)
     assert proof.effective(10) is None and proof.effective(9) == 9
@@ -291,8 +298,9 @@ def test_only_our_attention_can_read_a_mask() -> None:
         lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
         lambda: scores.masked_fill(~mask[:, :, :, :4], 0.0),
     ]
-    for use in uses:
-        with pytest.raises(BackendUnavailable, match="computes with the mask"):
+    for use in uses:  # what is made of a mask is ours all the same
+        name = "nanoattn" if use is uses[-1] else "nanoattn:manual"
+        with pytest.raises(BackendUnavailable, match=f"to '{name}': it computes with the mask"):
             use()
 
     def fill(row: Any, seen: bool) -> None:
@@ -303,7 +311,7 @@ def test_only_our_attention_can_read_a_mask() -> None:
         lambda m: m.__ior__(True)]  # fmt: skip
     for write in writes:  # what is written would not be in the proof
         for changed in (mask, mask.clone(), mask.contiguous()):
-            with pytest.raises(BackendUnavailable, match="computes with the mask"):
+            with pytest.raises(BackendUnavailable, match="to 'nanoattn:manual': it computes with"):
                 write(changed)
     for copy in (mask.clone(), mask.to("cpu"), mask.contiguous(), mask.detach()):
         assert copy.proof == replace(proof, segments=copy.proof.segments)

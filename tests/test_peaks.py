@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import multiprocessing
@@ -155,6 +156,35 @@ def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path) -> None:
         assert process.exitcode == 0
     assert seen | {path.read_text()} <= {"a" * 50_000, "b" * 50_000}
     assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("text, name", [
+    ("model\t\t: 207\nmodel name\t: A CPU @ 2 GHz \nmodel name\t: B\n", "A CPU @ 2 GHz"),
+    ("processor\t: 0\nCPU part\t: 0xd0c\n", None), (None, None)])  # fmt: skip
+def test_the_processors_name_is_what_linux_calls_the_model(text, name, monkeypatch) -> None:
+    def opened(path: str, **_: Any) -> io.StringIO:
+        if text is None:  # not Linux
+            raise FileNotFoundError(path)
+        assert path == "/proc/cpuinfo"
+        return io.StringIO(text)
+
+    monkeypatch.setattr(system, "open", opened, raising=False)
+    assert system.cpu_name() == name
+
+
+def test_a_write_that_is_stopped_leaves_the_file_as_it_was(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def stopped(written: str, target: Path) -> None:
+        assert Path(written).parent == path.parent  # else it might be on another disk
+        assert (Path(written).read_text(), target) == ("after", path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(system.os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        system.write_at_once(path, "after")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "before"
 
 
 # --- in a run ---

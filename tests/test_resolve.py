@@ -591,6 +591,14 @@ def test_this_machine_knows_the_switch_for_deterministic_algorithms(mode, found)
         torch.set_deterministic_debug_mode("default")
 
 
+def test_only_1_asks_for_tritons_interpreter(monkeypatch) -> None:
+    for text, found in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", text)
+        assert Machine.here("cpu").interpreted is found
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert Machine.here("cpu").interpreted is False
+
+
 def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     text = "broken_kernels_cuda.so: undefined symbol: _ZN3c104impl"
