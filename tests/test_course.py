@@ -212,6 +212,8 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
     course.write_text(text.replace("| 2 | 4  |", "| 2 | 5  |"), encoding="utf-8")
     assert build.main(["--check"]) == 1
     assert "is out of date: <!-- figure: squares --n=3 -->" in capsys.readouterr().out
+    course.write_text(text.replace("| 2 | 4  |", "| 2 | 4   |"), encoding="utf-8")
+    assert build.main(["--check"]) == 1  # to the letter
 
 
 @pytest.mark.parametrize(
@@ -230,6 +232,7 @@ def test_functions_methods_and_constants_are_found(name, lines) -> None:
     "old, new, complaint",
     [
         ("sample.py ask", "other.py ask", "there is no file other.py"),
+        ("sample.py ask", "docs ask", "there is no file docs"),
         ("sample.py ask", "sample.py Box.tell", "there is no Box.tell"),
         ("b = 1", "d = 1", "no line there holds 'd = 1'"),
         ('to "return"', 'to "LIMIT"', "no line from there on holds 'LIMIT'"),
