@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import shlex
@@ -268,7 +269,14 @@ def cells(text: str) -> list[list[str]]:
 def test_figures_are_listed_and_mistakes_are_told(capsys) -> None:
     assert figures.main([]) == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"^{name} +\S", out, re.M) for name in figures.FIGURES)
+    made = [node for part in sorted((ROOT / "docs").glob("figures_*.py"))
+            for node in ast.parse(part.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef)]  # fmt: skip
+    said = {node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in made}
+    listed = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert listed == {name: said[name] for name in listed} and [*listed] == [*figures.FIGURES]
+    used = re.findall(r"<!-- figure: (\w+)", "".join(TEXT.values()))
+    assert {*used} | {"plan", "saved"} == {*listed}  # those of docs/PLAN.md too
     for words, complaint in (
         (["masks"], "no figure 'masks'"),
         (["mask", "--T=3"], "--Tq=4"),

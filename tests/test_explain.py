@@ -233,6 +233,16 @@ def test_the_backend_agrees(shape):
         assert layer["allowed"] < (0.1 if shape == "bfloat16" else 2e-5) * layer["largest"]
         assert layer["error"] == max(layer["heads"]) and len(layer["heads"]) == 4
     assert document(shape)["about"]["backend"] == "sdpa"
+    for layer, call in zip(document(shape)["maps"]["layers"], calls_of(shape), strict=True):
+        v = call.v[0].double().repeat_interleave(4 // call.v.shape[2], dim=1)
+        exact = torch.einsum("hij,jhd->ihd", softmax_by_hand(call), v)
+        plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)[0]
+        for name, want in (
+            ("largest", exact), ("error", call.out[0] - exact), ("manual_error", plain - exact)
+        ):  # fmt: skip
+            assert layer[name] == pytest.approx(float(want.abs().max()), rel=1e-6, abs=1e-14)  # type: ignore[literal-required]
+        heads = (call.out[0] - exact).abs().amax(dim=(0, 2))
+        assert layer["heads"] == pytest.approx(heads.tolist(), rel=1e-6, abs=1e-14)
 
 
 def test_an_output_that_is_off_does_not_agree(monkeypatch):
@@ -763,6 +773,21 @@ def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, 
     assert "The logits of the three do NOT agree" in " ".join(render(found).split())
 
 
+def test_a_cache_whose_step_gives_one_other_logit_is_off_by_that_much(monkeypatch):
+    """Of 100 logits one, by a half: the largest difference counts."""
+    model = tiny()
+    real = model.head
+
+    def head(x: Tensor) -> Tensor:
+        logits = real(x)
+        return logits + 0.5 * torch.eye(100)[7] if x.dim() == 3 else logits  # (1, 1, D): a step
+
+    monkeypatch.setattr(model, "head", head)
+    found = explained(model, made("plain")[1])["caches"]
+    assert [s["error"] for s in found["steps"]] == pytest.approx([0.5] * 3, abs=1e-4)
+    assert not found["agree"]
+
+
 def test_a_cache_that_writes_to_another_cell_is_seen(monkeypatch):
     real = StaticStep.append
 
@@ -953,6 +978,22 @@ def test_a_long_prompt_is_shown_in_part_and_that_is_said():
     whole = explained(model, replace(config, prompt=config.prompt[:256]))
     assert whole["about"]["notes"] == [] and whole["maps"] == found["maps"]
     assert "280 tokens" in render(found) and "280 tokens" not in render(whole)
+
+
+def test_a_long_prompt_keeps_the_documents_of_what_is_shown(monkeypatch):
+    """And with them each note: what was left out of the tiles, the cache that reads them as one."""
+    monkeypatch.setattr("explain.MOST_TOKENS", 40)
+    monkeypatch.setattr("viewer.tiles.BUDGET", 10)
+    text = "a" * 30 + "|" + "b" * 18
+    found = explained(tiny(), replace(made("full")[1], prompt=text, segments="|"))
+    assert found["about"]["segments"] == [0] * 30 + [1] * 10
+    assert [n.split()[0] for n in found["tiles"]["notes"]] == ["Tiles", "The"]
+    assert len(found["caches"]["notes"]) == 1
+    monkeypatch.setattr("explain.MOST_TOKENS", 48)
+    found = explained(tiny(), replace(made("full")[1], prompt=text, segments="|"))
+    for note in found["caches"]["notes"]:
+        assert note in " ".join(render(found).split())
+    assert [n.split()[:2] for n in found["caches"]["notes"]] == [["A", "cache"], ["The", "prompt"]]
 
 
 # --- the terminal ---
@@ -1305,7 +1346,8 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "window must be at least 1" in refused(at, "--window=0")
     assert "segments must have at least one character" in refused(at, "--segments=")
     assert "cannot be read" in refused(at, f"--prompt=FILE:{tmp_path}/nothing.txt")
-    assert "cannot be written" in refused(at, "--prompt=a", f"--html={tmp_path}/no/x.html")
+    no_folder = refused(at, "--prompt=a", f"--html={tmp_path}/no/x.html")
+    assert f"{tmp_path}/no/x.html cannot be written ([Errno 2] No such file" in no_folder
     assert "did you mean '--prompt'?" in refused(at, "--promt=a")
     cuda = refused(at, "--attention_backend=flash_attn_3", "--attention_fallback=False")
     assert "flash_attn_3" in cuda and "it runs on cuda, not on cpu" in cuda

@@ -208,6 +208,11 @@ def test_the_colours_are_ordered_by_lightness_alone(show, plain, scheme):
     lightness = [luminance(rgb) for rgb in colours]
     steps = np.diff(lightness) * (-1 if scheme == "light" else 1)
     assert (steps > -1e-3).all() and sum(steps) > 0.6
+    # All weight is violet, in the dark yellow; outputs go from blue over grey to orange.
+    low, middle, high = page.evaluate("[0, 0.5, 1].map(t => shade(t, signed))")
+    blueness = [b - r for r, _, b in (colours[255], low, high)]
+    assert (blueness[0] > 30) if scheme == "light" else (blueness[0] < -30)
+    assert blueness[1] > 30 and blueness[2] < -30 and np.ptp(middle) < 12
     inks = page.evaluate("Array.from({ length: 256 }, (_, n) => inkOn(shade(n / 255)))")
     for ink, rgb in zip(inks, colours):
         assert contrast(ink, "#" + bytes(rgb).hex()) >= 4.5
@@ -344,6 +349,10 @@ def test_pointing_at_the_map_and_leaving_it(show, plain):
     assert page.inner_text("#query-title") == f"Where token {i}, “{label}”, looks"
     page.mouse.move(5, 5)
     assert f"token {T - 1}," in page.inner_text("#query-title")  # the one that was chosen
+    page.locator("#map-tokens button").nth(3).hover()
+    assert "token 3," in page.inner_text("#query-title")
+    page.mouse.move(5, 5)
+    assert f"token {T - 1}," in page.inner_text("#query-title")
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -424,6 +433,14 @@ def test_what_the_maps_say_of_each_token_and_pair(show, which, request):
             want.append(f"SPANdocument {segments[i]}")
         want += ["BUTTON", *["HR"] * token["text"].endswith("\n")]
     assert row == want
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"prompt": DOCUMENTS, "segments": "|"}, "hidden: in another document"),
+    ({"window": 25}, ""), ({"window": 24}, "hidden: outside the window")])  # fmt: skip
+def test_the_legend_names_what_hides_here(show, changes, why):
+    page = show(document(**changes))
+    assert words(page, "#map-legend") == f"weight 01, by its square root{why}later: never seen"
 
 
 def test_a_coarse_map_shows_the_decimals_that_it_has(show, plain):
@@ -568,6 +585,8 @@ LOOK = """() => {
     rows: numbers("#tile-rows tbody"),
     shown: [...document.querySelectorAll("#tile-rows tbody data")].map(e => e.innerText),
     scores: [...document.querySelectorAll("#tile-rows td.s")].map(e => e.innerText),
+    manuals: (c => [...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])(
+      document.querySelectorAll(".outputs canvas")[1]).every((x, n) => n % 4 < 3 || x === 255),
     written: Array.from({ length: c.height }, (_, r) => pixels[4 * r * c.width + 3] > 0) }; }"""
 
 
@@ -613,6 +632,7 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     check_words(look, shown, head, done)
     # Of the output there are the rows of the blocks that were written, and no others.
     finished = {s["i"] for s in tiles["steps"][:done] if s["last"]}
+    assert look["manuals"]
     assert look["written"] == [r // tiles["block_m"] in finished for r in range(len(head["out"]))]
 
 
