@@ -92,12 +92,8 @@ def batch(case: str) -> tuple[Tensor, Tensor]:
     return ids, seen
 
 
-def run(model: Any, case: str, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """The logits of all tokens, not of padding, or the gradients of all weights.
-
-    Args:
-        mask: in place of the case's own attention_mask.
-    """
+def run(model: Any, case: str) -> dict[str, Tensor]:
+    """The logits of all tokens, not of padding, or the gradients of all weights."""
     ids, seen = batch(case)
     if "cache" in case:
         with torch.no_grad():
@@ -107,12 +103,12 @@ def run(model: Any, case: str, mask: Tensor | None = None) -> dict[str, Tensor]:
                 return_dict_in_generate=True,
             )  # fmt: skip
         return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
-    asked: dict[str, Any] = {"attention_mask": seen if mask is None else mask, "use_cache": False}
-    if case == "full":
-        del asked["attention_mask"]
-    elif case == "packed":
+    asked: dict[str, Any] = {"use_cache": False}
+    if case == "packed":
         at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
-        asked |= {"attention_mask": mask, "position_ids": at.expand(2, T)}
+        asked["position_ids"] = at.expand(2, T)
+    elif case != "full":
+        asked["attention_mask"] = seen
     if case != "training":
         with torch.no_grad():
             return {"logits": model(ids, **asked).logits[seen.bool()]}

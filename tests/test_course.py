@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import shlex
@@ -212,6 +213,8 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
     course.write_text(text.replace("| 2 | 4  |", "| 2 | 5  |"), encoding="utf-8")
     assert build.main(["--check"]) == 1
     assert "is out of date: <!-- figure: squares --n=3 -->" in capsys.readouterr().out
+    course.write_text(text.replace("| 2 | 4  |", "| 2 | 4   |"), encoding="utf-8")
+    assert build.main(["--check"]) == 1  # to the letter
 
 
 @pytest.mark.parametrize(
@@ -230,6 +233,7 @@ def test_functions_methods_and_constants_are_found(name, lines) -> None:
     "old, new, complaint",
     [
         ("sample.py ask", "other.py ask", "there is no file other.py"),
+        ("sample.py ask", "docs ask", "there is no file docs"),
         ("sample.py ask", "sample.py Box.tell", "there is no Box.tell"),
         ("b = 1", "d = 1", "no line there holds 'd = 1'"),
         ('to "return"', 'to "LIMIT"', "no line from there on holds 'LIMIT'"),
@@ -265,7 +269,14 @@ def cells(text: str) -> list[list[str]]:
 def test_figures_are_listed_and_mistakes_are_told(capsys) -> None:
     assert figures.main([]) == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"^{name} +\S", out, re.M) for name in figures.FIGURES)
+    made = [node for part in sorted((ROOT / "docs").glob("figures_*.py"))
+            for node in ast.parse(part.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef)]  # fmt: skip
+    said = {node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in made}
+    listed = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert listed == {name: said[name] for name in listed} and [*listed] == [*figures.FIGURES]
+    used = re.findall(r"<!-- figure: (\w+)", "".join(TEXT.values()))
+    assert {*used} | {"plan", "saved"} == {*listed}  # those of docs/PLAN.md too
     for words, complaint in (
         (["masks"], "no figure 'masks'"),
         (["mask", "--T=3"], "--Tq=4"),

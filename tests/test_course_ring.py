@@ -104,6 +104,7 @@ def test_a_step_takes_what_its_bytes_and_pairs_take(H, Hkv, D) -> None:
 def test_figures_of_page_10_tell_what_they_take() -> None:
     for words, told in (
         (["ring_work", "--T=100", "--N=8"], "T must be a multiple of 2 N = 16, got 100"),
+        (["ring_work", "--T=24", "--N=8"], "T must be a multiple of 2 N = 16, got 24"),
         (["ring_rounds", "--N=0"], "at least 1"),
         (["ring_hides", "--gpu='a toaster'"], "no peak is known for 'a toaster'"),
     ):

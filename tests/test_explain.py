@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import runpy
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -229,6 +233,16 @@ def test_the_backend_agrees(shape):
         assert layer["allowed"] < (0.1 if shape == "bfloat16" else 2e-5) * layer["largest"]
         assert layer["error"] == max(layer["heads"]) and len(layer["heads"]) == 4
     assert document(shape)["about"]["backend"] == "sdpa"
+    for layer, call in zip(document(shape)["maps"]["layers"], calls_of(shape), strict=True):
+        v = call.v[0].double().repeat_interleave(4 // call.v.shape[2], dim=1)
+        exact = torch.einsum("hij,jhd->ihd", softmax_by_hand(call), v)
+        plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)[0]
+        for name, want in (
+            ("largest", exact), ("error", call.out[0] - exact), ("manual_error", plain - exact)
+        ):  # fmt: skip
+            assert layer[name] == pytest.approx(float(want.abs().max()), rel=1e-6, abs=1e-14)  # type: ignore[literal-required]
+        heads = (call.out[0] - exact).abs().amax(dim=(0, 2))
+        assert layer["heads"] == pytest.approx(heads.tolist(), rel=1e-6, abs=1e-14)
 
 
 def test_an_output_that_is_off_does_not_agree(monkeypatch):
@@ -323,6 +337,30 @@ def test_bytes_of_the_trace_are_the_closed_formula(T, heads, D, dtype):
 def test_causal_bytes_in_closed_form(n, b):
     keys, pairs = visited(Spec(2, 2, 8, "float32"), n * b, b, b)
     assert (keys, pairs) == (n * b * (n + 1) // 2, b * n * b * (n + 1) // 2)
+
+
+@pytest.mark.parametrize("Tq, Tk, window", [(9, 4, None), (13, 13, 3), (4, 11, 2)])
+def test_every_row_of_the_output_is_written_once(Tq, Tk, window):
+    """Rows that see no key too: zeros. Each block after its last tile, and with it its L."""
+    spec = Spec(4, 2, 8, "float16", window=window)
+    q, k = (torch.zeros(1, T, h, 8, dtype=torch.float16) for T, h in ((Tq, 4), (Tk, 2)))
+    trace, _ = viewer.tiles.trace_of(q, k, k, spec, B_r=2, B_c=3)
+    found = viewer.tiles.steps(trace, spec, Tq, Tk, 2, 3)
+    for i in range(0, Tq, 2):
+        row = [s for s in found if s["rows"][0] == i]
+        seen_ = [n for n, s in enumerate(row) if not s["skipped"]]
+        n_rows = min(2, Tq - i)
+        want = [0] * len(row)
+        want[seen_[-1] if seen_ else -1] = n_rows * 4 * (8 * 2 + 4)
+        assert [s["written"] for s in row] == want
+        read = [2 * 2 * 2 * 8 * (s["cols"][1] - s["cols"][0]) if n in seen_ else 0
+                for n, s in enumerate(row)]  # fmt: skip
+        if seen_:
+            read[seen_[0]] += n_rows * 4 * 8 * 2
+        assert [s["read"] for s in row] == read
+    for way in ("read", "written"):
+        sums = np.cumsum([s[way] for s in found])  # type: ignore[literal-required]
+        assert [s[f"{way}_so_far"] for s in found] == sums.tolist()  # type: ignore[literal-required]
 
 
 class Bytes(Recorder):
@@ -735,6 +773,21 @@ def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, 
     assert "The logits of the three do NOT agree" in " ".join(render(found).split())
 
 
+def test_a_cache_whose_step_gives_one_other_logit_is_off_by_that_much(monkeypatch):
+    """Of 100 logits one, by a half: the largest difference counts."""
+    model = tiny()
+    real = model.head
+
+    def head(x: Tensor) -> Tensor:
+        logits = real(x)
+        return logits + 0.5 * torch.eye(100)[7] if x.dim() == 3 else logits  # (1, 1, D): a step
+
+    monkeypatch.setattr(model, "head", head)
+    found = explained(model, made("plain")[1])["caches"]
+    assert [s["error"] for s in found["steps"]] == pytest.approx([0.5] * 3, abs=1e-4)
+    assert not found["agree"]
+
+
 def test_a_cache_that_writes_to_another_cell_is_seen(monkeypatch):
     real = StaticStep.append
 
@@ -866,6 +919,13 @@ def test_the_document_is_json(shape):
     assert (about["segments"] is None) == ("segments" not in shape)
     assert about["dtype"] == made(shape)[1].dtype and about["n_kv_head"] <= about["n_head"] == 4
     assert about["announced"].startswith("Attention backend: sdpa (") and about["refused"] == []
+    c = made(shape)[0].config
+    sizes = (c.n_layer, c.n_head, c.kv_heads, 8, c.n_embd, c.block_size, c.vocab_size)
+    names = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "block_size", "vocab_size")
+    assert tuple(about[name] for name in names) == sizes  # type: ignore[literal-required]
+    assert about["n_params"] == sum(p.numel() for p in made(shape)[0].parameters())
+    assert re.fullmatch(rf"(?!cpu,|auto).+, {torch.get_num_threads()} threads", about["device"])
+    assert (about["torch"], about["tokenizer"]) == (torch.__version__, "char")
 
 
 def test_pack_and_unpack():
@@ -881,11 +941,12 @@ def test_pack_and_unpack():
 
 
 def test_tokens_as_they_are_shown():
-    pieces = [b" the", "é".encode(), b"\xe2\x80", b"\n\t", b"", b"<b>"]
+    pieces = [b" the", "é".encode(), b"\xe2\x80", b"\r\n\t", b"", b"<b>"]
     shown = [token_of(id_, pieces) for id_ in range(6)]
-    assert [t["text"] for t in shown] == [" the", "é", "<E2 80>", "\n\t", "<end of text>", "<b>"]
+    assert [t["id"] for t in shown] == [*range(6)]
+    assert [t["text"] for t in shown] == [" the", "é", "<E2 80>", "\r\n\t", "<end of text>", "<b>"]
     assert [t["label"] for t in shown] == [
-        "␣the", "é", "<E2␣80>", "⏎⇥", "<end␣of␣text>", "<b>"]  # fmt: skip
+        "␣the", "é", "<E2␣80>", "␍⏎⇥", "<end␣of␣text>", "<b>"]  # fmt: skip
 
 
 def test_a_refused_backend_is_told():
@@ -917,6 +978,22 @@ def test_a_long_prompt_is_shown_in_part_and_that_is_said():
     whole = explained(model, replace(config, prompt=config.prompt[:256]))
     assert whole["about"]["notes"] == [] and whole["maps"] == found["maps"]
     assert "280 tokens" in render(found) and "280 tokens" not in render(whole)
+
+
+def test_a_long_prompt_keeps_the_documents_of_what_is_shown(monkeypatch):
+    """And with them each note: what was left out of the tiles, the cache that reads them as one."""
+    monkeypatch.setattr("explain.MOST_TOKENS", 40)
+    monkeypatch.setattr("viewer.tiles.BUDGET", 10)
+    text = "a" * 30 + "|" + "b" * 18
+    found = explained(tiny(), replace(made("full")[1], prompt=text, segments="|"))
+    assert found["about"]["segments"] == [0] * 30 + [1] * 10
+    assert [n.split()[0] for n in found["tiles"]["notes"]] == ["Tiles", "The"]
+    assert len(found["caches"]["notes"]) == 1
+    monkeypatch.setattr("explain.MOST_TOKENS", 48)
+    found = explained(tiny(), replace(made("full")[1], prompt=text, segments="|"))
+    for note in found["caches"]["notes"]:
+        assert note in " ".join(render(found).split())
+    assert [n.split()[:2] for n in found["caches"]["notes"]] == [["A", "cache"], ["The", "prompt"]]
 
 
 # --- the terminal ---
@@ -1046,6 +1123,134 @@ def test_numbers_as_people_read_them():
         "2 s", "12.3 ms", "4.5 us", "1 us", "0.3 ns"]  # fmt: skip
 
 
+def plural(n: int, one: str, more: str = "") -> str:
+    return f"{n} {one if n == 1 else more or one + 's'}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sentences_of_the_terminal(shape):
+    """Word by word; what can be counted is counted anew, from the model, the call and the mask."""
+    (model, config), found, call = made(shape), document(shape), calls_of(shape)[0]
+    said = " ".join(render(found).split())
+    T, kv, half = call.q.shape[1], model.config.kv_heads, config.dtype == "bfloat16"
+    about, tiles, caches, costs = (found[x] for x in ("about", "tiles", "caches", "costs"))  # type: ignore[literal-required]
+    shared = "" if kv == 4 else f" ({kv} for keys and values)"
+    n_params = sum(p.numel() for p in model.parameters())
+    layers = found["maps"]["layers"]
+    ratios = [x["error"] / x["allowed"] for x in layers]
+    worst = ratios.index(max(ratios))
+    window = model.config.attention_window
+    hidden = f", by the window of {window}" * (window is not None)
+    hidden += ", by the border of a document" * ("segments" in shape)
+    size, group = (2 if half else 4), 4 // kv
+    on_chip = size * (group * 8 * 8 + 2 * 5 * 8) + 4 * group * (8 * 8 + 8 * 5 + 2 * 8)
+    rows, cols = (range(0, T, n) for n in (8, 5))
+    visits = sum(any(visible(i, j, 0, window) for i in range(a, min(a + 8, T))
+                     for j in range(b, min(b + 5, T))) for a in rows for b in cols)  # fmt: skip
+    n_tiles, stored = len(rows) * len(cols), len(caches["prompt"])
+    which = "the prompt's last token" if shape == "full" else "the model's likeliest next token"
+    ring, h = found["ring"], next(h for h in tiles["heads"] if (h["layer"], h["head"]) == (0, 0))
+    off = max(s["error"] for s in caches["steps"])
+    for sentence in (
+        f"a tiny model: 2 layers, 4 heads{shared} of 8 numbers, {n_params:,} parameters, "
+        f"{config.dtype} on {about['device']}. {about['announced']}. Its output agrees with "
+        f"manual's formula in 2 of 2 layers. The worst is off by {layers[worst]['error']:.2g}, "
+        f"allowed is {layers[worst]['allowed']:.2g} (layer {worst}, the truth in float64). MAP of",
+        "Shades: . from 0, - from 0.02, = from 0.05, + from 0.1, * from 0.2, # from 0.4, @ from "
+        f"0.7; blank: hidden{hidden}, or later.",
+        f"{plural(T, 'query', 'queries')} in blocks of 8, {plural(T, 'key')} in blocks of 5. A "
+        f"tile needs {amount(on_chip)} of fast memory. m: running maximum of a row's scores, l: "
+        "running sum of exp(s - m), rescale: what the old output is multiplied by; of each the "
+        "least and the largest of the tile's rows. Bytes: all heads, so far. Of "
+        f"{plural(n_tiles, 'tile')} {visits} are computed and {n_tiles - visits} skipped.",
+        "x wholly visible / masked in part . skipped",
+        f"The output of tiled agrees with the formula: off by {h['error']:.2g}, allowed is "
+        f"{h['allowed']:.2g}; from manual's in the same dtype by {h['difference']:.2g}. "
+        + " ".join([*tiles["notes"], "CACHES: one decode step"]),
+        f"{plural(stored, 'token')} stored; token {stored} ({caches['token']['label']!r}, {which}) "
+        f"is decoded. A token takes {amount(2 * 2 * kv * 8 * size)} of keys and values in all "
+        "layers. W written now, r read and attended to, m read and masked, s stored and not "
+        "read, . empty.",
+        *(f"{s['kind']}, by {s['backend']}: {amount(s['bytes_allocated'])} allocated, "
+          f"{amount(s['bytes_used'])} of it used." for s in caches["steps"]),
+        f"The logits of the three agree with those without a cache: off by {off:.2g} at most, "
+        f"allowed is {caches['allowed']:.2g}. " + " ".join([*caches["notes"], "COST on one"]),
+        "COST on one A100-SXM4-80GB, bfloat16 ",
+        f" One layer forward, batch 1, 4 heads, tiles of {costs['block_m']} x {costs['block_n']}, "
+        "the largest that fit into 197 kB. Peak 312 TFLOP/s (datasheet: NVIDIA A100 datasheet), "
+        "2,039 GB/s (datasheet: NVIDIA A100 datasheet). Below 153 FLOPs a byte (F/B) memory is the "
+        "limit, above it arithmetic. Computing and moving so much takes at least that time.",
+        "m: memory is the limit, c: arithmetic is",
+        f"{plural(T, 'token')} in 8 chunks of {-(-T // 8)}; what is behind the last one is "
+        "filling. Queries stay, keys and values go round.",
+        "A pair is a chunk of queries and one of keys, with / where entries are masked; pairs that "
+        "are not named are skipped.",
+        f"The last query, {T - 1}, tile by tile:",
+        f"The ring's output agrees with the formula: off by {ring['error']:.2g}, allowed is "
+        f"{ring['allowed']:.2g}; from manual's in the same dtype by {ring['difference']:.2g}.",
+    ):  # fmt: skip
+        assert sentence in said, sentence
+
+
+def test_a_layer_with_no_error_allowed_is_not_divided_by():
+    found = json.loads(json.dumps(document("plain")))
+    found["maps"]["layers"][0] |= {"error": 0.0, "allowed": 0.0}
+    assert "The worst is off by" in render(found)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_line_of_the_walk_is_its_tile(shape):
+    """Queries, keys, what m, l and rescale are of its rows, and the bytes up to there."""
+    found, h = document(shape)["tiles"], traced(shape, 0, 0)
+    walk = render(document(shape)).split("TILES of")[1].split("CACHES:")[0]
+    steps = {(s["i"], s["j"]): s for s in found["steps"]}
+    span_ = r"(-?\S+?)\.\.(-?\S+)"
+    line = rf"^ *(\d+),(\d+) +(\d+)\.\.(\d+) +(\d+)\.\.(\d+) +{span_} +{span_} +{span_} +(\S+ k?B)$"
+    read_so_far = 0
+    for i, j, *ends, m0, m1, l0, l1, x0, x1, read in re.findall(line, walk, re.M):
+        step = steps.pop((int(i), int(j)))
+        at, n = step["at"], step["rows"][1] - step["rows"][0]
+        first, last, key, until = map(int, ends)
+        assert [[first, last + 1], [key, until + 1]] == [step["rows"], step["cols"]]
+        for name, low, high, unit in (("m", m0, m1, 0.1), ("l", l0, l1, 0.1),
+                                      ("rescale", x0, x1, 0.01)):  # fmt: skip
+            rows = h[name][at, :n]
+            assert [float(low), float(high)] == pytest.approx(
+                [float(rows.min()), float(rows.max())], abs=0.51 * unit
+            )
+            assert all(len(x.partition(".")[2]) == len(str(unit)) - 2 or "inf" in x
+                       for x in (low, high))  # fmt: skip
+        read_so_far += step["read"]
+        assert read == amount(read_so_far)
+    for i, j, last in re.findall(r"^ *(\d+),(\d+) skipped(?: to \d+,(\d+))?: ", walk, re.M):
+        for column in range(int(j), int(last or j) + 1):
+            assert steps.pop((int(i), column))["skipped"]
+        assert not steps.get((int(i), int(last or j) + 1), {"skipped": False})["skipped"]
+    assert not steps  # each has its line
+
+
+def test_a_long_walk_is_cut_and_that_is_said():
+    """48 tokens in tiles of 2 x 2: of 576 tiles those above the diagonal share a line a row."""
+    config = replace(made("full")[1], block_m=2, block_n=2)
+    walk = render(explained(made("full")[0], config)).split("TILES of")[1].split("CACHES:")[0]
+    lines = re.findall(r"^ *(\d+),(\d+) +(?:\d+\.\.\d+|skipped)", walk, re.M)
+    every = [(i, j) for i in range(24) for j in range(min(i + 2, 24))]
+    assert len(every) == 24 * 25 // 2 + 23
+    assert [(int(i), int(j)) for i, j in lines] == every[:80]
+    assert f"... and {len(every) - 80} lines more; the page has all of them." in walk
+    assert "K_0" not in walk  # 24 columns: no grid
+
+
+@pytest.mark.parametrize("T, drawn", [(39, True), (40, False)])
+def test_a_grid_of_tiles_is_whole_or_not_drawn(T, drawn):
+    """13 columns of keys fit into a line."""
+    model, config = made("full")
+    text = render(explained(model, replace(config, prompt="a" * T, block_m=12, block_n=3)))
+    titles = re.findall(r"^ +K_0.*$", text, re.M)
+    assert [line.split() for line in titles] == [[f"K_{j}" for j in range(13)]] * drawn
+    assert len(re.findall(r"^ +Q_\d(?: +[x/.]){13}$", text, re.M)) == 4 * drawn
+
+
 # --- the command ---
 
 
@@ -1087,6 +1292,8 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path):
     want = document("plain")
     assert found["maps"] == want["maps"] and found["tiles"] == want["tiles"]
     assert found["costs"] == want["costs"] and found["caches"] == want["caches"]
+    ring = viewer.ring.play(calls_of("plain")[1], 4, 1, 3)
+    assert found["ring"] == json.loads(json.dumps(ring))
     assert not (run / "explain.html").exists()
 
 
@@ -1094,7 +1301,9 @@ def test_the_page_is_written(run, tmp_path):
     code, out, err = command(f"--out_dir={run}", "--prompt=to be")
     assert code == 0, err
     page = (run / "explain.html").read_text(encoding="utf-8")
-    assert out.startswith(f"{run / 'explain.html'} (") and page.lstrip().startswith("<!doctype")
+    size = (run / "explain.html").stat().st_size / 1e6
+    assert out == f"{run / 'explain.html'} ({size:.1f} MB): open it in a browser\n"
+    assert page.lstrip().startswith("<!doctype")
     other = tmp_path / "x.html"
     assert command(f"--out_dir={run}", f"--html={other}")[0] == 0 and other.exists()
 
@@ -1137,11 +1346,46 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "window must be at least 1" in refused(at, "--window=0")
     assert "segments must have at least one character" in refused(at, "--segments=")
     assert "cannot be read" in refused(at, f"--prompt=FILE:{tmp_path}/nothing.txt")
-    assert "cannot be written" in refused(at, "--prompt=a", f"--html={tmp_path}/no/x.html")
+    no_folder = refused(at, "--prompt=a", f"--html={tmp_path}/no/x.html")
+    assert f"{tmp_path}/no/x.html cannot be written ([Errno 2] No such file" in no_folder
     assert "did you mean '--prompt'?" in refused(at, "--promt=a")
+    cuda = refused(at, "--attention_backend=flash_attn_3", "--attention_fallback=False")
+    assert "flash_attn_3" in cuda and "it runs on cuda, not on cpu" in cuda
+    with pytest.raises(UserError, match=r"one token only \(block_size 1\)"):
+        prompt_of(ExplainConfig(prompt="a"), TOKENIZER, 1)
 
 
 def test_a_prompt_from_a_file(run, tmp_path):
     (tmp_path / "prompt.txt").write_text("or not", encoding="utf-8")
-    code, _, err = command(f"--out_dir={run}", f"--prompt=FILE:{tmp_path}/prompt.txt", "--text")
+    numbers = tmp_path / "numbers.json"
+    words = (f"--out_dir={run}", f"--prompt=FILE:{tmp_path}/prompt.txt", f"--json={numbers}")
+    code, _, err = command(*words, "--text", "--attn_implementation=eager")
     assert code == 0 and "6 tokens explained" in err
+    about = json.loads(numbers.read_text())["about"]
+    assert (about["prompt"], about["backend"]) == ("or not", "manual")
+
+
+def test_the_best_checkpoint_is_explained(run, tmp_path):
+    """By validation loss, here not the latest; its folder is named."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    later = Path(shutil.copytree(run / "step-00000007", folder / "step-00000009"))
+    state = (later / "train_state.json").read_text().replace('"val_loss": 1.0', '"val_loss": 2.0')
+    (later / "train_state.json").write_text(state.replace('"step": 7', '"step": 9'))
+    for asked in ({"out_dir": str(folder)}, {"init_from": str(folder)}):
+        for which, step in (("best", 7), ("latest", 9)):
+            config = ExplainConfig(**asked, checkpoint=which)  # type: ignore[arg-type]
+            assert explain.source_of(config) == str(folder / f"step-0000000{step}")
+    assert explain.source_of(ExplainConfig(init_from="gpt2", checkpoint="best")) == "gpt2"
+
+
+def test_the_file_is_a_command_and_an_old_terminal_gets_question_marks(run, monkeypatch):
+    """A terminal without the signs for spaces and line breaks shows the rest."""
+    monkeypatch.setattr(sys, "argv", ["explain.py", f"--out_dir={run}", "--device=cpu", "--text",
+                                      "--prompt=to be"])  # fmt: skip
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(Path(explain.__file__)), run_name="__main__")
+    shown.flush()
+    text = shown.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert left.value.code == 0 and "to?be most" in text

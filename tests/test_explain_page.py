@@ -116,6 +116,23 @@ OUTPUTS = """[...document.querySelectorAll(".outputs .pair canvas")].map(
   c => [...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])"""
 
 
+def sci(x: float) -> str:
+    """Two figures, 1.2e-07 as 1.2 × 10⁻⁷."""
+    digits, _, power = f"{x:.1e}".partition("e")
+    if not x or abs(int(power)) <= 3:
+        return f"{float(f'{x:.2g}'):g}"
+    raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{digits} × 10{raised}"
+
+
+def plural(n: int, one: str, more: str = "") -> str:
+    return f"{n:,} {one if n == 1 else more or one + 's'}"
+
+
+def words(page: Any, where: str) -> str:
+    return " ".join(page.text_content(where).split())
+
+
 def weight(shown: Document, layer: int, head: int, i: int, j: int) -> float:
     packed = unpack(shown["maps"]["weights"])
     return float(packed[layer, head, i * (i + 1) // 2 + j]) / shown["maps"]["levels"]
@@ -191,6 +208,11 @@ def test_the_colours_are_ordered_by_lightness_alone(show, plain, scheme):
     lightness = [luminance(rgb) for rgb in colours]
     steps = np.diff(lightness) * (-1 if scheme == "light" else 1)
     assert (steps > -1e-3).all() and sum(steps) > 0.6
+    # All weight is violet, in the dark yellow; outputs go from blue over grey to orange.
+    low, middle, high = page.evaluate("[0, 0.5, 1].map(t => shade(t, signed))")
+    blueness = [b - r for r, _, b in (colours[255], low, high)]
+    assert (blueness[0] > 30) if scheme == "light" else (blueness[0] < -30)
+    assert blueness[1] > 30 and blueness[2] < -30 and np.ptp(middle) < 12
     inks = page.evaluate("Array.from({ length: 256 }, (_, n) => inkOn(shade(n / 255)))")
     for ink, rgb in zip(inks, colours):
         assert contrast(ink, "#" + bytes(rgb).hex()) >= 4.5
@@ -323,9 +345,132 @@ def test_pointing_at_the_map_and_leaving_it(show, plain):
     page.hover("#map", position={"x": left + (j + 0.5) * cell, "y": top + (i + 0.5) * cell})
     w = weight(plain, 1, 2, i, j)
     assert page.inner_text("#map-cell").endswith(f"({i}) looks at “␣” ({j}): {w:.4f}")
-    assert f"token {i}," in page.inner_text("#query-title")
+    label = plain["about"]["tokens"][i]["label"]
+    assert page.inner_text("#query-title") == f"Where token {i}, “{label}”, looks"
     page.mouse.move(5, 5)
     assert f"token {T - 1}," in page.inner_text("#query-title")  # the one that was chosen
+    page.locator("#map-tokens button").nth(3).hover()
+    assert "token 3," in page.inner_text("#query-title")
+    page.mouse.move(5, 5)
+    assert f"token {T - 1}," in page.inner_text("#query-title")
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_each_head_is_painted_pixel_by_pixel(show, which, request):
+    """Its colour is the root of its weight; what is not seen is left empty."""
+    shown = request.getfixturevalue(which)
+    about, T = shown["about"], len(shown["about"]["tokens"])
+    found, labels, ramp = show(shown).evaluate("""[
+      [...document.querySelectorAll("#thumbs button")].map(b => [b.getAttribute("aria-label"),
+        b.firstChild.width, [...b.firstChild.getContext("2d").getImageData(0, 0, T, T).data]]),
+      [...document.querySelectorAll("#thumbs > span")].map(e => e.textContent), ramp.light]""")
+    assert labels == ["", *(f"head {n}" for n in range(4)), "layer 0", "layer 1"]
+    segments = about["segments"] or [0] * T
+    i, j, seg = np.arange(T)[:, None], np.arange(T), np.array(segments)
+    sees = np.broadcast_to(visible(i, j, 0, about["window"], seg[:, None], seg), (T, T))
+    P = np.zeros((2, 4, T, T))
+    rows, cols = np.tril_indices(T)
+    P[:, :, rows, cols] = unpack(shown["maps"]["weights"]) / 65535
+    for n, (name, width, pixels) in enumerate(found):
+        assert (name, width) == (f"Layer {n // 4}, head {n % 4}", T)
+        got = np.array(pixels).reshape(T, T, 4)
+        assert np.array_equal(got[..., 3], 255 * sees)
+        levels = (255 * P[n // 4, n % 4][sees] ** 0.5 + 0.5).astype(int)
+        assert np.array_equal(got[sees][:, :3], np.array(ramp)[levels])
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_what_the_maps_say_of_each_token_and_pair(show, which, request):
+    shown = request.getfixturevalue(which)
+    a, m = shown["about"], shown["maps"]
+    T, layer, head = len(a["tokens"]), a["layer"], a["head"]
+    page = show(shown)
+    told, pairs = page.evaluate("""[strip.chips.map(chip => { chip.click();
+        return [$("query-title").textContent, $("map-sum").textContent,
+          $("map").getAttribute("aria-label"), chip.getAttribute("aria-label"),
+          strip.chips.findIndex(c => c.tabIndex === 0)]; }),
+      [0, 7, T - 1].map(i => strip.chips.map((_, j) => {
+        lookAt(i, j); return $("map-cell").textContent; }))]""")
+    pairs = dict(zip((0, 7, T - 1), pairs, strict=True))
+    segments = a["segments"] or [0] * T
+    names = [f"“{t['label']}”" for t in a["tokens"]]
+    for i, (title, total, name, chip, reached) in enumerate(told):
+        assert title == f"Where token {i}, {names[i]}, looks"
+        assert name == f"Attention map of layer {layer}, head {head}. Token {names[i]} ({i}) looks."
+        assert (chip, reached) == (f"Token {i}, {a['tokens'][i]['label']}", i)
+        seen = [visible(i, j, 0, a["window"], segments[i], segments[j]) for j in range(T)]
+        others = sum(segments[j] != segments[i] for j in range(i))
+        hidden = [(T - 1 - i, "later"), (others, "in another document"),
+                  (i + 1 - others - sum(seen), "outside the window")]  # fmt: skip
+        said = ", ".join(f"{n} {what}" for n, what in hidden if n)
+        weights = [weight(shown, layer, head, i, j) if seen[j] else 0.0 for j in range(T)]
+        assert " ".join(total.split()) == (f"Hidden: {said}. " if said else "") + (
+            f"The weights of a row add up to 1 ± {sci(m['sum_error'])}. For this page each was "
+            "rounded to one of 65,536 levels; as rounded these add up to "
+            f"{sum(weights):.6f}."
+        )
+        for j, pair in enumerate(pairs.get(i, [])):
+            given = (f"{weights[j]:.4f}" if seen[j] else "a later token, masked" if j > i
+                     else "masked")  # fmt: skip
+            assert pair == f"{names[i]} ({i}) looks at {names[j]} ({j}): {given}"
+    x = m["layers"][layer]
+    assert words(page, "#agreement") == (
+        f"sdpa agrees in layer {layer}. The weights above are recomputed outside the kernel that "
+        "ran, from the same q and k. Its output differs from the formula in float64 by at most "
+        f"{sci(x['error'])}; allowed are {sci(x['allowed'])}, and manual in float32 differs by "
+        f"{sci(x['manual_error'])}. In head {head} it is {sci(x['heads'][head])}. The largest "
+        f"output is {sci(x['largest'])}."
+    )
+    hidden_by = "hidden: outside the window or in another document" * (which == "windowed")
+    legend = words(page, "#map-legend")
+    assert legend == f"weight 01, by its square root{hidden_by}later: never seen"
+    # Where a document begins, its number stands before the token; after a line break, a break.
+    row = page.eval_on_selector_all("#map-tokens > *", "all => all.map(e => e.tagName + "
+                                    "(e.matches('.cut') ? e.textContent : ''))")  # fmt: skip
+    want = []
+    for i, token in enumerate(a["tokens"]):
+        if a["segments"] and (i == 0 or segments[i] != segments[i - 1]):
+            want.append(f"SPANdocument {segments[i]}")
+        want += ["BUTTON", *["HR"] * token["text"].endswith("\n")]
+    assert row == want
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"prompt": DOCUMENTS, "segments": "|"}, "hidden: in another document"),
+    ({"window": 25}, ""), ({"window": 24}, "hidden: outside the window")])  # fmt: skip
+def test_the_legend_names_what_hides_here(show, changes, why):
+    page = show(document(**changes))
+    assert words(page, "#map-legend") == f"weight 01, by its square root{why}later: never seen"
+
+
+def test_a_coarse_map_shows_the_decimals_that_it_has(show, plain):
+    coarse = deepcopy(plain)
+    coarse["maps"] |= {"levels": 255, "rounding": 0.5 / 255}
+    eight = np.rint(unpack(plain["maps"]["weights"]) / 65535 * 255).astype(np.uint8)
+    coarse["maps"]["weights"] = pack(eight)
+    page = show(coarse)
+    page.evaluate("lookAt(20, 9)")
+    assert page.inner_text("#map-cell").endswith(f": {weight(coarse, 1, 2, 20, 9):.2f}")
+    assert "one of 256 levels" in page.inner_text("#map-sum")
+
+
+def test_a_click_on_the_map_chooses_the_token(show, plain):
+    page = show(plain)
+    cell, left, top = page.evaluate("[mapView.cell, mapView.left, mapView.top]")
+    at = {"x": left + 7.5 * cell, "y": top + 11.5 * cell}
+    page.click("#map", position=at)
+    assert page.evaluate("[map.query, map.key]") == [11, 7]
+    page.hover("#map", position={"x": at["x"], "y": at["y"] + 4 * cell})
+    assert page.evaluate("[map.query, map.key]") == [15, 7]
+    page.hover("#map", position={"x": left / 2, "y": at["y"]})  # beside it: a token, no key
+    assert page.evaluate("[map.query, map.key]") == [11, None]
+    page.mouse.move(5, 5)
+    assert page.evaluate("[map.query, map.key]") == [11, None]
+    page.focus("#map")
+    for key, want in (("ArrowDown", [12, None]), ("ArrowRight", [12, 0]), ("Home", [0, 0]),
+                      ("ArrowRight", [0, 1]), ("End", [24, 1]), ("ArrowUp", [23, 1])):  # fmt: skip
+        page.keyboard.press(key)
+        assert page.evaluate("[map.query, map.key, strip.pinned]") == [*want, want[0]], key
 
 
 def test_the_verdict_is_the_documents(show, plain):
@@ -333,7 +478,12 @@ def test_the_verdict_is_the_documents(show, plain):
     a = plain["maps"]["layers"][1]
     assert numbers(page, "#agreement") == [a["error"], a["allowed"]]
     assert page.get_attribute("#agreement", "class") == "verdict good"
-    assert page.locator("#checks .good").count() == 4
+    assert page.locator("#checks .good").all_inner_texts() == [
+        "sdpa agrees with the formula in 2 of 2 layers",
+        "tiled gives the right output in 8 of 8 heads played",
+        "4 processes of a ring give the same output",
+        "3 caches give the logits that no cache gives",
+    ]
     wrong = deepcopy(plain)
     wrong["maps"]["layers"][1]["agrees"] = False
     for head in wrong["tiles"]["heads"]:
@@ -344,7 +494,8 @@ def test_the_verdict_is_the_documents(show, plain):
     page = show(wrong)
     assert page.get_attribute("#agreement", "class") == "verdict bad"
     assert "does not agree" in page.inner_text("#agreement")
-    assert page.locator("#checks .bad").count() == 4
+    bad = page.locator("#checks .bad").all_inner_texts()
+    assert len(bad) == 4 and "in 1 of 2 layers" in bad[0] and "in 0 of 8 heads" in bad[1]
     page.click("#player-to-end")
     assert page.get_attribute("#difference", "class") == "verdict bad"
     tiled, manual = page.evaluate(OUTPUTS)
@@ -375,7 +526,12 @@ def test_the_model_is_told_as_it_is(show, which, request):
     }  # fmt: skip
     lede = page.inner_text("#lede")
     assert "A GPT of 2 layers and 4 heads a layer, which share 2 key/value heads, with" in lede
+    assert f"with {a['n_params'] / 1000:.3g}k parameters, " in lede
     assert f"has read these {len(a['tokens'])} tokens." in lede
+    title = DOCUMENTS if which == "windowed" else " ".join(PROMPT.split())
+    assert page.title() == f"Attention at work: {title}"
+    wide = sorted(["maps", "tiles", "caches", "costs", "ring"])
+    assert sorted(set(shown) - {"about"}) == wide and "loads nothing" in words(page, "#colophon")
 
 
 def test_a_head_is_chosen_and_played(show, plain):
@@ -413,13 +569,24 @@ LOOK = """() => {
   const numbers = where => [...document.querySelectorAll(where + " data")].map(e => e.value);
   const c = document.querySelector(".outputs canvas");
   const pixels = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+  const texts = where => [...document.querySelectorAll(where)].map(e => e.textContent);
   return {
+    heads: texts("#tile-rows th[scope=col]"), queries: texts("#tile-rows button"),
+    ramp: ramp.light,
+    grew: [...$("tile-rows").tBodies[0].rows].map(e => !!e.querySelector(".grew")),
+    paints: [...document.querySelectorAll("#tile-rows td.s")].map(e => e.style.background),
+    bars: [...document.querySelectorAll("#counters .bar i")].map(e => parseFloat(e.style.width)),
+    captions: texts("#outputs figcaption"), worked: texts("#worked .hint").join(),
+    board: $("matrix").getAttribute("aria-label"), legend: $("matrix-legend").textContent,
+    slider: [$("player-scrub").value, $("player-scrub").getAttribute("aria-valuetext")],
     title: $("tile-title").innerText, text: $("tile-text").innerText,
     counters: $("counters").innerText,
     tiled: numbers("#counters .meter.tiled"), manual: numbers("#counters .meter.manual"),
     rows: numbers("#tile-rows tbody"),
     shown: [...document.querySelectorAll("#tile-rows tbody data")].map(e => e.innerText),
     scores: [...document.querySelectorAll("#tile-rows td.s")].map(e => e.innerText),
+    manuals: (c => [...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])(
+      document.querySelectorAll(".outputs canvas")[1]).every((x, n) => n % 4 < 3 || x === 255),
     written: Array.from({ length: c.height }, (_, r) => pixels[4 * r * c.width + 3] > 0) }; }"""
 
 
@@ -462,9 +629,95 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     cols = step["cols"][1] - step["cols"][0]
     scores = [] if step["skipped"] else head["scores"][at, :count, :cols].flatten()
     assert read(look["scores"]) == pytest.approx(scores, abs=0.0051)
+    check_words(look, shown, head, done)
     # Of the output there are the rows of the blocks that were written, and no others.
     finished = {s["i"] for s in tiles["steps"][:done] if s["last"]}
+    assert look["manuals"]
     assert look["written"] == [r // tiles["block_m"] in finished for r in range(len(head["out"]))]
+
+
+def spanned(ends: list[int], one: str, more: str) -> str:
+    return f"{one} {ends[0]}" if ends[1] == ends[0] + 1 else f"{more} {ends[0]} to {ends[1] - 1}"
+
+
+def check_words(look: Any, shown: Document, head: dict[str, Any], done: int) -> None:
+    """What the player says after so many tiles, word by word, and its colours."""
+    tiles, tokens = shown["tiles"], shown["about"]["tokens"]
+    N, step, T = len(tiles["steps"]), tiles["steps"][done - 1], len(tokens)
+    (first, stop), (key, until), at = step["rows"], step["cols"], step["at"]
+    queries = spanned([first, stop], "query", "queries")
+    keys = spanned([key, until], "key", "keys")
+    scores = None if at is None else head["scores"][at, : stop - first, : until - key]
+    if scores is None:
+        hidden = "later than" if key >= stop else "outside the window of"
+        said = f"Skipped: {keys}, {hidden} {queries}. Nothing is read, nothing is computed; m, l "
+        said += "and O stay."
+    else:
+        said = f"Q is read for {queries}. " if step["first"] else ""
+        said += f"K and V are read for {keys}. "
+        said += ("Some entries are masked, one by one." if np.isneginf(scores).any()
+                 else "Every query sees every key.")  # fmt: skip
+        said += " This was the row's last tile: O is divided by l and written." * step["last"]
+    assert look["text"] == said
+    assert look["title"].endswith(f": Q block {step['i']}, K and V block {step['j']}")
+    visits = sum(not s["skipped"] for s in tiles["steps"])
+    size = f"{tiles['n_rows']} by {tiles['n_cols']} tiles"
+    assert look["board"] == f"{size}, {visits} of them computed. {said}"
+    assert look["slider"] == [str(done), f"{visits} tiles to compute, step {done} of {N}"]
+    labels = [] if at is None else [t["label"] for t in tokens[key:until]]
+    assert look["heads"] == ["query", *labels, "rescale", "m", "l"]
+    assert look["queries"] == [f"{i} {tokens[i]['label']}" for i in range(first, stop)]
+    # A row's maximum grew where it is larger than after the tile before, of the same row of tiles.
+    row = [s for s in tiles["steps"][: done - 1] if s["i"] == step["i"]]
+    past = [s["at"] for s in row if not s["skipped"]]
+    before = head["m"][past[-1]] if past else np.full(tiles["block_m"], -np.inf)
+    after = before if at is None else head["m"][at]
+    assert look["grew"] == (after > before)[: stop - first].tolist()
+    finite = head["scores"][np.isfinite(head["scores"])]
+    low, high = float(finite.min()), float(finite.max())
+    ends = [f"{x:.1f}".replace("-", "−") for x in (low, high)]
+    assert look["legend"] == (f"score {ends[0]}{ends[1]}on the chip nowdone, its scores thrown away"
+                              "skippedO written")  # fmt: skip
+    paints = []
+    for s in [] if scores is None else scores.flatten().tolist():
+        rgb = look["ramp"][int(255 * (s - low) / (high - low) + 0.5)] if np.isfinite(s) else None
+        paints.append(f"rgb({', '.join(map(str, rgb))})" if rgb else "")
+    assert look["paints"] == paints
+    # The bars are shares of what the one that moves more has moved in the end.
+    both = [tiles["steps"][-1], tiles["manual"][-1]]
+    total = max(x["read_so_far"] + x["written_so_far"] for x in both)  # type: ignore[index]
+    moved = read([*look["tiled"], *look["manual"]])
+    assert look["bars"] == pytest.approx([100 * x / total for x in moved], abs=0.01)
+    counters = " ".join(look["counters"].split())
+    k = min(3 * done // N, 2)
+    name = tiles["manual"][k]["name"].replace("^T", "ᵀ")
+    reads, writes = tiles["manual"][k]["reads"], tiles["manual"][k]["writes"]
+    assert f"pass {k + 1} of 3: {name}, reads {reads}, writes {writes}" in counters
+    assert f"All 4 heads of one layer, numbers of {tiles['size']} bytes;" in counters
+    assert f"need {tiles['fast_memory']:,} bytes of fast memory on the chip." in counters
+    tiled, manual = (x["read_so_far"] + x["written_so_far"] for x in both)  # type: ignore[index]
+    ended = (f"At the end manual has moved {manual / tiled:.1f} times as much." if tiled < manual
+             else f"On {T} tokens with tiles this small tiled moves {tiled / manual:.1f} times as "
+             "much: K and V are read for each block of queries, and T × T is still a small "
+             "square.")  # fmt: skip
+    costs = shown["costs"]
+    (long,) = (r for r in costs["rows"] if r["T"] == 4096)
+    ratio = long["manual"]["bytes"] / long["tiled"]["bytes"]
+    assert counters.endswith(
+        f"Manual makes 3 passes over main memory, here spread evenly over the same progress. "
+        f"{ended} At 4,096 tokens, in bfloat16 with tiles of {costs['block_m']} × "
+        f"{costs['block_n']}, manual moves {ratio:.{0 if ratio >= 10 else 1}f} times as much as "
+        "tiled."
+    )
+    written = sum(s["last"] for s in tiles["steps"][:done])
+    size = f"{T} tokens × {head['out'].shape[1]} numbers"
+    blocks = plural(tiles["n_rows"], "block")
+    so_far = size if done == N else f"{written} of {blocks} written"
+    assert look["captions"] == [f"tiled: {so_far}", f"manual: {size}"]
+    if at is None:
+        m, l = (head["m"][past[-1], 0], head["l"][past[-1], 0]) if past else (-np.inf, 0.0)
+        said = "−∞" if np.isinf(m) else f"{m:.4f}".replace("-", "−")
+        assert look["worked"] == f"Still m = {said}, l = {l:.4f}."
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -617,6 +870,13 @@ def test_at_the_end_the_output_is_manuals(show, which, request):
     assert (error, allowed) == (head["error"], head["allowed"]) and error <= allowed
     assert page.get_attribute("#difference", "class") == "verdict good"
     tiled, manual = page.evaluate(OUTPUTS)
+    table, most = np.array(page.evaluate("signed.light")), np.abs(head["manual"]).max()
+    for pixels, values in ((tiled, head["out"]), (manual, head["manual"])):
+        levels = np.floor(255 * (0.5 + 0.5 * values.astype(float) / most) + 0.5).astype(int)
+        want = table[levels.clip(0, 255)].reshape(-1, 3)
+        assert np.abs(np.array(pixels).reshape(-1, 4)[:, :3] - want).max() <= 1
+    ends = [f"{x:.2f}".replace("-", "−") for x in (-most, most)]
+    assert words(page, "#outputs .legend") == "".join(ends)
     assert len(tiled) == 4 * head["out"].size
     assert np.abs(np.array(tiled) - np.array(manual)).max() <= 4  # a step of the colours at most
 
@@ -694,7 +954,45 @@ def test_the_caches_show_what_is_read_and_written(show, which, request):
             ]
             unheld = [p for p in range(1, step["cells"] // size) if p not in step["page_table"]]
             assert free == [f"page {p}, free" for p in unheld]
+        # Each place in words, and all of them.
+        seen, over = len(step["seen"]), len(step["read"]) - len(step["seen"])
+        said = page.get_attribute(f"{article} .cells", "aria-label")
+        assert said == (f"{step['cells']} places: {seen} read and seen, {over} read and masked, "
+                        f"{len(step['written'])} written")  # fmt: skip
+        for c, title in enumerate(
+            page.eval_on_selector_all(f"{article} .cell", "all => all.map(e => e.title)")
+        ):
+            p = step["holds"][c]
+            marks = [kind for kind in ("read", "seen", "written") if c in step[kind]]  # type: ignore[literal-required]
+            what = [f"token {p} {tokens[p]['label']}", "kept"] if p >= 0 else ["empty"]
+            assert title == f"place {c}: {', '.join([*what, *marks])}"
+        assert page.inner_text(f"{article} h3") == step["kind"]
+        about_it = page.locator(f"{article} > p").all_inner_texts()
+        window = about_it[0].endswith("only the tokens that a later one can see are kept.")
+        assert window == (which == "windowed" and step["kind"] == "dynamic")
+        assert about_it[1:] == [
+            f"{r['name']} was refused: {'; '.join(r['why'])}." for r in step["refused"]
+        ]
+    pages = page.locator("#caches .page > span").all_inner_texts()
+    table = shown["caches"]["steps"][2]["page_table"]
+    assert pages[0] == "page 0, nobody's"
+    assert [t for t in pages if t.endswith(tuple("0123456789"))] == [
+        f"page {n}" for n in sorted(table)
+    ]
+    c = shown["caches"]
+    size = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads of them, head_dim, bytes
+    assert words(page, "#cache-step").startswith(
+        f"{len(c['prompt'])} tokens were read. Then “{c['token']['label']}” is decoded at position "
+        f"{len(c['prompt'])}, the token that the model found likeliest. A token's keys and values "
+        f"take {size} bytes in all layers."
+    )
+    assert words(page, "#cache-facts thead") == "dynamicstaticpaged"
     facts = [row.split("\t") for row in page.locator("#cache-facts tbody").inner_text().split("\n")]
+    assert [row[0].strip() for row in facts] == [
+        "tokens stored, before → after", "places read", "of these seen", "places written",
+        "bytes allocated, all layers", "bytes that hold tokens", "share that is used", "run by",
+        "off the logits without a cache",
+    ]  # fmt: skip
     for n, s in enumerate(shown["caches"]["steps"], 1):
         assert [row[n].strip() for row in facts[:8]] == [
             f"{s['length_before']} → {s['length_after']}",
@@ -748,7 +1046,11 @@ def test_the_cost_is_the_rooflines(show, plain):
             assert flops.endswith("FLOP") and moved.endswith("B") and least.endswith("s")
         now = page.inner_text("#cost-rows tr.now")
         assert now.startswith(f"{row['T']:,}\t") and row["tiled"]["bound"] in now
+    check_roofline(page, costs)
     about = page.inner_text("#cost-about")
+    assert about.startswith("One layer of this model's attention, forward, batch 1, 4 heads of 16, "
+                            "in bfloat16, on A100-SXM4-80GB: ")  # fmt: skip
+    assert f"Tiles of {costs['block_m']} × {costs['block_n']}, the largest" in about
     assert "312 TFLOP/s (" in about and "2.04 TB/s (" in about and "fit into 192 KiB" in about
     # The large marks stand on the roof, and at their intensities, in the picture as in the numbers.
     ends = page.evaluate("""["circle.manual", "rect.tiled"].map(kind => {
@@ -766,6 +1068,64 @@ def test_the_cost_is_the_rooflines(show, plain):
     assert ends[0][0] == pytest.approx(first[-1], abs=0.01)  # the slider is at the last length
 
 
+def check_roofline(page: Any, costs: Any) -> None:
+    """Every mark, number and line of the picture, on one pair of logarithmic axes."""
+    drawn = page.evaluate("""(() => {
+      const root = document.querySelector("#roofline svg");
+      const all = where => [...root.querySelectorAll(where)];
+      const middle = e => {
+        const { x, y, width, height } = e.getBBox();
+        return [x + width / 2, y + height / 2]; };
+      return {
+        manual: all("circle.small").map(middle), tiled: all("rect.small").map(middle),
+        large: all(".dot:not(.small)").map(middle),
+        text: all("text").map(e => [e.textContent, +e.getAttribute("x"), +e.getAttribute("y")]),
+        roof: all("path").map(e => e.getAttribute("d")), said: root.getAttribute("aria-label"),
+        grid: all("line.grid").map(e => ["x1", "y1", "x2", "y2"].map(n => +e.getAttribute(n))),
+        slider: $("length").getAttribute("aria-valuetext") }; })()""")
+    points = [(p, r[name]) for name in ("manual", "tiled")
+              for p, r in zip(drawn[name], costs["rows"], strict=True)]  # fmt: skip
+    ax, bx = np.polyfit([np.log10(c["intensity"]) for _, c in points], [p[0] for p, _ in points], 1)
+    rates = [c["flops"] / c["seconds"] for _, c in points]
+    ay, by = np.polyfit(np.log10(rates), [p[1] for p, _ in points], 1)
+    assert ax > 0 > ay
+
+    def place(intensity: float, rate: float) -> Any:
+        return pytest.approx([ax * np.log10(intensity) + bx, ay * np.log10(rate) + by], abs=0.11)
+
+    for p, c in points:
+        assert p == place(c["intensity"], c["flops"] / c["seconds"])
+    last = costs["rows"][-1]
+    assert drawn["large"] == [place(last[n]["intensity"], last[n]["flops"] / last[n]["seconds"])
+                              for n in ("manual", "tiled")]  # fmt: skip
+    assert [t for t, *_ in drawn["text"]][-2:] == ["manual", "tiled"]
+    roof, dash = ([[float(x) for x in p.split()] for p in d[1:].split("L")] for d in drawn["roof"])
+    begin = 10 ** ((roof[0][0] - bx) / ax)
+    assert roof[:2] == [place(begin, begin * costs["bandwidth"]),
+                        place(costs["ridge"], costs["peak"])]  # fmt: skip
+    assert roof[2][1] == roof[1][1] and dash[1] == roof[1] and dash[0][0] == dash[1][0]
+    assert f"ridge {costs['ridge']:.0f}" in [t for t, *_ in drawn["text"]]
+    assert min(p[0] for p, _ in points) > roof[0][0] and max(p[0] for p, _ in points) < roof[2][0]
+    # Powers of ten, each beside its line.
+    ticks = [(measured(t), x, y) for t, x, y in drawn["text"] if re.match(r"\d", t)]
+    low = max(y for _, _, y in ticks)
+    across = [(v, x) for v, x, y in ticks if y == low]
+    up = [(v, y - 4) for v, x, y in ticks if y != low]
+    assert len(across) >= 2 and len(up) >= 2 and len(drawn["grid"]) == len(ticks)
+    for v, x in across:
+        assert x == pytest.approx(ax * np.log10(v) + bx, abs=0.11)
+        assert any(g[0] == g[2] == x for g in drawn["grid"])
+    for v, y in up:
+        assert y == pytest.approx(ay * np.log10(v) + by, abs=0.11)
+        assert any(g[1] == g[3] == pytest.approx(y) for g in drawn["grid"])
+    assert drawn["slider"] == f"{last['T']} tokens"
+    assert drawn["said"] == (
+        f"Roofline of {costs['gpu']}: at {last['T']} tokens manual has "
+        f"{last['manual']['intensity']:.1f} FLOP a byte and tiled "
+        f"{last['tiled']['intensity']:.1f}; the ridge is at {costs['ridge']:.1f}"
+    )
+
+
 # ----------------------------------------------------------------------------- the ring
 
 RING = """() => {
@@ -773,6 +1133,11 @@ RING = """() => {
   const rows = [...document.querySelectorAll("#growing tbody tr")];
   return {
     title: $("step-title").innerText, text: $("step-text").innerText,
+    said: [$("ring-player-scrub").value, $("ring-player-scrub").getAttribute("aria-valuetext")],
+    names: [...document.querySelectorAll("#pairs b")].map(e => e.textContent),
+    titles: [...document.querySelectorAll("#pairs i")].map(e => e.title),
+    heads: [...document.querySelectorAll("#growing th[scope=col]")].map(e => e.textContent),
+    keys: rows.map(e => e.children[1].textContent), together: $("ring-sent").innerText,
     processes: [...$("processes").children].map(e => e.innerText),
     bytes: numbers("#processes"), all: numbers("#ring-sent .hint"),
     hues: ["#processes .home", "#pairs .home"].flatMap(
@@ -811,7 +1176,19 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
             query -= 1
         look = page.evaluate(RING)
         assert look["title"] == f"Step {step}"
-        assert ("nothing more is sent" in look["text"]) == (step == n - 1)
+        began = (f"has the keys and values that began {plural(step, 'place')} before it" if step
+                 else "computes with its own keys and values")  # fmt: skip
+        assert look["text"] == f"Each process {began}" + (
+            ", and sends them on meanwhile." if step < n - 1
+            else ". It has met all; nothing more is sent."
+        )  # fmt: skip
+        assert look["said"] == [str(step + 1), f"step {step + 1} of {n}"]
+        assert look["names"][1:] == [
+            *(f"K{b}" for b in range(2 * n)), *(f"Q{a}" for a in range(2 * n))
+        ]  # fmt: skip
+        more = ", and documents" * (which == "windowed")
+        layer = shown["about"]["layer"]
+        assert f"keys and values of all heads of layer {layer}{more}." in look["together"]
         sent = [sum(ring["sent"][s][r] for s in range(step + 1)) for r in range(n)]
         assert read(look["bytes"]) == sent and read(look["all"]) == [sum(sent)]
         # Each process in its colour, and what is with it in that of the process it came from.
@@ -822,6 +1199,8 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
         for r, text in enumerate(look["processes"]):
             home = ring["homes"][step][r]
             held = "; ".join(span_of(ring, T, a) for a in ring["chunks"][home])
+            own = "; ".join(span_of(ring, T, a) for a in ring["chunks"][r])
+            assert f"Process {r}\n" in text and f"Q, O, L: {own}\n" in text
             assert f"K, V of process {home}: {held}" in text
             mine = [t for t in ring["tiles"] if (t["step"], t["rank"]) == (step, r)]
             masked = sum(t["masked"] for t in mine)
@@ -831,6 +1210,8 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
         where = {(t["queries"], t["keys"]): t for t in ring["tiles"]}
         for at, (kinds, text) in enumerate(look["cells"]):
             tile = where.get(divmod(at, 2 * n))
+            what = f"process {tile['rank']}, step {tile['step']}" if tile else "skipped"
+            assert look["titles"][at] == f"Q{at // (2 * n)}, K and V {at % (2 * n)}: {what}"
             if tile is None:
                 assert (kinds, text) == ("hatch", "")
                 continue
@@ -839,7 +1220,14 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
             assert ("done" in kinds) == (tile["step"] < step)
         visits = [k for k, t in enumerate(ring["tiles"])
                   if t["queries"] == query // c and t["step"] <= step]  # fmt: skip
-        assert look["query"].startswith(f"Query {query}, ")
+        name = shown["about"]["tokens"][query]["label"]
+        rank = owner[query // c]
+        assert look["query"] == f"Query {query}, “{name}”, of process {rank}: (O, L) as it grows"
+        assert look["heads"] == ["step", "keys", "L of these alone", "L so far",
+                                 "share of the old O", "O, 16 numbers"]  # fmt: skip
+        assert look["keys"] == [
+            *(span_of(ring, T, ring["tiles"][k]["keys"]) for k in visits), ""
+        ]  # fmt: skip
         assert look["steps"] == [*(str(ring["tiles"][k]["step"]) for k in visits), "manual"]
         want, before = [], -np.inf
         for k in visits:
@@ -857,6 +1245,13 @@ def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
     assert numbers(page, "#ring-verdict") == [ring["difference"], ring["error"], ring["allowed"]]
     assert page.get_attribute("#ring-verdict", "class") == "verdict good"
     assert page.is_disabled("#ring-player-step")
+    chosen = (shown["about"]["layer"], shown["about"]["head"])
+    assert (ring["layer"], ring["head"]) == chosen
+    assert words(page, "#ring-verdict") == (
+        f"Head {ring['head']}: the largest difference between the ring's output and manual's is "
+        f"{sci(ring['difference'])}. From the formula in float64 the ring differs by "
+        f"{sci(ring['error'])}; allowed are {sci(ring['allowed'])}."
+    )
 
 
 @pytest.mark.slow

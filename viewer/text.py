@@ -111,7 +111,7 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
         f"and {len(steps) - visited:,} skipped."
     )
     scores = unpack(traced["scores"])
-    if tiles["n_cols"] <= 16 and tiles["n_rows"] <= 16:
+    if tiles["n_cols"] <= (WIDTH - 12) // 5 and tiles["n_rows"] <= 16:  # grid() is so wide
         lines += ["", *grid(steps, tiles["n_cols"], scores)]
     lines += [
         "",
