@@ -422,6 +422,7 @@ def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
     assert named("out")[:1] != [] and set(named("out")) <= {
         "out/gpt2", "out/shakespeare_char", "out/shakespeare_cpu", "mine"}  # fmt: skip
     assert named("else/rum")[0] == "else/run"
+    assert "else/run" in named("else")  # the folder of the run's folder
     assert len(named("out/nothing")) == 3
     shutil.rmtree("out")
     shutil.rmtree("mine")

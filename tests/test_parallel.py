@@ -392,6 +392,16 @@ def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said:
         parallel.shard(None, DistInfo(device, 0, 3, "group"), Setup.of(device, **how), size)
 
 
+def test_what_fills_a_shard_counts_for_nothing() -> None:
+    """A ring of one cuts into two chunks: seven tokens and one of filling."""
+    model, x = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")), torch.arange(1, 8)[None]
+    assert parallel.mine(model, x, x) == (x, x)
+    model.ring = Ring(None)
+    tokens, targets = parallel.mine(model, x, x + 1)
+    assert tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert targets.tolist() == [[2, 3, 4, 5, 6, 7, 8, -1]]
+
+
 def test_every_process_of_a_ring_has_a_token() -> None:
     four = DistInfo(torch.device("cpu"), 0, 4, context_parallel=4, ring=object())
     with pytest.raises(UserError, match="4 processes cannot share --block_size=3 tokens"):

@@ -140,15 +140,18 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
     """Ten times as long as ever, but for two times that may have been compilation."""
     now = [0.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": [], watch.WRITING: []}
+    phases = "forward", "evaluate", "log", watch.WRITING
+    pace, limits = watch.Pace(45.0), {phase: [] for phase in phases}
     times = {"evaluate": 100, watch.WRITING: 0}  # no write has ever been waited for
     for step in range(6):
-        for phase, takes in {"forward": [300, 200, 1][min(step, 2)], **times}.items():
+        forward, last = [300, 200, 1][min(step, 2)], [1, 1, 50, 30, 20, 10][step]
+        for phase, takes in {"forward": forward, "log": last, **times}.items():
             pace.begin(step, phase)
             limits[phase].append(pace.limit())
             now[0] += takes
     assert limits["forward"] == [watch.FIRST_S] * 3 + [45.0] * 3
     assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
+    assert limits["log"] == [watch.FIRST_S] * 3 + [45.0, 45.0, 200.0]  # the third longest
     assert limits[watch.WRITING] == [watch.FIRST_S] * 6
 
 
@@ -289,8 +292,9 @@ def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts, "_launcher", lambda: "boot pid:[1] 78 5")  # on another machine
     assert not restarts.restarted(str(tmp_path), Alone())
     assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # one has stayed
-    (tmp_path / restarts.MARK).write_text("[")
-    assert not restarts.restarted(str(tmp_path), Alone())
+    for damaged in ("[", "[]", "{}", '{"torchrun": 3}'):
+        (tmp_path / restarts.MARK).write_text(damaged)
+        assert not restarts.restarted(str(tmp_path), Alone())
 
 
 def test_the_torchrun_above_a_script_between():
