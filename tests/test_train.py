@@ -452,6 +452,34 @@ def test_lines_rows_and_the_picture(measured, data_dir, tmp_path, monkeypatch):
         assert words in r.out
 
 
+def test_the_defaults_are_nanogpts_and_what_has_a_price_or_a_risk_is_off():
+    of_nanogpt = {
+        "eval_interval": 2000, "eval_iters": 200, "eval_only": False, "init_from": "scratch",
+        "wandb_log": False, "batch_size": 12, "block_size": 1024, "n_layer": 12, "n_head": 12,
+        "n_embd": 768, "dropout": 0.0, "bias": False, "learning_rate": 6e-4, "max_iters": 600_000,
+        "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "decay_lr": True,
+        "warmup_iters": 2000, "seed": 1337, "tf32": True,
+    }  # fmt: skip
+    off = {
+        "eval_on_start": False, "sample_tokens": 0, "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False, "residual_dtype": "float32", "gelu": "exact",
+        "attention_hub_kernels": False, "allow_mps_sdpa": False, "sdpa_flash_impl": "FA2",
+        "parallel": "ddp", "context_parallel": 1, "async_checkpoint": False,
+        "compile_mode": "default", "deterministic": False,
+    }  # fmt: skip
+    decided = {  # by what is there: the data, the machine, other settings
+        **dict.fromkeys(("n_kv_head", "vocab_size", "attention_window", "min_lr")),
+        **dict.fromkeys(("lr_decay_iters", "shard_size", "compile", "onednn", "peak_tflops")),
+        **dict.fromkeys(("attention_backend", "device", "dtype"), "auto"),
+    }
+    ours = {
+        "out_dir": "out/gpt", "dataset": "shakespeare_char", "data_dir": "data", "log_interval": 10,
+        "wandb_project": "nanoattn", "wandb_run_name": "gpt", "keep_checkpoints": 2,
+        "attention_fallback": True, "hang_timeout": 45.0,
+    }  # fmt: skip
+    assert asdict(train.TrainConfig()) == {**of_nanogpt, **off, **decided, **ours}
+
+
 def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypatch):
     """A clock that only the model moves: 100 s in each of the first two steps, then 1 ms."""
     now = [0.0]
