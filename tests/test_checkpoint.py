@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 import checkpoint
+from checkpoint.together import together
 from core.settings import UserError
 from model import GPT, GPTConfig
 
@@ -485,6 +487,33 @@ def test_nothing_executes_code_from_a_file(form, tmp_path):
     assert blown.exists()  # it was a live one
 
 
+# --- what all processes do, or none ---
+
+
+@pytest.mark.parametrize("others, said", [
+    (("", "", ""), "process 0: no space"),
+    (("no space", "", "no space"), "processes 0, 1, 3: no space"),
+    (("no space", "no space", "no space"), "no space"),
+    (("", "read only", ""), "process 0: no space; process 2: read only"),
+])  # fmt: skip
+def test_who_failed_is_named_with_what_it_was(others, said):
+    def gather(mine: str) -> list[str]:
+        return [mine, *others]
+
+    everyone: Any = SimpleNamespace(world_size=4, gather=gather)
+    for error in (OSError("no space"), UserError("no space"), RuntimeError("no space\nmore")):
+        with pytest.raises(UserError) as e:
+            together(everyone, Mock(side_effect=error))
+        assert str(e.value) == said and e.value.__cause__ is error
+    if others[1]:
+        with pytest.raises(UserError) as e:
+            together(everyone, lambda: None)  # here all is well
+        who = "processes 1, 2, 3" if others[0] else "process 2"
+        assert str(e.value) == f"{who}: {others[1]}"
+    with pytest.raises(KeyError):  # a bug of ours passes as it is
+        together(everyone, Mock(side_effect=KeyError("x")))
+
+
 # --- from elsewhere ---
 
 
@@ -569,7 +598,8 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
             checkpoint.init_model(source)
         assert source in str(e.value) and "\n" not in str(e.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if not installed
-    with pytest.raises(UserError, match="needs: pip install huggingface_hub"):
+    needs = "'gpt2' is no local folder or file, and taking it .* needs: pip install huggingface_hub"
+    with pytest.raises(UserError, match=needs):
         checkpoint.init_model("gpt2")
     with pytest.raises(UserError, match=r"config.json does not exist"):
         checkpoint.init_model(str(tmp_path))
