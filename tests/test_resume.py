@@ -338,8 +338,13 @@ def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
 
 def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     """A resume after it must not go on with the run before it."""
+    steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
-    assert fresh.code == 0
+    aside = out / "earlier-1"
+    assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
+    assert [p.name for p in checkpoint.folders(aside)] == steps
+    assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
+    assert list(fresh.losses()) == [1, 2, 3, 4]
     assert checkpoint.load(checkpoint.latest(out)).step == 4
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
