@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 import checkpoint
 from checkpoint.together import together
+from core.hub import why_not_hub
 from core.settings import UserError
 from model import GPT, GPTConfig
 
@@ -150,6 +151,16 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path):
         assert names(tmp_path / f"earlier-{n}") == whole
         assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
         assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
+
+
+def test_an_earlier_run_that_cannot_be_moved_is_one_sentence(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    error = OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=error))
+    with pytest.raises(UserError, match="cross-device") as e:
+        checkpoint.set_aside(tmp_path)
+    said = f"the earlier run in {tmp_path} cannot be moved to {tmp_path / 'earlier-1'} ("
+    assert str(e.value).startswith(said)
 
 
 def test_an_older_one_that_is_damaged_does_not_stop_the_saving(tmp_path, caplog):
@@ -668,6 +679,48 @@ def test_a_hub_that_answers_is_used_whatever_it_answers(monkeypatch):
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
         with pytest.raises(UserError, match="the client's own words"):
             checkpoint.init_model("owner/name")
+
+
+def test_what_the_hub_has_is_taken_whole(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def download(name, file, *, local_files_only):
+        asked.append((name, file, local_files_only))
+        return str(tmp_path / "there" / file)
+
+    asked: list[Any] = []
+    model, idx = GPT(TINY).eval(), torch.randint(20, (2, 8))
+    checkpoint.save_hf(model, tmp_path / "there")
+    monkeypatch.setattr(checkpoint.convert, "why_not_hub", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for name in ("gpt2-xl", "owner/name-1.5"):
+        got = checkpoint.init_model(name, attention_window=3)
+        assert got.config.attention_window == 3
+        assert all(torch.equal(t, model.state_dict()[k]) for k, t in got.state_dict().items())
+        assert torch.equal(checkpoint.init_model(name).eval()(idx)[0], model(idx)[0])
+        files = {(name, "model.safetensors", False), (name, "config.json", False)}
+        assert set(asked) == files and not asked.clear()
+
+
+def test_who_is_asked_whether_the_hub_is_there(monkeypatch):
+    asked: list[tuple[str, str, float]] = []
+
+    def answer(request, timeout):
+        asked.append((request.full_url, request.get_method(), timeout))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    for off in ("1", "ON", "yes", "True"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", off)
+        assert why_not_hub() is None and not asked
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert why_not_hub() is None and asked == [("https://huggingface.co", "HEAD", 5.0)]
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
+    assert why_not_hub() is None and asked[1][0] == "http://mirror"
+    refused = urllib.error.URLError("Connection refused")
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=refused))
+    assert why_not_hub() == "no connection to http://mirror: Connection refused"
 
 
 def test_warnings_of_the_hubs_client_come_once():

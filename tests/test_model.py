@@ -968,6 +968,15 @@ def test_a_window_as_wide_as_the_context_is_no_window() -> None:
     assert GPTConfig(**sizes, attention_window=15).spec("float32").window == 15
 
 
+def test_without_temperature_each_token_is_the_likeliest_after_all_before_it() -> None:
+    model, idx = build().eval(), tokens(T=13)
+    text = model.generate(idx, 7, temperature=0)  # beyond block_size
+    assert text.shape == (2, 20) and torch.equal(text[:, :13], idx)
+    for t in range(13, 20):
+        logits = model(text[:, max(0, t - 16) : t])[0]
+        assert torch.equal(text[:, t], logits[:, -1].argmax(dim=-1))
+
+
 def test_checkpointing_drops_no_cache() -> None:
     """In training mode too a cached step stores its keys and sees what is stored."""
     model, idx = build(), tokens(T=9)

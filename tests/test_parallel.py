@@ -7,6 +7,7 @@ import io
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -359,11 +360,14 @@ def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
         ({"shard_size": 2}, "shard_size=2 needs --parallel=fsdp"),
         ({"parallel": "zero"}, "ddp"),
         ({"context_parallel": 0}, "context_parallel"),
+        ({"sdpa_flash_impl": "FA3", "dropout": 0.1}, "sdpa_flash_impl=FA3 has no dropout"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         train.TrainConfig(**settings)
+    fine = train.TrainConfig(parallel="fsdp", shard_size=2, sdpa_flash_impl="FA3")
+    assert replace(fine, sdpa_flash_impl="FA2", dropout=0.1).model(65).dropout == 0.1
 
 
 def test_parts_need_processes() -> None:

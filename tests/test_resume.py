@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, ru
 
 import checkpoint
 from core import flops, metrics
+from core.distributed import DistInfo
+from core.restarts import mark_begun
+from core.settings import read
 from model import GPT
 from train import TrainConfig
 
@@ -271,6 +275,36 @@ def test_another_model_is_refused(out):
         had = was.n_head if name == "n_kv_head" else getattr(was, name)
         there = f"has {name}={had}, which cannot be changed to {value} (command line)"
         assert str(checkpoint.latest(out)) in said and there in said, said
+
+
+def test_a_size_that_cannot_be_is_told_with_what_is_resumed(out):
+    said = refusal(resume(out, "--n_head=3"))
+    assert "n_embd must be a multiple of n_head, got n_embd=16, n_head=3" in said
+    assert f"(resuming {checkpoint.latest(out)})" in said
+
+
+def test_a_run_that_torchrun_starts_again_goes_on(out, tmp_path, monkeypatch, capsys):
+    """With the words that it was started with, and whatever its checkpoint knows beside them."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    alone = DistInfo(torch.device("cpu"))
+    words = ["--max_iters=13", "--learning_rate=0.5", "--init_from=scratch"]
+    for place in (out, tmp_path / "without"):
+        mark_begun(str(place), alone)
+        loaded = read(TrainConfig, [f"--out_dir={place}", *words])
+        again = checkpoint.started_again(loaded, alone)
+        if place != out:  # it died before its first checkpoint
+            assert again is loaded and not capsys.readouterr().out
+            continue
+        saved = checkpoint.load(checkpoint.latest(out)).train_settings(TrainConfig)
+        said = {"max_iters": 13, "learning_rate": 0.5, "init_from": "resume", "out_dir": str(out)}
+        last = 10 if saved.lr_decay_iters is None else saved.lr_decay_iters
+        assert again.settings == replace(saved, **said, lr_decay_iters=last)
+        assert (again.origins["init_from"], again.origins["n_embd"]) == (
+            "restart", str(checkpoint.latest(out)))  # fmt: skip
+        assert "goes on from its last checkpoint" in capsys.readouterr().out
+    monkeypatch.setattr("core.restarts._launcher", lambda: "another torchrun")
+    loaded = read(TrainConfig, [f"--out_dir={out}", *words])
+    assert checkpoint.started_again(loaded, alone) is loaded
 
 
 def test_the_models_own_size_said_again_is_no_mistake(out):
