@@ -320,6 +320,40 @@ def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None
     assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
 
 
+class Sharded(torch.nn.Module):
+    """As FSDP leaves a module; what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def set_requires_gradient_sync(self, on: bool) -> None:
+        self.asked.append(on)
+
+    def reshard(self) -> None:
+        self.asked.append("reshard")
+
+
+def test_gradients_are_sent_again_after_micro_batches_that_sent_none() -> None:
+    module, plain = Sharded(), torch.nn.Linear(2, 2)
+    with parallel.no_sync(module):
+        assert module.asked == [False]
+    with pytest.raises(KeyError), parallel.no_sync(module):
+        raise KeyError("x")
+    parallel.reshard(module)
+    assert module.asked == [False, True, False, True, "reshard"]
+    assert parallel.is_sharded(module) and not parallel.is_sharded(plain)
+    assert parallel.reshard(plain) is None and parallel.whole(plain.bias) is plain.bias
+    with parallel.no_sync(plain):
+        plain(torch.ones(2)).sum().backward()
+    assert plain.weight.grad is not None
+    assert "0.0 MB" in parallel.held(plain) and "fsdp" not in parallel.held(plain)
+    plain = torch.nn.Linear(1000, 250, bias=False)  # a weight, its gradient and two moments
+    assert parallel.held(plain).startswith("memory: 4.0 MB a process of weights, gradients and")
+    assert parallel.held(plain.bfloat16()).startswith("memory: 2.0 MB")
+    assert parallel.held(module).endswith("moments (fsdp)")
+
+
 # --- how a step is divided ---
 
 

@@ -843,6 +843,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
                   "--init_from=resume"):  # fmt: skip
         assert words in line
+    value = r"\d\.\d+" if how == "gradient" else "nan"
+    assert re.search(rf"\(loss {value}, lr ", line), line
     assert "Traceback" not in r.err
     for name, weight in spoiled.model.state_dict().items():
         assert torch.equal(weight, spoiled.before[name]), name
@@ -858,6 +860,8 @@ def test_a_rate_that_explodes_leaves_no_bad_checkpoint(eval_interval, data_dir, 
     out = tmp_path / "out"
     r = run(data_dir, out, learning_rate=1e30, warmup_iters=0, eval_interval=eval_interval)
     assert r.code == 1 and "not finite" in r.err
+    if eval_interval == 1:
+        assert re.search(r"\(loss \d\.\d+, val loss (nan|inf), lr ", r.err), r.err
     finite(out)
     assert "NaN" not in (out / "metrics.jsonl").read_text()
     assert "Infinity" not in (out / "metrics.jsonl").read_text()
@@ -986,9 +990,11 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
 
     monkeypatch.setattr(GPT, "forward", forward)
-    said = refusal(run(data_dir, tmp_path / "out"))
-    assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
-    assert "--batch_size=2 with --gradient_accumulation_steps=2" in said
+    for before, after in (((4, 1), (2, 2)), ((1, 3), (1, 6))):
+        sizes = dict(zip(("batch_size", "gradient_accumulation_steps"), before))
+        said = refusal(run(data_dir, tmp_path / "out", **sizes))
+        assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
+        assert "--batch_size={} with --gradient_accumulation_steps={},".format(*after) in said
 
 
 @pytest.mark.parametrize(
