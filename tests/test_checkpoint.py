@@ -136,6 +136,12 @@ def test_partial_folders_are_ignored_and_swept_away(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
 
 
+def test_the_newest_and_the_best_stay_whatever_keep_says(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
+        save(tmp_path, step, keep=0, val_loss=loss)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]  # the first of equals
+
+
 def test_an_earlier_run_is_set_aside_whole(tmp_path):
     assert checkpoint.set_aside(tmp_path) is None and not names(tmp_path)
     whole = ["loss.png", "metrics.jsonl", "step-00000001", "step-00000002"]

@@ -440,8 +440,10 @@ def test_what_fills_a_shard_counts_for_nothing() -> None:
     assert targets.tolist() == [[2, 3, 4, 5, 6, 7, 8, -1]]
 
 
-def test_every_process_of_a_ring_has_a_token() -> None:
+def test_every_process_of_a_ring_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     four = DistInfo(torch.device("cpu"), 0, 4, context_parallel=4, ring=object())
     with pytest.raises(UserError, match="4 processes cannot share --block_size=3 tokens"):
         parallel.ring(four, 3)
     assert parallel.ring(DistInfo(torch.device("cpu")), 3) is None
+    monkeypatch.setattr(parallel, "Ring", lambda group: group)
+    assert parallel.ring(four, 4) is four.ring

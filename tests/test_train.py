@@ -716,6 +716,25 @@ def test_from_nanogpts_file_with_the_context_cropped(data_dir, tmp_path):
     assert "block_size" in refusal(r) and "33" in refusal(r) and "32" in refusal(r)
 
 
+def test_what_begins_with_other_weights_is_saved_with_their_sizes(data_dir, tmp_path):
+    """Nothing says them: the run's own settings hold the defaults."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    sizes = {"n_layer": 2, "n_kv_head": 1, "attention_window": 5, "gelu": "tanh", "bias": True}
+    assert run(data_dir, first, max_iters=1, **sizes).code == 0
+    line = argv(data_dir, second, max_iters=1, init_from=first, dropout=0.25, block_size=8)
+    line = [
+        word for word in line if word.split("=")[0] not in ("--n_layer", "--n_head", "--n_embd")
+    ]
+    r = run_line(line, second)
+    assert r.code == 0, r.err
+    before, after = (checkpoint.load(checkpoint.latest(out)) for out in (first, second))
+    assert after.config() == replace(before.config(), dropout=0.25, block_size=8)
+    assert after.config().attention_window == 5 and after.config().kv_heads == 1
+    r = run_line([f"--out_dir={second}", "--init_from=resume", "--max_iters=2"], second)
+    assert r.code == 0 and list(r.losses()) == [1, 2], r.err
+    assert checkpoint.load(checkpoint.latest(second)).config() == after.config()
+
+
 def test_from_a_folder_of_transformers(data_dir, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(6)
