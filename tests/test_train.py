@@ -379,6 +379,51 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
             assert told == pytest.approx(float(model(x, y)[1]), rel=1e-6)
 
 
+def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, monkeypatch):
+    """Seven sequences, three processes, batches of two: one counts two, and then one; the others
+    two, and then none. One after the other, and the sums at the end."""
+    told: list[list[float]] = []
+    cpu = torch.device("cpu")
+    config = TrainConfig(**{**TINY, "batch_size": 2, "eval_iters": 4})
+    torch.manual_seed(3)
+    model = GPT(config.model(64)).eval()
+    splits = {s: data.load(data_dir / "tiny", s, 16, 64)[: 7 * 16 + 1] for s in ("train", "val")}
+    for rank in range(3):
+        monkeypatch.setattr(DistInfo, "sum", lambda self, values: told.append(values) or values)
+        run: Any = types.SimpleNamespace(
+            config=config, distributed=DistInfo(cpu, rank, 3), setup=runtime.Setup.of(cpu),
+            model=model, module=model, splits=splits, weight=1.0, step=0, metrics=None,
+        )  # fmt: skip
+        train.evaluate(run)
+    for tokens, parts in zip(splits.values(), (told[::2], told[1::2]), strict=True):
+        x, y, _ = next(data.eval_batches(tokens, 16, 1, 7))
+        with torch.no_grad():
+            want = float(model(x, y)[1])
+        losses, sequences = (sum(column) for column in zip(*parts, strict=True))
+        assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+
+
+def test_what_is_compiled_is_what_is_trained_and_evaluated(data_dir, tmp_path, monkeypatch):
+    calls: list[bool] = []
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model: GPT, mode: str) -> None:
+            super().__init__()
+            assert model.compiled and mode == "max-autotune-no-cudagraphs"
+            self.inner = model
+
+        def forward(self, *args: Tensor) -> Any:
+            calls.append(self.inner.training)
+            return self.inner(*args)
+
+    monkeypatch.setattr(torch, "compile", Compiled)
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # a C++ compiler
+    r = run(data_dir, tmp_path / "out", max_iters=2, eval_interval=2, compile=True,
+            compile_mode="max-autotune-no-cudagraphs", gradient_accumulation_steps=3)  # fmt: skip
+    assert r.code == 0 and "compile: on (mode max-autotune-no-cudagraphs)" in r.out, r.err
+    assert calls == [True] * 6 + [False] * 4
+
+
 def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
     out = tmp_path / "out"
     done = run(data_dir, out, eval_interval=4)
