@@ -10,6 +10,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import math
 import platform
 import re
@@ -418,10 +419,38 @@ def test_what_is_compiled_is_what_is_trained_and_evaluated(data_dir, tmp_path, m
 
     monkeypatch.setattr(torch, "compile", Compiled)
     monkeypatch.setattr(shutil, "which", lambda name: name)  # a C++ compiler
-    r = run(data_dir, tmp_path / "out", max_iters=2, eval_interval=2, compile=True,
+    r = run(data_dir, tmp_path / "out", max_iters=2, eval_interval=1, compile=True,
             compile_mode="max-autotune-no-cudagraphs", gradient_accumulation_steps=3)  # fmt: skip
     assert r.code == 0 and "compile: on (mode max-autotune-no-cudagraphs)" in r.out, r.err
-    assert calls == [True] * 6 + [False] * 4
+    assert calls == ([True] * 3 + [False] * 4) * 2
+
+
+def test_the_sample_at_the_end_is_drawn_as_it_is_said(data_dir, tmp_path, monkeypatch):
+    def continuation(model: GPT, tokenizer: Any, prompt: str, n: int, **how: Any) -> str:
+        assert not model.training and tokenizer.decode(tokenizer.encode("to be")) == "to be"
+        assert (prompt, n) == ("\n", 7)
+        assert how == {"seed": 5, "temperature": 0.8, "top_k": 200}
+        return "\nTo be,\nor not  "
+
+    monkeypatch.setattr(train, "continuation", continuation)
+    r = run(data_dir, tmp_path / "out", max_iters=1, sample_tokens=7, seed=5, dropout=0.1)
+    assert r.code == 0 and r.out.endswith(
+        "--- 7 tokens of what it has learned ---\nTo be,\nor not\n"
+    )
+    stopped = run(data_dir, tmp_path / "out", max_iters=1, init_from="resume", sample_tokens=7)
+    assert "what it has learned" not in stopped.out  # there was nothing to do
+
+
+def test_what_is_logged_is_shown_and_other_libraries_warnings(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("nanoattn"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    runtime.show_log()
+    for name in ("nanoattn", "theirs"):
+        logging.getLogger(name).info("of %s", name)
+        logging.getLogger(name).warning("by %s", name)
+    lines = ["INFO: of nanoattn", "WARNING: by nanoattn", "WARNING: by theirs"]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
