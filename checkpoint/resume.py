@@ -29,6 +29,10 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
     before: Any = saved.train_settings(type(given))
+    # Of a run that began with other weights its settings may hold the defaults: the model has them.
+    model = saved.config(attention_backend="auto")
+    sizes = {name: getattr(model, name) for name in (*SHAPE, "attention_window")}
+    before = replace(before, **{**sizes, "vocab_size": before.vocab_size})
     changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
     if "attention_backend" not in changes:
         changes["attention_backend"] = backend_of(before.attention_backend, saved.folder)

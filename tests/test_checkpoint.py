@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 import checkpoint
+from checkpoint.together import together
+from core.hub import why_not_hub
 from core.settings import UserError
 from model import GPT, GPTConfig
 
@@ -133,6 +136,12 @@ def test_partial_folders_are_ignored_and_swept_away(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
 
 
+def test_the_newest_and_the_best_stay_whatever_keep_says(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
+        save(tmp_path, step, keep=0, val_loss=loss)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]  # the first of equals
+
+
 def test_an_earlier_run_is_set_aside_whole(tmp_path):
     assert checkpoint.set_aside(tmp_path) is None and not names(tmp_path)
     whole = ["loss.png", "metrics.jsonl", "step-00000001", "step-00000002"]
@@ -148,6 +157,16 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path):
         assert names(tmp_path / f"earlier-{n}") == whole
         assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
         assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
+
+
+def test_an_earlier_run_that_cannot_be_moved_is_one_sentence(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    error = OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=error))
+    with pytest.raises(UserError, match="cross-device") as e:
+        checkpoint.set_aside(tmp_path)
+    said = f"the earlier run in {tmp_path} cannot be moved to {tmp_path / 'earlier-1'} ("
+    assert str(e.value).startswith(said)
 
 
 def test_an_older_one_that_is_damaged_does_not_stop_the_saving(tmp_path, caplog):
@@ -422,6 +441,7 @@ def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
     assert named("out")[:1] != [] and set(named("out")) <= {
         "out/gpt2", "out/shakespeare_char", "out/shakespeare_cpu", "mine"}  # fmt: skip
     assert named("else/rum")[0] == "else/run"
+    assert "else/run" in named("else")  # the folder of the run's folder
     assert len(named("out/nothing")) == 3
     shutil.rmtree("out")
     shutil.rmtree("mine")
@@ -482,6 +502,33 @@ def test_nothing_executes_code_from_a_file(form, tmp_path):
     assert not blown.exists()
     pickle.loads(pickle.dumps(Bomb(blown)))
     assert blown.exists()  # it was a live one
+
+
+# --- what all processes do, or none ---
+
+
+@pytest.mark.parametrize("others, said", [
+    (("", "", ""), "process 0: no space"),
+    (("no space", "", "no space"), "processes 0, 1, 3: no space"),
+    (("no space", "no space", "no space"), "no space"),
+    (("", "read only", ""), "process 0: no space; process 2: read only"),
+])  # fmt: skip
+def test_who_failed_is_named_with_what_it_was(others, said):
+    def gather(mine: str) -> list[str]:
+        return [mine, *others]
+
+    everyone: Any = SimpleNamespace(world_size=4, gather=gather)
+    for error in (OSError("no space"), UserError("no space"), RuntimeError("no space\nmore")):
+        with pytest.raises(UserError) as e:
+            together(everyone, Mock(side_effect=error))
+        assert str(e.value) == said and e.value.__cause__ is error
+    if others[1]:
+        with pytest.raises(UserError) as e:
+            together(everyone, lambda: None)  # here all is well
+        who = "processes 1, 2, 3" if others[0] else "process 2"
+        assert str(e.value) == f"{who}: {others[1]}"
+    with pytest.raises(KeyError):  # a bug of ours passes as it is
+        together(everyone, Mock(side_effect=KeyError("x")))
 
 
 # --- from elsewhere ---
@@ -568,7 +615,8 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
             checkpoint.init_model(source)
         assert source in str(e.value) and "\n" not in str(e.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if not installed
-    with pytest.raises(UserError, match="needs: pip install huggingface_hub"):
+    needs = "'gpt2' is no local folder or file, and taking it .* needs: pip install huggingface_hub"
+    with pytest.raises(UserError, match=needs):
         checkpoint.init_model("gpt2")
     with pytest.raises(UserError, match=r"config.json does not exist"):
         checkpoint.init_model(str(tmp_path))
@@ -637,6 +685,48 @@ def test_a_hub_that_answers_is_used_whatever_it_answers(monkeypatch):
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
         with pytest.raises(UserError, match="the client's own words"):
             checkpoint.init_model("owner/name")
+
+
+def test_what_the_hub_has_is_taken_whole(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def download(name, file, *, local_files_only):
+        asked.append((name, file, local_files_only))
+        return str(tmp_path / "there" / file)
+
+    asked: list[Any] = []
+    model, idx = GPT(TINY).eval(), torch.randint(20, (2, 8))
+    checkpoint.save_hf(model, tmp_path / "there")
+    monkeypatch.setattr(checkpoint.convert, "why_not_hub", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for name in ("gpt2-xl", "owner/name-1.5"):
+        got = checkpoint.init_model(name, attention_window=3)
+        assert got.config.attention_window == 3
+        assert all(torch.equal(t, model.state_dict()[k]) for k, t in got.state_dict().items())
+        assert torch.equal(checkpoint.init_model(name).eval()(idx)[0], model(idx)[0])
+        files = {(name, "model.safetensors", False), (name, "config.json", False)}
+        assert set(asked) == files and not asked.clear()
+
+
+def test_who_is_asked_whether_the_hub_is_there(monkeypatch):
+    asked: list[tuple[str, str, float]] = []
+
+    def answer(request, timeout):
+        asked.append((request.full_url, request.get_method(), timeout))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    for off in ("1", "ON", "yes", "True"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", off)
+        assert why_not_hub() is None and not asked
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert why_not_hub() is None and asked == [("https://huggingface.co", "HEAD", 5.0)]
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
+    assert why_not_hub() is None and asked[1][0] == "http://mirror"
+    refused = urllib.error.URLError("Connection refused")
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=refused))
+    assert why_not_hub() == "no connection to http://mirror: Connection refused"
 
 
 def test_warnings_of_the_hubs_client_come_once():

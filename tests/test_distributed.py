@@ -45,6 +45,33 @@ def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
     assert not dist.is_initialized()
 
 
+def test_who_shares_sequences_with_whom(monkeypatch) -> None:
+    """Neighbours; and each process makes every group, in the same order, or all would hang."""
+    made: list[Any] = []
+
+    def new_group(ranks: Any = None, backend: str | None = None) -> Any:
+        made.append((ranks, backend))
+        return ranks or "control"
+
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **how: None)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for rank in range(6):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("core.restarts.meet", lambda rank=rank: (None, rank, 6))
+        for n in (3, 2, 1):
+            made.clear()
+            here = DistInfo.join("cpu", n)
+            rings = [list(range(first, first + n)) for first in range(0, 6, n)] if n > 1 else []
+            assert made == [(None, "gloo"), *((ring, None) for ring in rings)]
+            assert here.ring == next((ring for ring in rings if rank in ring), None)
+            assert (here.rank, here.world_size, here.control) == (rank, 6, "control")
+            assert (here.context_parallel, here.main) == (n, rank == 0)
+    with pytest.raises(UserError, match="=4 needs a multiple of 4 processes, here are 6: torchrun"):
+        DistInfo.join("cpu", 4)
+
+
 def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr("core.distributed.pick_device", lambda _: torch.device("cuda"))

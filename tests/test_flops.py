@@ -46,7 +46,7 @@ def test_n_params_is_the_real_models(bias, n_head, n_kv_head, n_layer, n_embd, v
 # --- keys seen ---
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 2048, 2049, 3001])
+@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 2048, 2049, 3002])
 def test_mean_keys_counts_what_is_visible(T) -> None:
     for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
         rows = torch.arange(T).split(500)
@@ -293,6 +293,9 @@ def test_a_share_of_more_than_one_is_not_a_figure() -> None:
     speed = flops.Speed(GPT2, 1024, 150_000, Peak(200, "--peak_tflops"))
     assert str(speed) == "150,000 tok/s, mfu 64.1% (causal 59.9%)"
     assert speed.row().keys() == {"tokens_per_s", "mfu", "mfu_causal"}
+    eight = flops.Speed(GPT2, 1024, 8 * 150_000, speed.peak, 8)
+    assert eight.row() == pytest.approx({**speed.row(), "tokens_per_s": 1_200_000})
+    assert eight.mfu == pytest.approx(speed.mfu) == pytest.approx(0.641, abs=5e-4)
     too_low = flops.Speed(GPT2, 1024, 150_000, Peak(100, "--peak_tflops"))
     why = "the run does more than the peak of 100 TFLOP/s (--peak_tflops)"
     assert str(too_low) == f"150,000 tok/s, mfu not known: {why}"

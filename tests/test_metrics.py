@@ -14,8 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from core.metrics import Metrics, draw, read
+from core.distributed import DistInfo
+from core.flops import Peak
+from core.metrics import Metrics, draw, read, say_last
+from model import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,21 @@ def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     m.close()
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == ["loss.png was not finished"]
+
+
+def test_what_is_said_at_the_end_is_the_last_loss_and_the_median_speed(capsys):
+    run = SimpleNamespace(
+        distributed=DistInfo(torch.device("cpu")), rates=[900.0, 10.0, 300.0], meta={},
+        model=SimpleNamespace(config=GPTConfig(16, 65, 1, 2, 32)), peak=Peak(1.5, "given"),
+        config=SimpleNamespace(block_size=16), best_loss=1.25,
+    )  # fmt: skip
+    say_last(run, 1.5)
+    said = capsys.readouterr().out
+    assert said.startswith("300 tok/s, mfu ") and said.endswith("; peak: 1.5 TFLOP/s (given)\n")
+    run.rates, run.meta = [], {"baselines": {"unigram": 3.301, "bigram": 2.488}}
+    say_last(run, 1.5)
+    compared = "for comparison: unigram model 3.30, bigram model 2.49"
+    assert capsys.readouterr().out == f"val loss 1.5000 nats a token; {compared}\n"
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):

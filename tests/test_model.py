@@ -968,6 +968,28 @@ def test_a_window_as_wide_as_the_context_is_no_window() -> None:
     assert GPTConfig(**sizes, attention_window=15).spec("float32").window == 15
 
 
+def test_without_temperature_each_token_is_the_likeliest_after_all_before_it() -> None:
+    model, idx = build().eval(), tokens(T=13)
+    text = model.generate(idx, 7, temperature=0)  # beyond block_size
+    assert text.shape == (2, 20) and torch.equal(text[:, :13], idx)
+    for t in range(13, 20):
+        logits = model(text[:, max(0, t - 16) : t])[0]
+        assert torch.equal(text[:, t], logits[:, -1].argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_norm_is_its_formula_where_the_variance_is_as_small_as_epsilon(bias, dtype) -> None:
+    norm = build(bias=bias).transformer.ln_f
+    x = (3e-3 * torch.randn(5, 7, 32) + 1e-3).to(dtype)
+    far = x.double() - x.double().mean(-1, keepdim=True)
+    want = far / ((far * far).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    want = want + norm.bias.double() if bias else want
+    assert norm(x).dtype == dtype and (norm.bias is None) == (not bias)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(norm(x).double(), want, rtol=tolerance, atol=tolerance)
+
+
 def test_checkpointing_drops_no_cache() -> None:
     """In training mode too a cached step stores its keys and sees what is stored."""
     model, idx = build(), tokens(T=9)

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,40 @@ def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None
     assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
 
 
+class Sharded(torch.nn.Module):
+    """As FSDP leaves a module; what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def set_requires_gradient_sync(self, on: bool) -> None:
+        self.asked.append(on)
+
+    def reshard(self) -> None:
+        self.asked.append("reshard")
+
+
+def test_gradients_are_sent_again_after_micro_batches_that_sent_none() -> None:
+    module, plain = Sharded(), torch.nn.Linear(2, 2)
+    with parallel.no_sync(module):
+        assert module.asked == [False]
+    with pytest.raises(KeyError), parallel.no_sync(module):
+        raise KeyError("x")
+    parallel.reshard(module)
+    assert module.asked == [False, True, False, True, "reshard"]
+    assert parallel.is_sharded(module) and not parallel.is_sharded(plain)
+    assert parallel.reshard(plain) is None and parallel.whole(plain.bias) is plain.bias
+    with parallel.no_sync(plain):
+        plain(torch.ones(2)).sum().backward()
+    assert plain.weight.grad is not None
+    assert "0.0 MB" in parallel.held(plain) and "fsdp" not in parallel.held(plain)
+    plain = torch.nn.Linear(1000, 250, bias=False)  # a weight, its gradient and two moments
+    assert parallel.held(plain).startswith("memory: 4.0 MB a process of weights, gradients and")
+    assert parallel.held(plain.bfloat16()).startswith("memory: 2.0 MB")
+    assert parallel.held(module).endswith("moments (fsdp)")
+
+
 # --- how a step is divided ---
 
 
@@ -359,11 +394,14 @@ def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
         ({"shard_size": 2}, "shard_size=2 needs --parallel=fsdp"),
         ({"parallel": "zero"}, "ddp"),
         ({"context_parallel": 0}, "context_parallel"),
+        ({"sdpa_flash_impl": "FA3", "dropout": 0.1}, "sdpa_flash_impl=FA3 has no dropout"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         train.TrainConfig(**settings)
+    fine = train.TrainConfig(parallel="fsdp", shard_size=2, sdpa_flash_impl="FA3")
+    assert replace(fine, sdpa_flash_impl="FA2", dropout=0.1).model(65).dropout == 0.1
 
 
 def test_parts_need_processes() -> None:
@@ -392,8 +430,20 @@ def test_what_does_not_go_with_fsdp(how: dict[str, Any], size: int | None, said:
         parallel.shard(None, DistInfo(device, 0, 3, "group"), Setup.of(device, **how), size)
 
 
-def test_every_process_of_a_ring_has_a_token() -> None:
+def test_what_fills_a_shard_counts_for_nothing() -> None:
+    """A ring of one cuts into two chunks: seven tokens and one of filling."""
+    model, x = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")), torch.arange(1, 8)[None]
+    assert parallel.mine(model, x, x) == (x, x)
+    model.ring = Ring(None)
+    tokens, targets = parallel.mine(model, x, x + 1)
+    assert tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert targets.tolist() == [[2, 3, 4, 5, 6, 7, 8, -1]]
+
+
+def test_every_process_of_a_ring_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     four = DistInfo(torch.device("cpu"), 0, 4, context_parallel=4, ring=object())
     with pytest.raises(UserError, match="4 processes cannot share --block_size=3 tokens"):
         parallel.ring(four, 3)
     assert parallel.ring(DistInfo(torch.device("cpu")), 3) is None
+    monkeypatch.setattr(parallel, "Ring", lambda group: group)
+    assert parallel.ring(four, 4) is four.ring

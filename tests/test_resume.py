@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, ru
 
 import checkpoint
 from core import flops, metrics
+from core.distributed import DistInfo
+from core.restarts import mark_begun
+from core.settings import read
 from model import GPT
 from train import TrainConfig
 
@@ -236,6 +240,10 @@ def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
     assert r.code == 0 and all(val > best for _, val in list(r.evaluations().values())[2:])
     assert checkpoint.load(checkpoint.latest(out)).state["best_val_loss"] == best
     assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "35", "40"]
+    more = "--max_iters=42", "--eval_interval=1", "--keep_checkpoints=1"
+    assert resume(out, *more).code == 0  # from one far above it
+    assert checkpoint.load(checkpoint.latest(out)).state["best_val_loss"] == best
+    assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "42"]
 
 
 def test_a_run_whose_steps_are_done_says_so(out):
@@ -261,11 +269,46 @@ def test_with_nothing_to_resume(tmp_path):
     assert f"no checkpoint in {tmp_path / 'nothing'}" in said and "python train.py" in said
 
 
-@pytest.mark.parametrize("word", ["--n_layer=3", "--n_embd=24", "--bias=True", "--block_size=8"])
-def test_another_model_is_refused(word, out):
-    said = refusal(resume(out, "--max_iters=12", word))
-    name, value = word.removeprefix("--").split("=")
-    assert name in said and value in said and "command line" in said
+def test_another_model_is_refused(out):
+    """Each size, and what it was."""
+    was = checkpoint.load(checkpoint.latest(out)).config()
+    others = {"n_layer": 3, "n_head": 1, "n_kv_head": 1, "n_embd": 24, "bias": True,
+              "gelu": "tanh", "vocab_size": 99, "block_size": 8}  # fmt: skip
+    for name, value in others.items():
+        said = refusal(resume(out, "--max_iters=12", f"--{name}={value}"))
+        had = was.n_head if name == "n_kv_head" else getattr(was, name)
+        there = f"has {name}={had}, which cannot be changed to {value} (command line)"
+        assert str(checkpoint.latest(out)) in said and there in said, said
+
+
+def test_a_size_that_cannot_be_is_told_with_what_is_resumed(out):
+    said = refusal(resume(out, "--n_head=3"))
+    assert "n_embd must be a multiple of n_head, got n_embd=16, n_head=3" in said
+    assert f"(resuming {checkpoint.latest(out)})" in said
+
+
+def test_a_run_that_torchrun_starts_again_goes_on(out, tmp_path, monkeypatch, capsys):
+    """With the words that it was started with, and whatever its checkpoint knows beside them."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    alone = DistInfo(torch.device("cpu"))
+    words = ["--max_iters=13", "--learning_rate=0.5", "--init_from=scratch"]
+    for place in (out, tmp_path / "without"):
+        mark_begun(str(place), alone)
+        loaded = read(TrainConfig, [f"--out_dir={place}", *words])
+        again = checkpoint.started_again(loaded, alone)
+        if place != out:  # it died before its first checkpoint
+            assert again is loaded and not capsys.readouterr().out
+            continue
+        saved = checkpoint.load(checkpoint.latest(out)).train_settings(TrainConfig)
+        said = {"max_iters": 13, "learning_rate": 0.5, "init_from": "resume", "out_dir": str(out)}
+        last = 10 if saved.lr_decay_iters is None else saved.lr_decay_iters
+        assert again.settings == replace(saved, **said, lr_decay_iters=last)
+        assert (again.origins["init_from"], again.origins["n_embd"]) == (
+            "restart", str(checkpoint.latest(out)))  # fmt: skip
+        assert "goes on from its last checkpoint" in capsys.readouterr().out
+    monkeypatch.setattr("core.restarts._launcher", lambda: "another torchrun")
+    loaded = read(TrainConfig, [f"--out_dir={out}", *words])
+    assert checkpoint.started_again(loaded, alone) is loaded
 
 
 def test_the_models_own_size_said_again_is_no_mistake(out):
@@ -333,8 +376,13 @@ def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
 
 def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     """A resume after it must not go on with the run before it."""
+    steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
-    assert fresh.code == 0
+    aside = out / "earlier-1"
+    assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
+    assert [p.name for p in checkpoint.folders(aside)] == steps
+    assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
+    assert list(fresh.losses()) == [1, 2, 3, 4]
     assert checkpoint.load(checkpoint.latest(out)).step == 4
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out

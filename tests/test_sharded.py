@@ -304,6 +304,25 @@ def test_a_run_without_a_step_has_an_optimizer_of_zeros(tmp_path):
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_state_of_a_run_without_a_step_is_what_adamw_would_make(fused):
+    """Made on whatever device: the fused AdamW wants its step beside the weights."""
+    model: Any = GPT(GPTConfig(8, 20, 1, 2, 8)).to("meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.defaults["fused"] = fused
+    flat = tensors(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert flat.keys() == {
+        *(f"model.{n}" for n in names), *(f"optimizer.{n}.{k}" for n in names for k in keys)
+    }  # fmt: skip
+    assert len({id(t) for t in flat.values()}) == 4 * len(names)
+    for name, p in model.named_parameters():
+        step, *moments = (flat[f"optimizer.{name}.{key}"] for key in keys)
+        assert step.device.type == ("meta" if fused else "cpu") and step.shape == ()
+        assert all((t.shape, t.device) == (p.shape, p.device) for t in moments)
+
+
 def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str]:
     """Whether the random numbers go on where they were; and what is said where one cannot read."""
     r = Run(out, "fsdp")

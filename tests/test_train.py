@@ -10,6 +10,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import math
 import platform
 import re
@@ -379,6 +380,79 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
             assert told == pytest.approx(float(model(x, y)[1]), rel=1e-6)
 
 
+def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, monkeypatch):
+    """Seven sequences, three processes, batches of two: one counts two, and then one; the others
+    two, and then none. One after the other, and the sums at the end."""
+    told: list[list[float]] = []
+    cpu = torch.device("cpu")
+    config = TrainConfig(**{**TINY, "batch_size": 2, "eval_iters": 4})
+    torch.manual_seed(3)
+    model = GPT(config.model(64)).eval()
+    splits = {s: data.load(data_dir / "tiny", s, 16, 64)[: 7 * 16 + 1] for s in ("train", "val")}
+    for rank in range(3):
+        monkeypatch.setattr(DistInfo, "sum", lambda self, values: told.append(values) or values)
+        run: Any = types.SimpleNamespace(
+            config=config, distributed=DistInfo(cpu, rank, 3), setup=runtime.Setup.of(cpu),
+            model=model, module=model, splits=splits, weight=1.0, step=0, metrics=None,
+        )  # fmt: skip
+        train.evaluate(run)
+    for tokens, parts in zip(splits.values(), (told[::2], told[1::2]), strict=True):
+        x, y, _ = next(data.eval_batches(tokens, 16, 1, 7))
+        with torch.no_grad():
+            want = float(model(x, y)[1])
+        losses, sequences = (sum(column) for column in zip(*parts, strict=True))
+        assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+
+
+def test_what_is_compiled_is_what_is_trained_and_evaluated(data_dir, tmp_path, monkeypatch):
+    calls: list[bool] = []
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model: GPT, mode: str) -> None:
+            super().__init__()
+            assert model.compiled and mode == "max-autotune-no-cudagraphs"
+            self.inner = model
+
+        def forward(self, *args: Tensor) -> Any:
+            calls.append(self.inner.training)
+            return self.inner(*args)
+
+    monkeypatch.setattr(torch, "compile", Compiled)
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # a C++ compiler
+    r = run(data_dir, tmp_path / "out", max_iters=2, eval_interval=1, compile=True,
+            compile_mode="max-autotune-no-cudagraphs", gradient_accumulation_steps=3)  # fmt: skip
+    assert r.code == 0 and "compile: on (mode max-autotune-no-cudagraphs)" in r.out, r.err
+    assert calls == ([True] * 3 + [False] * 4) * 2
+
+
+def test_the_sample_at_the_end_is_drawn_as_it_is_said(data_dir, tmp_path, monkeypatch):
+    def continuation(model: GPT, tokenizer: Any, prompt: str, n: int, **how: Any) -> str:
+        assert not model.training and tokenizer.decode(tokenizer.encode("to be")) == "to be"
+        assert (prompt, n) == ("\n", 7)
+        assert how == {"seed": 5, "temperature": 0.8, "top_k": 200}
+        return "\nTo be,\nor not  "
+
+    monkeypatch.setattr(train, "continuation", continuation)
+    r = run(data_dir, tmp_path / "out", max_iters=1, sample_tokens=7, seed=5, dropout=0.1)
+    assert r.code == 0 and r.out.endswith(
+        "--- 7 tokens of what it has learned ---\nTo be,\nor not\n"
+    )
+    stopped = run(data_dir, tmp_path / "out", max_iters=1, init_from="resume", sample_tokens=7)
+    assert "what it has learned" not in stopped.out  # there was nothing to do
+
+
+def test_what_is_logged_is_shown_and_other_libraries_warnings(monkeypatch, capsys):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("nanoattn"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    runtime.show_log()
+    for name in ("nanoattn", "theirs"):
+        logging.getLogger(name).info("of %s", name)
+        logging.getLogger(name).warning("by %s", name)
+    lines = ["INFO: of nanoattn", "WARNING: by nanoattn", "WARNING: by theirs"]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
 def test_eval_only_evaluates_and_touches_nothing(data_dir, tmp_path):
     out = tmp_path / "out"
     done = run(data_dir, out, eval_interval=4)
@@ -450,6 +524,34 @@ def test_lines_rows_and_the_picture(measured, data_dir, tmp_path, monkeypatch):
     assert re.search(r"unigram model \d\.\d\d, bigram model \d\.\d\d", r.out)
     for words in ("max_iters", "(command line)", "float32, 1 process", "64 tokens a step"):
         assert words in r.out
+
+
+def test_the_defaults_are_nanogpts_and_what_has_a_price_or_a_risk_is_off():
+    of_nanogpt = {
+        "eval_interval": 2000, "eval_iters": 200, "eval_only": False, "init_from": "scratch",
+        "wandb_log": False, "batch_size": 12, "block_size": 1024, "n_layer": 12, "n_head": 12,
+        "n_embd": 768, "dropout": 0.0, "bias": False, "learning_rate": 6e-4, "max_iters": 600_000,
+        "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "decay_lr": True,
+        "warmup_iters": 2000, "seed": 1337, "tf32": True,
+    }  # fmt: skip
+    off = {
+        "eval_on_start": False, "sample_tokens": 0, "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False, "residual_dtype": "float32", "gelu": "exact",
+        "attention_hub_kernels": False, "allow_mps_sdpa": False, "sdpa_flash_impl": "FA2",
+        "parallel": "ddp", "context_parallel": 1, "async_checkpoint": False,
+        "compile_mode": "default", "deterministic": False,
+    }  # fmt: skip
+    decided = {  # by what is there: the data, the machine, other settings
+        **dict.fromkeys(("n_kv_head", "vocab_size", "attention_window", "min_lr")),
+        **dict.fromkeys(("lr_decay_iters", "shard_size", "compile", "onednn", "peak_tflops")),
+        **dict.fromkeys(("attention_backend", "device", "dtype"), "auto"),
+    }
+    ours = {
+        "out_dir": "out/gpt", "dataset": "shakespeare_char", "data_dir": "data", "log_interval": 10,
+        "wandb_project": "nanoattn", "wandb_run_name": "gpt", "keep_checkpoints": 2,
+        "attention_fallback": True, "hang_timeout": 45.0,
+    }  # fmt: skip
+    assert asdict(train.TrainConfig()) == {**of_nanogpt, **off, **decided, **ours}
 
 
 def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypatch):
@@ -688,6 +790,25 @@ def test_from_nanogpts_file_with_the_context_cropped(data_dir, tmp_path):
     assert "block_size" in refusal(r) and "33" in refusal(r) and "32" in refusal(r)
 
 
+def test_what_begins_with_other_weights_is_saved_with_their_sizes(data_dir, tmp_path):
+    """Nothing says them: the run's own settings hold the defaults."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    sizes = {"n_layer": 2, "n_kv_head": 1, "attention_window": 5, "gelu": "tanh", "bias": True}
+    assert run(data_dir, first, max_iters=1, **sizes).code == 0
+    line = argv(data_dir, second, max_iters=1, init_from=first, dropout=0.25, block_size=8)
+    line = [
+        word for word in line if word.split("=")[0] not in ("--n_layer", "--n_head", "--n_embd")
+    ]
+    r = run_line(line, second)
+    assert r.code == 0, r.err
+    before, after = (checkpoint.load(checkpoint.latest(out)) for out in (first, second))
+    assert after.config() == replace(before.config(), dropout=0.25, block_size=8)
+    assert after.config().attention_window == 5 and after.config().kv_heads == 1
+    r = run_line([f"--out_dir={second}", "--init_from=resume", "--max_iters=2"], second)
+    assert r.code == 0 and list(r.losses()) == [1, 2], r.err
+    assert checkpoint.load(checkpoint.latest(second)).config() == after.config()
+
+
 def test_from_a_folder_of_transformers(data_dir, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(6)
@@ -815,6 +936,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     for words in ("step 6", f"lr {lr:.2e}", "backend sdpa", "--attention_backend=manual",
                   "--init_from=resume"):  # fmt: skip
         assert words in line
+    value = r"\d\.\d+" if how == "gradient" else "nan"
+    assert re.search(rf"\(loss {value}, lr ", line), line
     assert "Traceback" not in r.err
     for name, weight in spoiled.model.state_dict().items():
         assert torch.equal(weight, spoiled.before[name]), name
@@ -830,6 +953,8 @@ def test_a_rate_that_explodes_leaves_no_bad_checkpoint(eval_interval, data_dir, 
     out = tmp_path / "out"
     r = run(data_dir, out, learning_rate=1e30, warmup_iters=0, eval_interval=eval_interval)
     assert r.code == 1 and "not finite" in r.err
+    if eval_interval == 1:
+        assert re.search(r"\(loss \d\.\d+, val loss (nan|inf), lr ", r.err), r.err
     finite(out)
     assert "NaN" not in (out / "metrics.jsonl").read_text()
     assert "Infinity" not in (out / "metrics.jsonl").read_text()
@@ -958,9 +1083,11 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
 
     monkeypatch.setattr(GPT, "forward", forward)
-    said = refusal(run(data_dir, tmp_path / "out"))
-    assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
-    assert "--batch_size=2 with --gradient_accumulation_steps=2" in said
+    for before, after in (((4, 1), (2, 2)), ((1, 3), (1, 6))):
+        sizes = dict(zip(("batch_size", "gradient_accumulation_steps"), before))
+        said = refusal(run(data_dir, tmp_path / "out", **sizes))
+        assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
+        assert "--batch_size={} with --gradient_accumulation_steps={},".format(*after) in said
 
 
 @pytest.mark.parametrize(

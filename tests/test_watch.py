@@ -6,6 +6,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,15 +143,18 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
     """Ten times as long as ever, but for two times that may have been compilation."""
     now = [0.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    pace, limits = watch.Pace(45.0), {"forward": [], "evaluate": [], watch.WRITING: []}
+    phases = "forward", "evaluate", "log", watch.WRITING
+    pace, limits = watch.Pace(45.0), {phase: [] for phase in phases}
     times = {"evaluate": 100, watch.WRITING: 0}  # no write has ever been waited for
     for step in range(6):
-        for phase, takes in {"forward": [300, 200, 1][min(step, 2)], **times}.items():
+        forward, last = [300, 200, 1][min(step, 2)], [1, 1, 50, 30, 20, 10][step]
+        for phase, takes in {"forward": forward, "log": last, **times}.items():
             pace.begin(step, phase)
             limits[phase].append(pace.limit())
             now[0] += takes
     assert limits["forward"] == [watch.FIRST_S] * 3 + [45.0] * 3
     assert limits["evaluate"] == [watch.FIRST_S] * 3 + [1000.0] * 3
+    assert limits["log"] == [watch.FIRST_S] * 3 + [45.0, 45.0, 200.0]  # the third longest
     assert limits[watch.WRITING] == [watch.FIRST_S] * 6
 
 
@@ -211,6 +217,185 @@ def test_who_is_silent_is_named_after_20_beats_with_the_seconds():
     assert said.startswith("rank 1 (a, pid 2) has given no sign of life for 63 s in 'forward' of")
     looking.beats[1] = watch.Beat(9, 21, "done")
     assert looking._judge([], [0, 1]) is None
+
+
+# --- the looks of several processes, taken by hand ---
+
+
+class Store(dict[str, bytes]):
+    """What core/watch.py asks of torch.distributed's."""
+
+    def multi_set(self, keys, values):
+        self.update(zip(keys, (v.encode() for v in values), strict=True))
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+    def compare_set(self, key, expected, wanted):
+        self[key] = wanted.encode() if self[key] == expected.encode() else self[key]
+        return self[key]
+
+
+@pytest.fixture
+def four(monkeypatch) -> tuple[list[watch.Watch], dict[int, str | None]]:
+    """Four processes on two machines, a beat of 100 s; and the states of those that are not well.
+    Number 2 is on host1, its pid is 102; all are in 'forward' of step 7 and have looked once."""
+    store, states, all_of_them = Store(), {}, []
+    told = [(f"host{r // 2} pid:[1]", 100 + r, f"name{r}") for r in range(4)]
+    threads = SimpleNamespace(Event=threading.Event, Lock=threading.Lock, Thread=Mock())
+    monkeypatch.setattr(watch, "threading", threads)
+    monkeypatch.setattr(watch, "state", lambda pid: states.get(pid, "S"))
+    monkeypatch.setattr(watch.Watch, "_connect", lambda self: store)
+    for rank in range(4):
+        monkeypatch.setattr(watch, "machine", lambda rank=rank: told[rank][0])
+        everyone = SimpleNamespace(rank=rank, world_size=4, gather=lambda mine: told)
+        all_of_them.append(watch.Watch(everyone, beat=100.0))
+        all_of_them[-1].mark(7, "forward")
+    look(*all_of_them)
+    return all_of_them, states
+
+
+def look(*processes: watch.Watch) -> set[str | None]:
+    """One look of each, in turn; their verdicts."""
+    for process in processes:
+        process._look()
+        process.rounds += 1
+    return {process.verdict for process in processes}
+
+
+@pytest.mark.parametrize("state", [None, "Z", "X"])
+def test_a_neighbour_sees_who_is_gone_and_all_say_the_same(four, state):
+    processes, states = four
+    states[103] = state
+    assert look(*processes[:2]) == {None}  # on the other machine
+    text = (
+        "rank 3 (host1, pid 103) is gone in 'forward' of step 7: killed, out of memory, or crashed"
+    )
+    assert look(processes[2]) == {text}
+    processes[0].own_error = "ValueError: later"  # the first verdict stays
+    assert look(*processes[:3]) == {text}
+
+
+def test_what_a_process_ends_with_is_told_to_all(four):
+    processes, _ = four
+    processes[1].own_error = "ValueError: no more tokens"
+    assert look(*processes[1:], processes[0]) == {
+        "rank 1 (host0, pid 101) ended with an error: ValueError: no more tokens"
+    }
+
+
+@pytest.mark.parametrize("silent", [3, 0])
+def test_who_gives_no_sign_of_life_is_named_after_20_beats(four, silent):
+    """Process 0 judges all others, and these judge process 0."""
+    processes, states = four
+    states[100 + silent] = "T" if silent == 0 else "S"
+    others = [process for process in processes if process.rank != silent]
+    for _ in range(15):
+        assert look(*others) == {None}
+    look(processes[silent])  # one sign, and all is well for 20 beats after it is seen
+    for _ in range(21):
+        assert look(*others) == {None}
+    who, why = ("rank 3 (host1, pid 103)", "frozen, or its machine is lost")
+    if silent == 0:
+        who, why = "rank 0 (host0, pid 100)", "it is stopped (SIGSTOP)"
+    said = f"{who} has given no sign of life for 2100 s in 'forward' of step 7: {why}"
+    assert look(*others) == {said}
+
+
+def test_who_hangs_is_named_when_none_has_moved_for_the_limit(four):
+    processes, _ = four
+    for process in processes[:3]:
+        process.mark(7, "backward")
+    assert look(*processes) == {None}
+    for _ in range(18):  # half an hour, for the first steps
+        assert look(*processes) == {None}
+    processes[2].mark(7, "update")  # one that moves is enough
+    for _ in range(19):
+        assert look(*processes) == {None}
+    look(*processes)  # the nineteenth quiet beat of number 2: 1,900 s, as the others will read
+    assert look(*processes) == {
+        "rank 3 (host1, pid 103) hangs in 'forward' of step 7: none has moved for 1900 s, "
+        "the others wait in 'backward' of step 7, in 'update' of step 7"
+    }
+
+
+def test_all_wait_until_the_last_is_done(four):
+    processes, states = four
+    for process in processes[1:]:
+        process.done = True
+    for _ in range(15):
+        assert look(*processes) == {None}
+    assert not any(process.closed.is_set() for process in processes)
+    states[103] = None  # it was done, and may go
+    assert look(*processes[:3]) == {None}
+    processes[0].done = True
+    assert look(*processes[:3]) == look(*processes[:3]) == {None}
+    assert all(process.closed.is_set() for process in processes[:3])
+
+
+def test_without_a_store(four, monkeypatch):
+    """Who keeps it: process 0, or torchrun, which outlives it."""
+    (_, one, two, _), states = four
+    for process in (one, two):
+        said = process._without_store(ValueError("broken\npipe"))
+        assert said.startswith("rank 0 (host0, pid 100) has given no sign of life for 2000 s in ")
+    monkeypatch.setattr(watch, "AGENT_STORE", True)
+    for process in (one, two):
+        assert process._without_store(ValueError("broken\npipe")) == (
+            "torchrun on the machine of rank 0 (host0, pid 100), which keeps the store, cannot be "
+            "reached (broken)"
+        )
+    states[100] = "Z"
+    assert "is gone" in one._without_store(ValueError()) and "torchrun" in two._without_store(
+        ValueError()
+    )
+
+
+def test_where_the_main_thread_is():
+    """In our own code, though it waits in a package that lies in a folder below it."""
+    place = watch.ROOT / ".venv" / "lib" / "site-packages" / "theirs.py"
+    code, there = "def wait(begun, thread):\n    begun.set(); thread.join()", dict[str, Any]()
+    exec(compile(code, str(place), "exec"), there)
+    looking, found = watch.Watch(DistInfo(torch.device("cpu"))), []
+    begun = threading.Event()
+    thread = threading.Thread(target=lambda: begun.wait(20) and found.append(looking._stack()))
+    thread.start()
+    there["wait"](begun, thread)
+    name, line, where = found[0].split(", ")
+    assert (name, where) == ("test_watch.py", "in test_where_the_main_thread_is")
+    assert line.startswith("line ")
+
+
+def test_what_a_process_ends_with_in_words():
+    assert watch._described(UserError("no such file\nmore")) == "no such file"
+    assert watch._described(SystemExit(7)) == "exit code 7"
+    assert watch._described(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_the_state_of_a_process(tmp_path):
+    """Also of one whose name looks like the end of a name."""
+    odd = shutil.copy(str(shutil.which("sleep")), tmp_path / "a) Z (b")
+    child = subprocess.Popen(["sleep", "60"], executable=odd)
+
+    def becomes(state: str | None) -> bool:
+        deadline = time.monotonic() + 20
+        while (now := restarts.state(child.pid)) != state and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return now == state
+
+    try:
+        assert becomes("S") and int(restarts._stat(child.pid)[1]) == os.getpid()
+        child.send_signal(signal.SIGSTOP)
+        assert becomes("T") and "T" not in restarts.DEAD
+        child.kill()
+        assert becomes("Z")
+    finally:
+        child.kill()
+        child.wait()
+    assert restarts.state(child.pid) is None and restarts.machine().startswith(os.uname().nodename)
 
 
 def test_one_process_has_no_thread():
@@ -289,8 +474,9 @@ def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts, "_launcher", lambda: "boot pid:[1] 78 5")  # on another machine
     assert not restarts.restarted(str(tmp_path), Alone())
     assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # one has stayed
-    (tmp_path / restarts.MARK).write_text("[")
-    assert not restarts.restarted(str(tmp_path), Alone())
+    for damaged in ("[", "[]", "{}", '{"torchrun": 3}'):
+        (tmp_path / restarts.MARK).write_text(damaged)
+        assert not restarts.restarted(str(tmp_path), Alone())
 
 
 def test_the_torchrun_above_a_script_between():
