@@ -364,6 +364,37 @@ def test_the_default_by_its_name_is_the_same_dataset(
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_the_plays_are_the_default_of_shakespeare_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a file or folder has the name of a text, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prep, "plays", lambda: "To be, or not to be\n" * 20)
+    monkeypatch.setattr(prep, "tiny_shakespeare", lambda: "Speak, speak.\n" * 20)
+    for name in ("plays", "tinyshakespeare"):
+        Path(name).mkdir()
+        Path(name, "a.txt").write_text("a rose is a rose\n" * 20)
+    run("shakespeare_char", tmp_path / "out")
+    capsys.readouterr()
+    run("shakespeare_char", tmp_path / "out", source="plays")
+    assert "nothing to do" in capsys.readouterr().out
+    monkeypatch.setattr(prep, "PLAYS_SHA256", "of another version's text")
+    run("shakespeare_char", tmp_path / "out")
+    assert "nothing to do" not in capsys.readouterr().out
+    run("shakespeare_char", tmp_path / "tiny", source="tinyshakespeare")
+    run("shakespeare_char", tmp_path / "tiny", source="tinyshakespeare")
+    assert "nothing to do" in capsys.readouterr().out
+    assert prep.command(tmp_path / "tiny", data.read_meta(tmp_path / "tiny")) == (
+        f"python -m data shakespeare_char --source=tinyshakespeare --out_dir={tmp_path / 'tiny'}"
+    )
+    for name in ("plays", "tinyshakespeare"):
+        out = tmp_path / f"of {name}"
+        first = run("text", out, source=name, tokenizer="char")
+        assert first["options"]["source"] == str(tmp_path / name)
+        Path(name, "b.txt").write_text("one more text\n")
+        assert run("text", out, source=name, tokenizer="char")["documents"] == 2
+
+
 class Killed(BaseException):
     """The process is gone: nothing handles it."""
 
