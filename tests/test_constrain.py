@@ -583,6 +583,7 @@ def refusals() -> Iterator[tuple[Any, str]]:
     thing = {"type": "null"}
     yield "{", "is not JSON"
     yield {"const": math.nan}, "is not JSON"
+    yield {"const": {1, 2}}, "is not JSON"
     yield True, "expected an object, got true"
     yield {}, "#: type must be one of string"
     yield {"type": "any"}, 'got "any"'

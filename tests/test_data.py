@@ -523,6 +523,22 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     assert pieces > 100
 
 
+def test_a_text_is_handed_on_while_it_is_read() -> None:
+    """Of a text without end never more than four million characters wait for the tokenizer."""
+    part, read, given = "to be or " * 2**15, 0, 0
+
+    def parts() -> Iterator[str]:
+        nonlocal read
+        for _ in range(64):
+            read += len(part)
+            yield part
+            assert read - given < 4e6
+
+    for batch in data.documents.batched(data.documents.cut_document(0, parts())):
+        given += sum(len(text) for _, _, text in batch)
+    assert read == given == 64 * len(part)
+
+
 @pytest.mark.slow
 def test_one_endless_line_is_prepared_in_constant_memory(tmp_path: Path) -> None:
     """32 MB in one line, half of it without a space, and a small part of that in memory."""
@@ -663,6 +679,23 @@ def test_a_file_for_a_name_is_told_how_to_go_on() -> None:
             data.prepare(name, data.PrepareConfig())
     with pytest.raises(UserError, match="did you mean 'shakespeare'"):
         data.prepare("shakspeare", data.PrepareConfig())
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"val_fraction": 0.6}, "val_fraction must be at most 0.5, got 0.6"),
+        ({"val_fraction": 0}, "val_fraction must be more than 0, got 0"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"text_key": 3}, "text_key must be a string, got 3"),
+        ({"tokenizer": "bert"}, "tokenizer must be one of gpt2, char or None, got 'bert'"),
+    ],
+)
+def test_settings_that_no_command_line_gave_are_checked_too(settings: dict, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        data.PrepareConfig(**settings)
+    assert str(error.value) == words
 
 
 def test_the_command_to_train_is_named_and_runs_on_the_dataset(
