@@ -622,6 +622,7 @@ def refusals() -> Iterator[tuple[Any, str]]:
     yield {"enum": [1], "type": "string"}, "no value fits"
     yield {"enum": []}, "enum must be a list"
     yield {"$ref": "http://a/b"}, "must point to a place in the schema"
+    yield {"$ref": "other.json#/$defs/b", "$defs": {"b": thing}}, "must point to a place"
     yield {"$ref": "#/$defs/b"}, "must point to a place in the schema"
     yield {"$ref": "#"}, "# recurs"
     tree = {"type": "array", "items": {"$ref": "#/$defs/t"}}

@@ -309,6 +309,15 @@ def test_a_second_run_does_nothing(
     assert state_of(out) != before
 
 
+def test_the_baselines_are_of_what_was_written(tmp_path: Path, text: Path) -> None:
+    text.write_text("a rose is a rose\n" * 30 + "is a rose a ship?\n" * 10)
+    meta = run("shakespeare_char", tmp_path / "out", source=str(text))
+    train, val = (np.array(ids_of(tmp_path / "out", split)) for split in ("train", "val"))
+    count = np.bincount(train, minlength=meta["vocab_size"]) + 1.0
+    want = -np.log(count[val] / count.sum()).mean()
+    assert meta["baselines"]["unigram"] == pytest.approx(want)
+
+
 @pytest.mark.parametrize("what", ["text", "damaged", "short", "meta"])
 def test_what_is_not_the_same_or_not_whole_is_made_again(
     tmp_path: Path, text: Path, what: str
@@ -484,6 +493,7 @@ def test_the_number_of_workers_changes_nothing(
     monkeypatch.setattr(data.documents, "PIECE", 1000)  # many pieces and many tasks
     source = tmp_path / "long.jsonl"
     texts = ["".join(f"{i}.{j} is a number, " for j in range(i * 7)) for i in range(40)]
+    texts[1] += "with a character that no later piece has: \u00a7"
     source.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     one = run("text", tmp_path / "1", source=str(source), tokenizer=kind, workers=1)
     two = run("text", tmp_path / "2", source=str(source), tokenizer=kind, workers=2)
@@ -668,6 +678,17 @@ def test_a_source_without_text_is_refused(
     told = refusal(dataset, tmp_path / "out", source=str(source))
     assert ("only 2 tokens" if kind == "one token" else "no text") in told and str(source) in told
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_row_of_the_hub_without_a_text_is_named(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = type(sys)("datasets")
+    hub.load_dataset = lambda *a, **k: [{"text": "a"}, {"body": "b"}]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(data.documents, "why_not_hub", lambda: "")
+    told = refusal("openwebtext", tmp_path / "out")
+    assert told.startswith("Skylion007/openwebtext, row 2, has no text in 'text' (its fields: body")
 
 
 # --- the way on ---
