@@ -48,6 +48,7 @@ DATASETS = {  # name -> the settings that determine its result
     "text": _DOCUMENTS | {"tokenizer"},
     **dict.fromkeys(HUB, _DOCUMENTS),
 }
+NAMED = ("plays", "tinyshakespeare")  # sources of shakespeare; the first is the default
 BINS = ("train.bin", "val.bin")
 SMALL = 1_000_000  # tokens of a text for which characters may work better than GPT-2's vocabulary
 
@@ -142,10 +143,12 @@ def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
-    for name, default in (("tokenizer", "gpt2"), ("source", "plays")):
-        if options.get(name) == default:
-            del options[name]
-    if os.path.exists(options.get("source", "")):
+    if options.get("tokenizer") == "gpt2":
+        del options["tokenizer"]
+    if dataset.startswith("shakespeare") and options.get("source") in NAMED:
+        if options["source"] == "plays":
+            del options["source"]
+    elif os.path.exists(options.get("source", "")):
         options["source"] = os.path.abspath(options["source"])
     return options
 

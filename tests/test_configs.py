@@ -119,16 +119,19 @@ finally:
 @pytest.mark.parametrize(
     "argv, code, says",
     [
-        (["--help"], 0, "--n_layer=12"),
-        (["config/train_shakespeare_cpu.py", "-h"], 0, "--n_layer=4 "),
-        (["config/train_gtp2.py"], 2, "did you mean 'config/train_gpt2.py'?"),
-        (["--batch_sise=3"], 2, "did you mean '--batch_size'?"),
-        (["--batch_size=0"], 2, "--batch_size must be at least 1, got 0"),
-        (["--batch_size=many"], 2, "--batch_size must be an integer, got 'many'"),
+        (["train.py", "--help"], 0, "--n_layer=12"),
+        (["train.py", "--help"], 0, "--attn_implementation]"),
+        (["train.py", "config/train_shakespeare_cpu.py", "-h"], 0, "--n_layer=4 "),
+        (["train.py", "config/train_gtp2.py"], 2, "did you mean 'config/train_gpt2.py'?"),
+        (["train.py", "--batch_sise=3"], 2, "did you mean '--batch_size'?"),
+        (["train.py", "--batch_size=0"], 2, "--batch_size must be at least 1, got 0"),
+        (["train.py", "--batch_size=many"], 2, "--batch_size must be an integer, got 'many'"),
+        (["sample.py", "--help"], 0, "--attn_implementation]"),
+        (["sample.py", "--batch_size=0"], 2, "--batch_size must be at least 1, got 0"),
     ],
 )
-def test_train_answers_help_and_mistakes_before_torch_is_imported(argv, code, says):
-    command = [sys.executable, "-c", WITHOUT_TORCH, "train.py", *argv]
+def test_help_and_mistakes_are_answered_before_torch_is_imported(argv, code, says):
+    command = [sys.executable, "-c", WITHOUT_TORCH, *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert says in done.stdout + done.stderr and done.stderr.count("\n") == (code == 2)

@@ -558,6 +558,13 @@ def test_tables_that_would_not_fit(monkeypatch):
     monkeypatch.setattr(constrain, "MAX_ENTRIES", 100)
     with pytest.raises(UserError, match="would have more than 100 entries"):
         constrain.regex("[a-z]{100}", BYTES)
+    # 102 states, the dead one among them; tokens that go on, that end it, and none at all.
+    letters = Vocabulary([b"a", b"b", b"?"])
+    monkeypatch.setattr(constrain, "MAX_ENTRIES", 3 * 102)
+    constrain.regex("[a-z]{100}", letters)
+    monkeypatch.setattr(constrain, "MAX_ENTRIES", 3 * 102 - 1)
+    with pytest.raises(UserError, match=r"the tables of the regular expression .* 305 entries"):
+        constrain.regex("[a-z]{100}", letters)
 
 
 @pytest.mark.parametrize("pattern", ["a[ab]{40}", '"([^"]|[\\\\]"){0,60}"', "[A-Z].{0,50}"])
@@ -576,6 +583,7 @@ def refusals() -> Iterator[tuple[Any, str]]:
     thing = {"type": "null"}
     yield "{", "is not JSON"
     yield {"const": math.nan}, "is not JSON"
+    yield {"const": {1, 2}}, "is not JSON"
     yield True, "expected an object, got true"
     yield {}, "#: type must be one of string"
     yield {"type": "any"}, 'got "any"'
@@ -595,6 +603,17 @@ def refusals() -> Iterator[tuple[Any, str]]:
     yield {"type": "string", "minLength": 3, "maxLength": 2}, "minLength is 3 and maxLength 2"
     yield {"type": "string", "minLength": -1}, "minLength is -1"
     yield {"type": "string", "minLength": 1.5}, "minLength must be an integer, got 1.5"
+    for keyword in ("minLength", "maxLength", "minItems", "maxItems"):
+        what = {"type": "string"} if "Length" in keyword else {"type": "array", "items": thing}
+        for value in ("2", True, 2.0, None):
+            words = f"#: {keyword} must be an integer, got {json.dumps(value)}"
+            yield {**what, keyword: value}, words
+    yield {"type": "array", "items": [thing]}, "#: items must be an object"
+    yield {"properties": [thing]}, "#: properties must be an object"
+    yield {"properties": {"a": thing}, "required": "a"}, '#: required must be a list, got "a"'
+    yield {"enum": {"a": 1}}, "#: enum must be a list"
+    yield {"anyOf": thing}, "#: anyOf must be a list"
+    yield {"$ref": 3}, "#: [$]ref must be a string, got 3"
     yield {"type": "array"}, "needs items"
     yield {"type": "object"}, "needs properties"
     yield {"type": "object", "properties": {"a": thing}, "required": ["b"]}, '"b" is required'
@@ -603,10 +622,13 @@ def refusals() -> Iterator[tuple[Any, str]]:
     yield {"enum": [1], "type": "string"}, "no value fits"
     yield {"enum": []}, "enum must be a list"
     yield {"$ref": "http://a/b"}, "must point to a place in the schema"
+    yield {"$ref": "other.json#/$defs/b", "$defs": {"b": thing}}, "must point to a place"
     yield {"$ref": "#/$defs/b"}, "must point to a place in the schema"
     yield {"$ref": "#"}, "# recurs"
     tree = {"type": "array", "items": {"$ref": "#/$defs/t"}}
     yield {"$ref": "#/$defs/t", "$defs": {"t": tree}}, "recurs"
+    two = {"a": {"anyOf": [thing, {"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}
+    yield {"$ref": "#/$defs/a", "$defs": two}, "#/[$]defs/b: #/[$]defs/a recurs"
 
 
 @pytest.mark.parametrize(("schema", "words"), list(refusals()), ids=lambda x: str(x)[:40])

@@ -309,6 +309,15 @@ def test_a_second_run_does_nothing(
     assert state_of(out) != before
 
 
+def test_the_baselines_are_of_what_was_written(tmp_path: Path, text: Path) -> None:
+    text.write_text("a rose is a rose\n" * 30 + "is a rose a ship?\n" * 10)
+    meta = run("shakespeare_char", tmp_path / "out", source=str(text))
+    train, val = (np.array(ids_of(tmp_path / "out", split)) for split in ("train", "val"))
+    count = np.bincount(train, minlength=meta["vocab_size"]) + 1.0
+    want = -np.log(count[val] / count.sum()).mean()
+    assert meta["baselines"]["unigram"] == pytest.approx(want)
+
+
 @pytest.mark.parametrize("what", ["text", "damaged", "short", "meta"])
 def test_what_is_not_the_same_or_not_whole_is_made_again(
     tmp_path: Path, text: Path, what: str
@@ -362,6 +371,37 @@ def test_the_default_by_its_name_is_the_same_dataset(
     run("text", tmp_path / "out", source=str(text))
     run("text", tmp_path / "out", source=str(text), tokenizer="gpt2")
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_plays_are_the_default_of_shakespeare_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a file or folder has the name of a text, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prep, "plays", lambda: "To be, or not to be\n" * 20)
+    monkeypatch.setattr(prep, "tiny_shakespeare", lambda: "Speak, speak.\n" * 20)
+    for name in ("plays", "tinyshakespeare"):
+        Path(name).mkdir()
+        Path(name, "a.txt").write_text("a rose is a rose\n" * 20)
+    run("shakespeare_char", tmp_path / "out")
+    capsys.readouterr()
+    run("shakespeare_char", tmp_path / "out", source="plays")
+    assert "nothing to do" in capsys.readouterr().out
+    monkeypatch.setattr(prep, "PLAYS_SHA256", "of another version's text")
+    run("shakespeare_char", tmp_path / "out")
+    assert "nothing to do" not in capsys.readouterr().out
+    run("shakespeare_char", tmp_path / "tiny", source="tinyshakespeare")
+    run("shakespeare_char", tmp_path / "tiny", source="tinyshakespeare")
+    assert "nothing to do" in capsys.readouterr().out
+    assert prep.command(tmp_path / "tiny", data.read_meta(tmp_path / "tiny")) == (
+        f"python -m data shakespeare_char --source=tinyshakespeare --out_dir={tmp_path / 'tiny'}"
+    )
+    for name in ("plays", "tinyshakespeare"):
+        out = tmp_path / f"of {name}"
+        first = run("text", out, source=name, tokenizer="char")
+        assert first["options"]["source"] == str(tmp_path / name)
+        Path(name, "b.txt").write_text("one more text\n")
+        assert run("text", out, source=name, tokenizer="char")["documents"] == 2
 
 
 class Killed(BaseException):
@@ -453,6 +493,7 @@ def test_the_number_of_workers_changes_nothing(
     monkeypatch.setattr(data.documents, "PIECE", 1000)  # many pieces and many tasks
     source = tmp_path / "long.jsonl"
     texts = ["".join(f"{i}.{j} is a number, " for j in range(i * 7)) for i in range(40)]
+    texts[1] += "with a character that no later piece has: \u00a7"
     source.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     one = run("text", tmp_path / "1", source=str(source), tokenizer=kind, workers=1)
     two = run("text", tmp_path / "2", source=str(source), tokenizer=kind, workers=2)
@@ -490,6 +531,22 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
         assert [i for text in cut for i in gpt2.encode(text)] == gpt2.encode(whole)
         pieces += len(cut)
     assert pieces > 100
+
+
+def test_a_text_is_handed_on_while_it_is_read() -> None:
+    """Of a text without end never more than four million characters wait for the tokenizer."""
+    part, read, given = "to be or " * 2**15, 0, 0
+
+    def parts() -> Iterator[str]:
+        nonlocal read
+        for _ in range(64):
+            read += len(part)
+            yield part
+            assert read - given < 4e6
+
+    for batch in data.documents.batched(data.documents.cut_document(0, parts())):
+        given += sum(len(text) for _, _, text in batch)
+    assert read == given == 64 * len(part)
 
 
 @pytest.mark.slow
@@ -623,6 +680,17 @@ def test_a_source_without_text_is_refused(
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
+def test_a_row_of_the_hub_without_a_text_is_named(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = type(sys)("datasets")
+    hub.load_dataset = lambda *a, **k: [{"text": "a"}, {"body": "b"}]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(data.documents, "why_not_hub", lambda: "")
+    told = refusal("openwebtext", tmp_path / "out")
+    assert told.startswith("Skylion007/openwebtext, row 2, has no text in 'text' (its fields: body")
+
+
 # --- the way on ---
 
 
@@ -632,6 +700,23 @@ def test_a_file_for_a_name_is_told_how_to_go_on() -> None:
             data.prepare(name, data.PrepareConfig())
     with pytest.raises(UserError, match="did you mean 'shakespeare'"):
         data.prepare("shakspeare", data.PrepareConfig())
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"val_fraction": 0.6}, "val_fraction must be at most 0.5, got 0.6"),
+        ({"val_fraction": 0}, "val_fraction must be more than 0, got 0"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"text_key": 3}, "text_key must be a string, got 3"),
+        ({"tokenizer": "bert"}, "tokenizer must be one of gpt2, char or None, got 'bert'"),
+    ],
+)
+def test_settings_that_no_command_line_gave_are_checked_too(settings: dict, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        data.PrepareConfig(**settings)
+    assert str(error.value) == words
 
 
 def test_the_command_to_train_is_named_and_runs_on_the_dataset(

@@ -114,8 +114,8 @@ def test_lists_of_numbers_are_prompts_too() -> None:
     as_tensors = engine.generate(model, ragged(), 4, temperature=0)
     as_lists = engine.generate(model, [p.tolist() for p in ragged()], 4, temperature=0)
     assert all(torch.equal(a, b) for a, b in zip(as_tensors, as_lists, strict=True))
-    (one,) = engine.generate(model, [[1, 2, 3]], 0)
-    assert one.tolist() == [1, 2, 3]
+    (one,) = engine.generate(model, ([1, 2, 3],), 0)
+    assert one.tolist() == [1, 2, 3] and one.dtype == torch.int64
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"temperature": 0.7, "top_k": 11}], ids=str)
@@ -409,7 +409,8 @@ def test_greedy(sampling) -> None:
     got = engine.generate(model, idx, 30, **sampling)
     assert got.shape == (2, 35) and got.dtype == torch.int64 and torch.equal(got, want)
     assert torch.equal(torch.stack(list(engine.stream(model, idx, 30, **sampling)), 1), want[:, 5:])
-    assert torch.equal(engine.generate(model, idx, 0), idx)
+    none = engine.generate(model, idx, 0)
+    assert none.dtype == torch.int64 and torch.equal(none, idx)
 
 
 def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:

@@ -156,7 +156,7 @@ def test_the_cost_is_measured_once_and_kept(tmp_path, caplog, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    "other", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"tokens": 1}], ids=str
+    "other", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"torch": "1.0"}, {"tokens": 1}], ids=str
 )
 def test_what_was_measured_otherwise_is_measured_again(other, tmp_path) -> None:
     first = quality.to_int8(model(), tmp_path)
