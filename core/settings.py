@@ -278,8 +278,9 @@ def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -
 
 def did_you_mean(word: str, choices: Mapping[str, str]) -> str:
     """The end of a sentence about a mistyped word; choices: name -> what to type."""
-    begun = [name for name in choices if len(word) > 2 and name.startswith(word.lower())]
-    near = begun or difflib.get_close_matches(word.lower(), choices, n=1)
+    word, close = word.lower(), difflib.get_close_matches
+    begun = [name for name in choices if len(word) > 2 and name.startswith(word)]
+    near = close(word, choices, 1, 0.85) or begun or close(word, choices, 1)
     return f"; did you mean {choices[near[0]]!r}?" if near else ""
 
 
