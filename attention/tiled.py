@@ -57,17 +57,15 @@ class Tiled(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
             out, L = forward_tiles(q, k, v, spec, None, segments, sinks, *tiles)
         ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, segments, sinks)
-        ctx.spec, ctx.rest = spec, tiles  # the seed, B_r and B_c
+        ctx.spec, ctx.tiles = spec, tiles  # the seed, B_r and B_c
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, L, segments, sinks = ctx.saved_tensors
+        q, k, v, O, L, segments, sinks = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):  # autograd casts to the inputs' dtype
-            grads = backward_tiles(
-                dout, q, k, v, out, L, ctx.spec, None, segments, sinks, *ctx.rest
-            )
+            grads = backward_tiles(dout, q, k, v, O, L, ctx.spec, None, segments, sinks, *ctx.tiles)
         return *grads, *[None] * (9 - len(grads))  # one for each argument of forward()
 
 

@@ -109,7 +109,9 @@ def test_a_kernel_without_a_bug_passes_every_case_in_every_dtype(capsys) -> None
     assert code == 0, said
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(b, marks=pytest.mark.slow) if "long texts" in b else b for b in BUGS]
+)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, capsys) -> None:
     path, feature = planted(bug, tmp_path)
     dtype = "float16" if "float16" in bug else "float32"

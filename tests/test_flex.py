@@ -110,6 +110,7 @@ def test_64_lengths_take_three_compilations(graphs) -> None:
     assert graphs() == 3
 
 
+@pytest.mark.slow
 def test_decoding_takes_four_compilations(graphs) -> None:
     """1, up to 128, more than 128; and of two keys the last query lies a stride behind the first,
     which torch.compile takes for a rule until it sees three."""

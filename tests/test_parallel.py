@@ -316,6 +316,7 @@ def between(rank: int, n: int) -> tuple[str, str, bool]:
     return before, type(model.transformer.wte.weight).__name__, compiled
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_nothing_gathered_and_blocks_are_compiled() -> None:
     assert processes.run(between, 2) == [("Parameter", "DTensor", True)] * 2
 

@@ -110,6 +110,7 @@ def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
     assert (found["right"], found["refused"], found["wrong"]) == (1, 1, 0)
 
 
+@pytest.mark.slow
 def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
     words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}")
     with pytest.raises(UserError, match=r"--resume: there is no record \*_cpu_qualify in"):

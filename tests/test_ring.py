@@ -148,6 +148,7 @@ def test_every_case_is_right_whatever_the_number_of_processes(n, name, case) -> 
         oracle.check(got, rough, exact, getattr(torch, dtype))
 
 
+@pytest.mark.slow
 def test_three_processes_which_know_the_next_from_the_one_before() -> None:
     by_rank = answer(3, "of three")
     for name, case, dtype in itertools.product(INNER, OF_THREE, DTYPES):

@@ -338,6 +338,7 @@ def test_without_a_compiler_compile_is_off_and_says_why(data_dir, tmp_path, monk
     assert "compile: off" in r.out and "--compile=True turns it on" in r.out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
 )
@@ -1162,6 +1163,7 @@ def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch) ->
             signal.signal(signum, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
 def test_the_most_memory_in_use_is_what_the_system_says() -> None:
     """The system counts the process that started this one, too: so more is taken than that had."""

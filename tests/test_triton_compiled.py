@@ -170,6 +170,7 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [
     pytest.param(QUICK, id="four"),
     pytest.param(SLOW, id="others", marks=pytest.mark.slow)])  # fmt: skip
