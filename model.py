@@ -217,7 +217,7 @@ class GPT(nn.Module):
             if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
             else:
-                x = block(x, attend, spec, segments, cache.view(i) if cache is not None else None)
+                x = block(x, attend, spec, segments, cache.layer(i) if cache is not None else None)
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     step = dynamic.reserve(longest)
     new = torch.empty(B, longest, Hkv, D, **HALF)
     for layer in range(n_layer):
-        step.view(layer).append(new, new)
+        step.layer(layer).append(new, new)
     pages = sum(-(-n // page_size) for n in lengths)
     paged = PagedCache(n_layer, Hkv, D, n_pages=pages + 1, page_size=page_size, **HALF)
     for n in lengths:

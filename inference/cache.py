@@ -10,7 +10,7 @@ and advance() ends the step: ::
 
     cache = DynamicCache(12, max_len=1024)
     step = cache.reserve(64)                  the prompt
-    logits, _ = model(prompt, cache=step)     each layer calls step.view(layer).append(k, v)
+    logits, _ = model(prompt, cache=step)     each layer calls step.layer(layer).append(k, v)
     step.advance()
     step = cache.reserve(1)                   decoding
     ...
@@ -42,7 +42,7 @@ class Step:
     segments: Tensor | None = None
     page_size: int | None = None
 
-    def view(self, layer: int) -> LayerCache:
+    def layer(self, layer: int) -> LayerCache:
         return LayerCache(self, layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:

@@ -42,7 +42,7 @@ def test_a_dynamic_cache_gives_back_what_later_tokens_can_see(counts, window) ->
         seen_from = 0 if window is None else max(0, n - window + 1)
         for layer in range(2):
             new = k[layer, :, n : n + T].clone(), v[layer, :, n : n + T].clone()
-            *got, reads = step.view(layer).append(*new)
+            *got, reads = step.layer(layer).append(*new)
             assert reads is None
             assert torch.equal(got[0], k[layer, :, seen_from : n + T])
             assert torch.equal(got[1], v[layer, :, seen_from : n + T])
@@ -56,7 +56,7 @@ def capacities(counts: list[int], **sizes: Any) -> list[int]:
     found, places = [], set()
     for T in counts:
         step = cache.reserve(T)
-        step.view(0).append(random(1, T, 1, 2), random(1, T, 1, 2))
+        step.layer(0).append(random(1, T, 1, 2), random(1, T, 1, 2))
         step.advance()
         buffer = cache.k[0]
         assert buffer is not None and buffer.shape[1] == cache.capacity
@@ -88,7 +88,7 @@ def test_padding_on_the_left_is_a_segment_and_has_no_positions() -> None:
     assert step.positions(4).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 0]]
     assert step.segments is not None and step.segments.dtype == torch.int32
     assert step.segments.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
-    step.view(0).append(random(3, 4, 1, 2), random(3, 4, 1, 2))
+    step.layer(0).append(random(3, 4, 1, 2), random(3, 4, 1, 2))
     step.advance()
     step = cache.reserve(2)
     assert step.positions(2).tolist() == [[2, 3], [4, 5], [1, 2]]
@@ -101,7 +101,7 @@ def test_the_segments_of_a_window_cache_are_those_of_the_keys_it_gives() -> None
     cache = DynamicCache(1, max_len=20, window=3, pad=[4, 0])
     for T in (6, 1, 1, 3, 1):
         step = cache.reserve(T)
-        k, _, _ = step.view(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
+        k, _, _ = step.layer(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
         assert step.segments is not None and step.segments.shape == k.shape[:2]
         first = cache.stored + T - k.shape[1]
         want = [[int(j >= pad) for j in range(first, cache.stored + T)] for pad in (4, 0)]
@@ -113,7 +113,7 @@ def test_the_segments_of_a_window_cache_are_those_of_the_keys_it_gives() -> None
 def test_a_dynamic_cache_ends_where_the_positions_end(window) -> None:
     cache = DynamicCache(1, max_len=6, window=window, pad=[0, 2])
     step = cache.reserve(6)
-    step.view(0).append(random(2, 6, 1, 2), random(2, 6, 1, 2))
+    step.layer(0).append(random(2, 6, 1, 2), random(2, 6, 1, 2))
     step.advance()
     with pytest.raises(ValueError, match="7 tokens do not fit into a cache of 6"):
         cache.reserve(1)
@@ -130,7 +130,7 @@ def test_a_window_cache_grows_by_doubling_past_the_last_position() -> None:
     cache, grown = DynamicCache(1, max_len=10, window=6, pad=[8, 0]), []
     for T in (9, *[1] * 9):
         step = cache.reserve(T, (T, 0) if cache.stored else None)
-        step.view(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
+        step.layer(0).append(random(2, T, 1, 2), random(2, T, 1, 2))
         step.advance()
         grown.append(cache.capacity)
     assert sorted(set(grown)) == [8, 12]  # never 10 or 11, which would copy all for one more token
@@ -161,7 +161,7 @@ def test_a_static_cache_holds_each_rows_tokens_from_its_start(steps) -> None:
         assert step.positions(T).tolist() == [[len(row) + i for i in range(T)] for row in rows]
         k, v = random(2, T, 1, 2, seed=n), random(2, T, 1, 2, seed=n + 1000)
         for layer in (0, 1):
-            got_k, got_v, reads = step.view(layer).append(k + layer, v + layer)
+            got_k, got_v, reads = step.layer(layer).append(k + layer, v + layer)
             assert (reads is None) == step.first
             if not step.first:
                 assert got_k.shape[1] == got_v.shape[1] == step.length == 100
@@ -182,14 +182,14 @@ def test_a_static_cache_ends_where_its_places_end() -> None:
     with pytest.raises(ValueError, match="7 tokens do not fit into a cache of 6"):
         cache.reserve(7)
     step = cache.reserve(6, (6, 3))
-    step.view(0).append(random(2, 6, 1, 2), random(2, 6, 1, 2))
+    step.layer(0).append(random(2, 6, 1, 2), random(2, 6, 1, 2))
     step.advance()
     before = cache.k[0].clone()
     with pytest.raises(ValueError, match="7 tokens do not fit"):
         cache.reserve(1)
     step = cache.reserve(1, (0, 1))
     assert step.positions(1).tolist() == [[5], [3]]
-    step.view(0).append(random(2, 1, 1, 2, seed=5), random(2, 1, 1, 2))
+    step.layer(0).append(random(2, 1, 1, 2, seed=5), random(2, 1, 1, 2))
     assert torch.equal(cache.k[0][0, :6], before[0, :6])  # what ended stays as it is
     assert not torch.equal(cache.k[0][1, 3], before[1, 3])
     with pytest.raises(ValueError, match="the cache has reserved 1 tokens, and 2 came"):
@@ -201,7 +201,7 @@ def test_the_first_tokens_see_only_one_another() -> None:
     cache = StaticCache(1, 2, 200, 1, 2)
     step = cache.reserve(5, (5, 2))
     k, v = random(2, 5, 1, 2), random(2, 5, 1, 2, seed=1)
-    got = step.view(0).append(k, v)
+    got = step.layer(0).append(k, v)
     assert step.kind == "none" and got[0] is k and got[1] is v
     step.advance()
     assert cache.reserve(1).kind == "static" and cache.reserve(1).length == 128
@@ -218,14 +218,14 @@ def filled(spec: Spec, starts: list[int], max_len: int, dtype: torch.dtype,
     for t in (cache.k[0], cache.v[0]):
         t += garbage
     step = cache.reserve(T, starts)
-    step.view(0).append(k, v)
+    step.layer(0).append(k, v)
     step.advance()
     return cache, k, v
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, step: StaticStep) -> Tensor:
     """As the model does: store, then read."""
-    k, v, reads = step.view(0).append(k, v)
+    k, v, reads = step.layer(0).append(k, v)
     return BACKENDS[name].attend(q, k, v, spec, cache=reads)
 
 
@@ -295,7 +295,7 @@ def test_canary_what_a_row_has_not_stored_moves_nothing(name, window) -> None:
 def test_what_a_static_view_sees_is_visible(window) -> None:
     cache, _, _ = filled(Spec(1, 1, 2, "float32"), [0, 3, 12], 16, torch.float32)
     new = random(3, 4, 1, 2)
-    _, _, view = cache.reserve(4).view(0).append(new, new)
+    _, _, view = cache.reserve(4).layer(0).append(new, new)
     seen = replace(view, length=16).seen(4, window)
     assert seen.shape == (3, 1, 4, 16)
     for b, start in enumerate((0, 3, 12)):
@@ -317,7 +317,7 @@ def test_padding_of_a_paged_step_has_position_0_and_lands_in_the_null_page() -> 
         step = cache.reserve([a, b], counts)
         assert step.positions(3).tolist() == want
         new = random(2, 3, 1, 2)
-        k_pages, _, view = step.view(0).append(new, new)
+        k_pages, _, view = step.layer(0).append(new, new)
         stored = cache.pool.length(a)
         step.advance()
         # Padding of row a would stand at place 4, of a page that it has not: nothing moves.

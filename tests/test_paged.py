@@ -124,7 +124,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
         padded.append(torch.full(shape, value, dtype=new[0][n].dtype))
         for b, row in enumerate(new):
             padded[-1][b, : counts[b]] = row[n]
-    out = run(*(t.to(device) for t in padded), spec, cache=step.view(layer)).cpu()
+    out = run(*(t.to(device) for t in padded), spec, cache=step.layer(layer)).cpu()
     assert out.shape == padded[0].shape and out.dtype == padded[0].dtype
     assert nan or out.isfinite().all(), "something, maybe padding, is not finite"
     return [out[b, :n] for b, n in enumerate(counts)]
@@ -451,7 +451,7 @@ def test_a_step() -> None:
     assert (step.start.tolist(), step.count.tolist()) == ([0, 0], [9, 0])
     for t in (step.page_table, step.start, step.count):
         assert t.dtype == torch.int32 and t.is_contiguous()
-    k_pages, v_pages, reads = step.view(2).append(*torch.zeros(2, 2, 9, 2, 8).half())
+    k_pages, v_pages, reads = step.layer(2).append(*torch.zeros(2, 2, 9, 2, 8).half())
     assert k_pages.data_ptr() == cache.k[2].data_ptr()
     assert v_pages.data_ptr() == cache.v[2].data_ptr()
     assert (reads.page_table, reads.start, reads.count) == (step.page_table, step.start, step.count)
@@ -466,7 +466,7 @@ def test_the_pages_are_written_where_they_lie_and_without_a_graph() -> None:
     a = cache.pool.new()
     q, k, v = (t[None].requires_grad_() for t in draw(SPEC, [6])[0])
     step = cache.reserve([a], [6])
-    attend(q, k, v, SPEC, cache=step.view(0))
+    attend(q, k, v, SPEC, cache=step.layer(0))
     assert not cache.k.requires_grad and not cache.v.requires_grad
     for pages, x in ((cache.k, k), (cache.v, v)):
         stored = torch.cat([pages[0, page] for page in cache.pool.pages(a)])
@@ -481,7 +481,7 @@ def test_a_step_reads_nothing_back_from_the_device(run, device, monkeypatch) -> 
     c = cache.pool.new()
     qkv = [torch.zeros(3, 1, h, 32, device=device) for h in (4, 2, 2)]
     if device == "cuda":
-        run(*qkv, SPEC, cache=cache.reserve([a, b, c], [1, 1, 1]).view(0))  # kernels compile
+        run(*qkv, SPEC, cache=cache.reserve([a, b, c], [1, 1, 1]).layer(0))  # kernels compile
         torch.cuda.set_sync_debug_mode("error")
     else:
 
@@ -492,7 +492,7 @@ def test_a_step_reads_nothing_back_from_the_device(run, device, monkeypatch) -> 
             monkeypatch.setattr(Tensor, name, refuse)
     try:
         step = cache.reserve([a, b, c], [1, 1, 1])
-        run(*qkv, SPEC, cache=step.view(0))
+        run(*qkv, SPEC, cache=step.layer(0))
         step.advance()
     finally:
         if device == "cuda":
