@@ -145,7 +145,9 @@ def say_first(run: Any) -> None:
     say("model: {:,} parameters, {:,} without positions".format(*counts))
     say(f"peak: {run.peak}")
     steps = f"{tokens:,} tokens a step, {config.max_iters:,} steps"
-    say(f"{steps}: at the peak rate {duration(least)}, in practice more")
+    long = run.distributed.device.type == "cpu" and least > 86400
+    hint = "; config/train_shakespeare_cpu.py takes minutes" * long
+    say(f"{steps}: at the peak rate {duration(least)}, in practice more{hint}")
 
 
 def say_last(run: Any, val_loss: float | None) -> None:

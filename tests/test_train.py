@@ -693,7 +693,9 @@ def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
     r = run(data_dir, tmp_path / "out", **knobs)
     n = 6 * GPT(checkpoint.load(checkpoint.latest(tmp_path / "out")).config()).get_num_params()
     seconds = (n + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
-    assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more" in r.out
+    assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more\n" in r.out
+    r = run(data_dir, tmp_path / "days", **knobs | {"max_iters": 1, "peak_tflops": 1e-9})
+    assert "days, in practice more; config/train_shakespeare_cpu.py takes minutes\n" in r.out
 
 
 def test_every_sequence_of_an_evaluation_weighs_the_same(data_dir, tmp_path):
