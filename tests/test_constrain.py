@@ -194,7 +194,9 @@ def test_anchors_may_stand_at_the_ends(pattern):
     assert texts == {ids for ids in some if matches(pattern, vocabulary.text(ids))}
 
 
-@pytest.mark.parametrize("pattern", ["^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\z"])
+@pytest.mark.parametrize(
+    "pattern", ["^^a", "a$$", "(^a)", "(a$)|b", r"\Aa", r"a\b", r"a\B", r"a\z"]
+)
 def test_anchors_elsewhere_are_refused(pattern):
     with pytest.raises(UserError, match="inside"):
         constrain.regex(pattern, BYTES)

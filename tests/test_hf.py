@@ -576,3 +576,32 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_the_backends_of_the_table_are_backends() -> None:
     assert {hf.implementation(b) for b in BACKENDS} <= set(hf.names().values())
+
+
+def test_one_query_is_never_taken_for_causal_without_a_mask() -> None:
+    """It would mean every key, also those that a static cache has yet to fill."""
+    asked = []
+
+    def sdpa_mask(*, allow_is_causal_skip: bool, **_: Any) -> Tensor:
+        asked.append(allow_is_causal_skip)
+        return visible(torch.arange(Tq)[:, None], torch.arange(6), 6 - Tq)[None, None]
+
+    for Tq in (1, 2):
+        hf._mask("nanoattn:sdpa", sdpa_mask, batch_size=1, kv_length=6, q_length=Tq)
+    assert asked == [False, True]
+
+
+def test_which_queries_are_tokens_where_the_keys_begin_later() -> None:
+    """A sliding cache: its keys are 4 to 7, of which the caller's mask knows those up to 5."""
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    found = hf._tokens(3, attention_mask=mask, q_offset=5, kv_offset=4, kv_length=4)
+    assert found is not None and found.tolist() == [[True, False, False]]
+
+
+def test_the_window_is_that_of_the_tokens() -> None:
+    """Queries that are padding may see anything: transformers lets them see every key."""
+    i = torch.arange(9)
+    seen = visible(i[:, None], i, 0, 3) & (i >= 2)
+    seen[:2] = True
+    real = (i >= 2)[None]
+    assert prove(seen[None, None], real=real).window == 3

@@ -216,3 +216,14 @@ def test_a_few_rows_of_float32_are_exact_and_only_in_inference(monkeypatch) -> N
     assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model()).modules()}
     off = Setup.of(torch.device("cpu"), "float32", onednn=False)
     assert cpu_matmul.FewLinear not in {type(m) for m in off.place(model(), cast=True).modules()}
+
+
+def test_a_target_that_counts_for_nothing_counts_for_nothing() -> None:
+    x, targets = torch.randn(1, 4, 64), torch.tensor([[3, -1, 0, -1]])
+    weight = torch.randn(7, 64)
+    made = int8.Int8Head()
+    for name, t in zip(("q", "scale"), int8.quantize(weight), strict=True):
+        made.register_buffer(name, t)
+    logits = made(x, weight)[0].float()
+    want = -(logits[0].log_softmax(-1)[3] + logits[2].log_softmax(-1)[0]) / 2
+    torch.testing.assert_close(made.loss(x, weight, targets), want)

@@ -327,6 +327,17 @@ def test_linear_cross_entropy(rows, factor, ignored, dtype, monkeypatch) -> None
         assert_within(g, p, t, low, m)
 
 
+def test_the_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch) -> None:
+    """As if there were one: bfloat16 holds 8 bits of the sum, and would lose most chunks."""
+    rows_of(monkeypatch, 2)
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 24, generator=draw).bfloat16() + 1 for n in (600, 5))
+    targets = torch.zeros(600, dtype=torch.int64)
+    dw = loss_and_gradients(linear_cross_entropy, x, w, targets, 1.0)[2]
+    truth = loss_and_gradients(cross_entropy, x.double(), w.double(), targets, 1.0)[2]
+    assert (dw.double() - truth).norm() < 0.005 * truth.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_losses_of_half_precision_logits_add_up_in_float32(dtype) -> None:
     """Their sum has more digits than bfloat16 or float16 hold."""

@@ -692,3 +692,12 @@ def test_an_export_that_cannot_be_is_one_sentence(words, said, two):
     with pytest.raises(UserError, match=re.escape(said)) as e:
         export([word.format(out=two["fsdp"][0]) for word in words])
     assert "\n" not in str(e.value)
+
+
+def test_what_is_written_in_the_background_is_a_copy() -> None:
+    """The next step changes the weights while it is written."""
+    weight, told = torch.zeros(3), {"lr": 0.1}
+    copy = checkpoint.saving.copied({"model": [weight], "group": told})
+    weight.fill_(1)
+    told["lr"] = 0.2
+    assert copy["model"][0].tolist() == [0, 0, 0] and copy["group"] == {"lr": 0.1}
