@@ -395,6 +395,10 @@ def test_what_takes_too_long_is_left_out_unless_it_is_named():
     assert plan.too_long(on_gpu("--backends=tiled"), "tiled", T)
     # what all are held against is never left out
     assert not plan.too_long(on_gpu("--block_size=8192", mode="converge"), "manual", {})
+    # the work is that of the keys in the window
+    assert plan.work({"B": 2, "H": 3, "D": 5, "T": 8, "window": None}) == 2 * 3 * 5 * 8 * 8
+    assert plan.work({"B": 2, "H": 3, "D": 5, "T": 8, "window": 4}) == 2 * 3 * 5 * 8 * 4
+    assert plan.work({"B": 2, "H": 3, "D": 5, "T": 8, "window": 99}) == 2 * 3 * 5 * 8 * 8
     cpu = replace(bench, device="cpu", config=BenchConfig())
     assert plan.too_long(cpu, "tiled", {}) == ""
 

@@ -253,11 +253,12 @@ def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
 ) -> None:
     made = copy.deepcopy(converged)
     base = row(made, "manual", "converge")["final_loss"]
-    row(made, "sdpa", "converge").update({
-        "losses": [1.05 * base] * 10, "final_losses": [1.05 * base], "final_loss": 1.05 * base,
-        "difference": 1.05 * base / base - 1,
-    })  # fmt: skip
-    assert any("did not converge: +5.00% off, 1.00% is allowed" in why for why in check(made))
+    for times, off in ((1.05, "+5.00%"), (0.95, "-5.00%")):  # too good is wrong as well
+        row(made, "sdpa", "converge").update({
+            "losses": [times * base] * 10, "final_losses": [times * base],
+            "final_loss": times * base, "difference": times * base / base - 1,
+        })  # fmt: skip
+        assert any(f"did not converge: {off} off, 1.00% is allowed" in why for why in check(made))
     row(made, "manual", "converge")["verdict"] = "ok"
     assert "converge has no baseline, so nothing has passed" in check(made)
     row(made, "manual", "converge")["verdict"] = "baseline"

@@ -97,6 +97,17 @@ def test_what_could_change_a_rate_has_a_memory_of_its_own(folder, monkeypatch) -
     assert peaks.better(1.0, "GB/s", "copies", CPU)[0] == 1.0
 
 
+@pytest.mark.parametrize("tf32", [True, False])
+def test_a_gpu_that_is_known_has_the_peak_of_its_datasheet(tf32, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=tf32))
+    assert peaks.peak("cuda:1", "float32").tflops == pytest.approx(
+        494.5 if tf32 else 66.9, rel=0.01
+    )
+    assert peaks.peak("cuda:1", "bfloat16").tflops == pytest.approx(989, rel=0.01)
+    assert peaks.peak("cuda:1", "bfloat16", 3.0) == peaks.Peak(3.0, "--peak_tflops")
+
+
 NO_MEMORY = [
     *("", "{", "[]", "null", "\xff", '{"rate": 9.0}', '{"rate": true, "date": "2026-01-02"}'),
     *(f'{{"rate": {rate}, "date": "2026-01-02", "load": 1.0}}'
