@@ -101,6 +101,24 @@ def test_the_first_look_at_the_machine_counts_for_its_stage(tmp_path, quick, mon
     assert whole["complete"] and "incomplete" not in whole  # as it was after each stage but this
 
 
+def test_a_stage_may_take_what_the_ones_before_it_left(tmp_path, quick, monkeypatch) -> None:
+    """Each takes 10 s of nine minutes: the last one has all that is left, and none more."""
+    clock, told = [1000.0], {}
+    monkeypatch.setattr(
+        qualify, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
+    )
+
+    def attempt(name: str, bench: Any, box: float, probe: Any) -> dict[str, Any]:
+        told[name] = box
+        clock[0] += 10
+        return {"name": name, "status": "done", "why": "", "record": {}, "seconds": 10.0}
+
+    monkeypatch.setattr(qualify, "attempt", attempt)
+    run(*TINY, f"--records_dir={tmp_path}", "--minutes=9")
+    assert list(told) == list(qualify.STAGES)
+    assert told["converge"] == pytest.approx(540 - 50) and told["machine"] < 270
+
+
 def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
     asked = {"what": "canary, training", "feature": "canary", "dtype": "float32", "why": ""}
     refused, right = ({**asked, "verdict": verdict} for verdict in ("refused", "right"))
