@@ -170,7 +170,7 @@ class Run:
     micro_steps: int  # micro-batches of a process in a step
     step: int = 0  # steps done
     best_loss: float = math.inf  # the lowest validation loss so far
-    weight: float = 1.0  # of this process's mean loss: its share of the ring's tokens
+    weight: float = 1.0  # of this process's mean loss: N times its share of a ring's tokens
     peak_from: int = 0  # the step before which the peak is not measured again
     rates: list[float] = field(default_factory=list)  # tokens a second, of each logged interval
     metrics: Metrics | None = None

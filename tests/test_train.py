@@ -579,6 +579,9 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
     assert "\n64,000 tok/s, mfu" in r.out
     left = [m["left"] for line in r.out.splitlines() if (m := LINE.fullmatch(line))]
     assert left == ["32 min", "0 s", "0 s", "0 s", None]
+    steps[0] = 2  # no slow ones; micro-batches take 1 ms each, and all of them are counted
+    many = {"gradient_accumulation_steps": 2, "max_iters": 10, "log_interval": 5}
+    assert "\n64,000 tok/s, mfu" in run(data_dir, tmp_path / "many", **many).out
     steps[0] = 0
     r = run(data_dir, tmp_path / "out", max_iters=40, log_interval=5, init_from="resume")
     timed = {row["iter"]: row["ms"] for row in r.rows if "ms" in row and row["iter"] > 20}
