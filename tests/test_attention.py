@@ -78,8 +78,9 @@ def _long(name: str, item: Item) -> bool:
         return name == "triton" and item.name not in FAST.get(item.dtype, (item.name,))
     if "long text" in item.name:
         return name in ("triton", "flex") or item.dtype != "float32" or item.spec.grad
-    if name == "triton":  # of the canary all heads without a window, grouped ones with it
-        half = "canary" in item.name and (item.spec.window is None) == (item.spec.n_kv_head == 2)
+    if name == "triton":  # all heads without a window, grouped ones with it
+        halved = item.name.startswith(("canary", "in parts, segments"))
+        half = halved and (item.spec.window is None) == (item.spec.n_kv_head == 2)
         return item.dtype == "float16" or half or item.name.startswith(TAKES_SECONDS)
     return False
 

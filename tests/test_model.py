@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import math
@@ -507,10 +508,16 @@ def runs_here(name: str, model: GPT, with_segments: bool = False) -> bool:
     return not BACKENDS[name].why_not(spec, HERE)
 
 
+def _trained() -> Iterator[Any]:
+    """(backend, shape, segments): of Triton's, a second each, half are left to the slow tests."""
+    for name, shape, segmented in itertools.product(BACKENDS, SHAPES, (False, True)):
+        long = name == "triton" and segmented != ("window" in shape)
+        id_ = f"{name}-{shape}" + "-segments" * segmented
+        yield pytest.param(name, shape, segmented, marks=[pytest.mark.slow] * long, id=id_)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("segmented", [False, True], ids=["", "segments"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name, shape, segmented", _trained())
 def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented, dtype) -> None:
     """Against the same weights in float64; the yardstick is manual in the same dtype."""
     strict = {"attention_backend": name, "attention_fallback": False, **SHAPES[shape]}
