@@ -1280,6 +1280,7 @@ def refused(*words: str) -> str:
 
 
 def test_text_and_json_from_a_checkpoint(run, tmp_path):
+    (run / "explain.html").unlink(missing_ok=True)  # of another test
     path = tmp_path / "numbers.json"
     words = (f"--out_dir={run}", f"--prompt={PROMPT}", "--block_n=5", "--text", f"--json={path}")
     code, out, err = command(*words, "--layer=1", "--head=3")

@@ -517,7 +517,7 @@ def _trained() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name, shape, segmented", _trained())
+@pytest.mark.parametrize("name, shape, segmented", list(_trained()))
 def test_every_backend_gives_the_same_loss_and_gradients(name, shape, segmented, dtype) -> None:
     """Against the same weights in float64; the yardstick is manual in the same dtype."""
     strict = {"attention_backend": name, "attention_fallback": False, **SHAPES[shape]}
