@@ -924,3 +924,92 @@ def test_a_target_is_the_token_that_follows():
     assert not torch.equal(x, y) and 32 < int(x.max()) < 64
     again = Job(job("train", "manual")).random_tokens(3)
     assert torch.equal(again[0], x) and torch.equal(again[1], y)
+
+
+@pytest.mark.parametrize("kind, started, stopped", [
+    ("cpu", ["wait", "stamp"], ["stamp", "wait", "stamp"]),
+    ("cuda", ["wait", "stamp"], ["stamp", "wait"])])  # fmt: skip
+def test_an_interval_begins_and_ends_with_nothing_under_way(kind, started, stopped, monkeypatch):
+    """A device's own stamp stands in its queue behind the work; the host's is taken after it."""
+    did: list[str] = []
+    monkeypatch.setattr(machine, "synchronize", lambda device: did.append("wait"))
+    clock = machine.Clock(torch.device(kind))
+    monkeypatch.setattr(clock, "stamp", lambda: did.append("stamp") or len(did))
+    assert clock.start() == 2 and did == started
+    did.clear()
+    assert clock.stop() == (1 if kind == "cuda" else 3) and did == stopped
+
+
+def test_what_is_said_and_kept_while_rounds_go_on(monkeypatch):
+    """Who is done with the median, who failed once for each reason; who may not run gets none."""
+    bench = asking("kernel", rounds=4, timeout=5.0)
+    said: list[str] = []
+    kept: list[Any] = []
+    judged: list[int] = []
+    asked: dict[str, Any] = {}
+    bench.tell, bench.refused = said.append, {"b": ["it may not", "never"]}
+    bench.keep = lambda bench, table: kept.append((len(table), table[0], judged[-1]))
+    bench.earlier = [{"mode": "train"}]
+    bench.machine |= {"memory_limit": 1000}
+    looks: list[str] = []
+    monkeypatch.setattr(Bench, "look_again", lambda self: looks.append("again"))
+
+    def rounds(jobs: Any, points: Any, n: int, **how: Any) -> tuple[Any, bool]:
+        asked.update(how, jobs=jobs, points=points, n=n)
+        found = how["outcomes"]
+        how["after_round"]()
+        for t in (30.0, 1.0, 2.0):
+            found["a", "x"].rounds.append({"ms": t})
+        found["a", "y"].failure = Failure("died", ["gone"])
+        found["c", "x"].failure = found["c", "y"].failure = Failure("failed", ["no", "really"])
+        found["d", "x"].failure = Failure("skipped", ["too long"])
+        found["d", "y"].failure = Failure("stopped", ["its time was over"])
+        for name in "acd":
+            how["known"](name, "x")
+            how["known"](name, "y")
+        how["after_round"]()
+        bench.stop.why = "its time was over"
+        how["after_round"]()
+        return found, True
+
+    monkeypatch.setattr("bench.bench.measure", rounds)
+    jobs: Any = {name: {"name": name} for name in "abcd"}
+    points = {"x": {"T": 1}, "y": {"T": 2}}
+    row = lambda *told: {"of": (*told[:2], told[2].failure)}  # noqa: E731
+    made = bench.measure({}, jobs, points, row, judge=lambda table: judged.append(len(table)))
+    assert said == [
+        "a x: 2 ms, the median of 3 rounds", "a y: died: gone", "c x: failed: no; really",
+        "d x: skipped: too long"]  # fmt: skip
+    assert kept == [(9, {"mode": "train"}, 8)] * 2 and judged == [8] * 3  # none once it is stopped
+    assert [r["of"][:2] for r in made] == [(n, p) for p in "xy" for n in "abcd"]
+    refused = made[1]["of"][2]
+    assert (refused.kind, refused.why) == ("unavailable", ("it may not", "never"))
+    assert list(asked["jobs"]) == [*"acd"] and asked["points"] is points and asked["n"] == 4
+    assert bench.fresh and looks == ["again"] and asked["watch"] is bench.watch
+    tried: list[Any] = []
+    monkeypatch.setattr("bench.bench.plan.too_long", lambda *told: tried.append(told) or "so long")
+    assert asked["skip"]("c", "y") == "so long"
+    assert tried == [(bench, "c", {"T": 2}, asked["outcomes"])]
+    bench.measure({}, jobs, points, row, rounds=2, fresh=False)
+    assert (asked["n"], asked["fresh"]) == (2, False)
+
+
+def test_a_look_that_is_stopped_costs_no_row(monkeypatch):
+    def stopped(self: Bench) -> None:
+        raise Failure("stopped", ["its time was over"])
+
+    monkeypatch.setattr("bench.bench.measure", lambda *how, **more: ({}, False))
+    monkeypatch.setattr(Bench, "look_again", stopped)
+    bench = asking("kernel")
+    bench.machine |= {"memory_limit": 1000}
+    bench.fresh = True
+    assert bench.measure({}, {"a": {}}, {"x": {}}, lambda *told: {"a": 1}) == [{"a": 1}]
+    assert bench.fresh  # what an earlier part had stays true of the run
+
+
+def test_sizes_that_are_none_of_ours_are_named(monkeypatch):
+    monkeypatch.setattr(against_nanogpt, "prepare", lambda *how: pytest.fail("it began"))
+    for sizes in ("ad", "d", "abcabx"):
+        monkeypatch.setattr(against_nanogpt.sys, "argv", ["x", f"--sizes={sizes}"])
+        with pytest.raises(UserError, match=f"sizes must be some of a, b and c, got '{sizes}'"):
+            against_nanogpt.main()

@@ -71,7 +71,10 @@ def test_the_flops_are_counted_and_attentions_reckoned(trained):
         "mfu": 6 * WEIGHTS + full,
         "mfu_causal": 6 * WEIGHTS + causal,
     }
-    assert content["hf"]["counted"]["parameters"] == WEIGHTS + 5 * 32  # and gains
+    counted = content["hf"]["counted"]
+    assert counted["parameters"] == WEIGHTS + 5 * 32  # and gains
+    sizes = {"n_embd": 32, "vocab_size": 64, "block_size": 32, "dropout": 0.0, "bias": False}
+    assert {name: counted[name] for name in sizes} == sizes
     for r in content["rows"]:
         if r["mode"] == "train" and r["status"] == "ok":
             rate = 4 * 32 / (r["ms"] / 1e3)

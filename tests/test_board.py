@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -487,6 +489,19 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert len(told) == 3 and told[0].startswith("empty: it has no record.json")
     assert told[1].startswith("list: it has no record.json that can be read (no object)")
     assert told[2].startswith("mine: train sdpa: mfu is 0.6")
+
+
+def test_the_command_ends_with_what_the_check_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bench" / "records").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    for words, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr(sys, "argv", ["board", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(board.__file__, run_name="__main__")
+        assert ended.value.code == code
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
