@@ -546,6 +546,19 @@ def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
     assert not asked and worker.process.returncode is not None
 
 
+def test_a_worker_ends_however_its_set_up_ends(monkeypatch):
+    for error in (KeyboardInterrupt, MemoryError, Failure("died", ["x"])):
+        worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", "input(); input()"))
+
+        def ask(job: Any, error: Any = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(worker, "ask", ask)
+        with pytest.raises(type(error) if isinstance(error, Failure) else error):
+            worker.begin({})
+        assert worker.process.returncode is not None and worker.errors.closed
+
+
 def test_a_baseline_may_be_given_more_than_once(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings

@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import platform
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,6 +264,60 @@ def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
         worker.step_s = step_s
         worker.round({"seconds": 1.0})
     assert asked == [5, 3, 1]
+
+
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_what_comes_before_the_first_round_and_each_round(more, monkeypatch):
+    """The first step and its gradients; as many again; one that is timed, one that is looked at."""
+    worker = training.Training(job("train", "manual", grad_clip=0.0))
+    x, y = worker.batch
+    did: list[str] = []
+    held = iter((10, 20, 30))
+    step = worker.who.step
+
+    def noted(x: Any, y: Any, micro: int, mark: Any) -> Any:
+        did.append("step")
+        return step(x, y, micro, mark)
+
+    def timed(steps: int) -> dict[str, Any]:
+        did.append(f"{steps} timed")
+        return {"ms": 250.0}
+
+    def memory(device: Any, peak: bool = True) -> int:
+        did.append("peak" if peak else "held")
+        return next(held)
+
+    monkeypatch.setattr(worker.who, "step", noted)
+    monkeypatch.setattr(worker, "timed", timed)
+    monkeypatch.setattr(worker.scaler, "get_scale", lambda: 8.0)
+    monkeypatch.setattr(machine, "memory", memory)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    model = Job(job("train", "manual")).model()
+    loss = model(x, y)[1]
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    found = worker.round({"warm_up": True, "warm_up_steps": more})
+    assert did == ["step", "reset", *["step"] * more, "1 timed", "peak", "step", "reset"]
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6) and found["peak_bytes"] == 10
+    assert found["gradient_norm"] == pytest.approx(norm / 8, rel=1e-5)
+    assert worker.step_s == 0.25 and found["first_step_s"] > 0 and "profile" not in found
+    did.clear()
+    assert worker.round({"seconds": 1.1}) == {"ms": 250.0, "peak_bytes": 20}
+    assert did == ["step", "4 timed", "peak"]
+    did.clear()
+    assert worker.round({"steps": 7})["peak_bytes"] == 30 and did == ["7 timed", "peak"]
+
+
+def test_a_profile_is_taken_once(monkeypatch):
+    worker = training.Training(job("train", "manual"))
+    asked: list[int] = []
+    monkeypatch.setattr(worker, "profile", lambda steps: asked.append(steps) or {"of": steps})
+    monkeypatch.setattr(training, "profiler", lambda device: nullcontext())
+    monkeypatch.setattr(training, "kernels_of", lambda looking: {"kernels": ["x"]})
+    found = [worker.warm_up({"profile": n, "again": again, "warm_up_steps": 0})
+             for n in (0, 3) for again in (False, True)]  # fmt: skip
+    assert [answer.get("profile") for answer in found] == [None, None, {"of": 3}, None]
+    assert asked == [3] and all(answer["kernels"] == ["x"] for answer in found)
 
 
 def test_what_a_worker_tells_of_its_training(monkeypatch):

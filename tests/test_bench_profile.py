@@ -332,6 +332,11 @@ NAMES = [  # as the profiler gave them, with the shapes where it gives any
      "embedding"),
     ("triton_poi_fused_add_embedding_0", [], "embedding"),
     ("triton_poi_fused__to_copy_12", [], "norms and elementwise"),
+    ("nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_NTT", [], None),  # a product: which?
+    ("aten::copy_", [[TOKENS, C], [TOKENS, C]], None),
+    ("aten::scatter_reduce_", [[TOKENS, V], [], [TOKENS, 1]], "head and loss"),
+    ("aten::embedding_dense_backward", [[B, TOKENS // B, C]], "embedding"),
+    ("aten::index_put_", [[V, C]], None),
     ("triton_poi_fused_new_zeros_negative_1", [], "norms and elementwise"),
     ("triton_poi_fused_ne_0", [], "head and loss"),
     ("triton_poi_fused_concatenate_catalog_0", [], "norms and elementwise"),
@@ -339,11 +344,6 @@ NAMES = [  # as the profiler gave them, with the shapes where it gives any
     ("triton_per_fused_logsumexp_embedding_dense_backward_0", [], "head and loss"),
     ("triton_poi_fused_embedding_dense_backward_gelu_0", [], "embedding"),
     ("triton_poi_fused_embedding_native_dropout_0", [], "norms and elementwise"),
-    ("nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_NTT", [], None),  # a product: which?
-    ("aten::copy_", [[TOKENS, C], [TOKENS, C]], None),
-    ("aten::scatter_reduce_", [[TOKENS, V], [], [TOKENS, 1]], "head and loss"),
-    ("aten::embedding_dense_backward", [[B, TOKENS // B, C]], "embedding"),
-    ("aten::index_put_", [[V, C]], None),
 ]  # fmt: skip
 
 

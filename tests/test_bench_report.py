@@ -509,6 +509,8 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
     figure = pictures.length(plt, alone[::-1], look, {})
     time, memory = figure.axes
     plt.close(figure)
+    assert time.get_legend() and [line.get_label() for line in time.lines] == ["sdpa"]
+    assert [t.get_text() for t in time.get_xticklabels()] == ["128", "512", "2,048"]
     assert [*map(list, time.lines[0].get_data())] == [[128, 512, 2048], [1.0, 2.0, 8.0]]
     assert [*map(list, memory.lines[0].get_data())] == [[512, 2048], pytest.approx([3.0, 5.0])]
     assert memory.get_title().startswith("MB") and time.get_title().startswith("milliseconds")
@@ -516,6 +518,27 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
         time.lines[0].get_color() == "#0000ff" and time.get_xscale() == time.get_yscale() == "log"
     )
     assert figure._suptitle.get_text() == "batch 1, 4 heads of 64"
+
+
+def test_a_backend_looks_the_same_in_every_picture_and_like_no_other():
+    assert len({*pictures.COLOURS}) == len({*pictures.MARKERS}) == 14
+    seen: list[Any] = []
+
+    def noted(plt: Any, rows: Any, look: Any, content: Any) -> Any:
+        seen.append(([r["backend"] for r in rows], look))
+        return plt.figure()
+
+    table = [*TRAIN, *KERNEL, {**CONVERGE, "losses": [1.0]}, {**KERNEL[0], "backend": "b"}]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("speed", "length", "loss"):
+            patch.setattr(pictures, name, noted)
+        assert [*pictures.draw(content(table))] == ["speed", "length", "loss"]
+    (speed, look), (length, _), (loss, _) = seen
+    assert speed == ["manual", "sdpa", "sdpa_flash"] and loss == ["flex"]
+    assert length == ["manual", "sdpa"] * 4 + ["b"]
+    assert all(other is look for _, other in seen) or [*seen[1][1].items()] == [*look.items()]
+    assert [*look] == ["manual", "sdpa", "sdpa_flash", "flex", "triton", "b"]
+    assert len(set(look.values())) == 6
 
 
 def test_the_pictures_of_a_record(tmp_path):
@@ -536,6 +559,9 @@ def test_the_picture_of_losses_shows_percents_from_the_baseline():
     left, right = figure.axes
     plt.close(figure)
     assert [list(line.get_ydata()) for line in left.lines] == [[4.0, 2.0], [4.2, 1.0]]
+    assert [t.get_text() for t in left.get_legend().get_texts()] == ["manual", "sdpa"]
+    assert [line.get_color() for line in left.lines] == ["black", "red"]
+    assert left.get_ylabel() == "" and left.get_title() == "loss (nats a token)"
     off, tolerance = right.lines
     assert list(off.get_ydata()) == pytest.approx([5.0, 50.0]) and off.get_color() == "red"
     assert list(off.get_xdata()) == [1, 2] and tolerance.get_ydata()[0] == pytest.approx(3.0)

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import in_process
 import pytest
-from test_bench import SMALL, write_tokens
+from rich.console import Console
+from test_bench import SMALL, NoWorker, write_tokens
 
 import bench_mfu
 from bench import config as config_
@@ -334,6 +337,45 @@ def test_a_run_that_ends_says_so_in_plain_lines(monkeypatch):
     assert "INCOMPLETE" not in out and "\x1b" not in err
 
 
+def test_the_plain_lines_have_the_seconds_and_are_few(monkeypatch, capsys):
+    """Every result and every new thing that is done; of one thing a line in two seconds."""
+    clock = [100.0]
+    monkeypatch.setattr(bench_mfu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with bench_mfu.progress() as (watch, tell):
+        for at, line in ((100.4, "the machine"), (101.0, "proof: a"), (102.9, "proof: b"),
+                         (103.0, "proof: c"), (104.9, "proof: d"), (104.95, "round 1: a"),
+                         (105.0, "proof: e"), (1100.0, "proof: f")):  # fmt: skip
+            clock[0] = at
+            watch(line)
+            if line.endswith("d"):
+                tell("d: done")
+                tell("d: done")
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines() == [
+        "[   0 s] the machine", "[   1 s] proof: a", "[   3 s] proof: c", "[   5 s] d: done",
+        "[   5 s] d: done", "[   5 s] round 1: a", "[   5 s] proof: e", "[1000 s] proof: f",
+    ]  # fmt: skip
+
+
+def test_a_terminal_has_a_line_with_a_clock_and_the_results_above_it(monkeypatch, capsys):
+    screen = io.StringIO()
+
+    def terminal(stderr: bool) -> Any:
+        assert stderr
+        return Console(file=screen, force_terminal=True, width=80, legacy_windows=False)
+
+    monkeypatch.setattr(bench_mfu, "Console", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with bench_mfu.progress() as (watch, tell):
+        watch("round 1 of 2: sdpa")
+        tell("sdpa: 5 ms")
+        watch("round 2 of 2: sdpa")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "starting" in text or "round 1 of 2: sdpa" in text
+    assert "sdpa: 5 ms\n" in text and "0:00:00" in text and "round 2 of 2: sdpa" in text
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
     in_process.use(monkeypatch, stopping(2 + 2 * 9, end_time))  # in the last round but one
     argv = ["converge", *SMALL, "--backends=sdpa", "--steps=10", "--dataset=tiny", "--json"]
@@ -354,6 +396,44 @@ def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     in_process.use(monkeypatch, Refuses)
     assert bench_mfu.main([*SMALL, "--backends=sdpa"]) == 143
     assert "it was stopped by SIGTERM; nothing was measured" in capsys.readouterr().err
+
+
+def test_what_a_command_says_of_itself(tmp_path, monkeypatch):
+    """What was asked, what is measured and by which settings; and how it ended."""
+    in_process.use(monkeypatch, NoWorker)
+    asked: list[Bench] = []
+    rows_ = [{"mode": "decode", "backend": "sdpa", "point": {}, "status": "failed", "why": ["x"]}]
+
+    def mode(bench: Bench) -> list[dict[str, Any]]:
+        asked.append(bench)
+        bench.keep(bench, rows_)
+        return rows_
+
+    for name in ("decode", "train"):
+        monkeypatch.setitem(modes.MODES, name, mode)
+    argv = ["decode", *SMALL, "--backends=all,sdpa", "--dataset=two words", "--json"]
+    code, out, err = run([*argv, "--record=x", f"--records_dir={tmp_path}"])
+    (bench,) = asked
+    content = json.loads(out.splitlines()[-1])
+    assert code == 1  # nothing was measured
+    assert content["command"].startswith("python bench_mfu.py decode --device=cpu --n_layer=2")
+    assert "'--dataset=two words' --json" in content["command"]
+    assert content["mode"] == bench.mode == "decode" and content["format"] == 2
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(content["date"])
+    assert abs(age.total_seconds()) < 600 and content["source_sha256"]
+    assert [r["backend"] for r in content["rows"]] == ["sdpa", "triton"]
+    left = content["rows"][1]
+    assert (left["mode"], left["status"], left["point"]) == ("decode", "unavailable", {})
+    assert "settings: the defaults\n" in err or "settings: " in err
+    assert "vocabulary: 64 (--vocab_size)\n" in err
+    (record,) = tmp_path.glob("*_cpu_x")
+    assert f"record: {record}\n" in out and "bandwidth: " in out and "peak: " not in out
+    assert "triton" not in bench.backends and "sdpa" in bench.backends and bench.device == "cpu"
+    assert bench.stop.deadline is None and bench.vocab_size == 64
+    rows_[0]["status"] = "stopped"  # what is kept on the way is no end
+    run([*argv, "--minutes=2", "--batch_size=auto"])
+    left_s = (asked[1].stop.deadline or 0) - time.monotonic()
+    assert 0 < left_s < 121 and asked[1].config.fixed_batch is None
 
 
 def test_a_row_keeps_the_proof_of_its_kernel(monkeypatch):

@@ -24,7 +24,7 @@ from test_bench import SMALL, run, write_tokens
 import attention
 from attention.gpus import datasheet_tflops
 from bench import board, records
-from bench.verify import FROZEN, SHOWS, figures, source_state, verify
+from bench.verify import FROZEN, OTHERS, SHOWS, _kernel, figures, source_state, verify
 from core import flops
 from model import GPTConfig
 
@@ -581,4 +581,47 @@ def test_the_hash_of_the_rounds_needs_no_order_of_keys(content: Content) -> None
 
 
 def test_every_backend_has_names_to_be_known_by() -> None:
-    assert set(attention.BACKENDS) <= set(SHOWS)
+    assert set(attention.BACKENDS) | OTHERS == set(SHOWS)
+    assert {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"} == OTHERS
+
+
+# The short names that a backend's rows have, and the device's kernels on a GPU.
+SEEN: list[tuple[str, list[str], list[str]]] = [
+    ("manual", [], ["ampere_sgemm_32x128_tn"]), ("tiled", [], []), ("hf_eager", [], []),
+    *((name, [short], [device]) for name in ("sdpa", "hf_sdpa") for short, device in (
+        ("flash", "pytorch_flash::flash_fwd_kernel"), ("efficient", "fmha_cutlassF_bf16_aligned"),
+        ("cudnn", "cudnn_generated_fort_native_sdpa_sm90"), ("overrideable", "attn_fwd"))),
+    ("sdpa_flash", ["flash (FA3)"], ["flash_fwd_sm90"]),
+    ("sdpa_efficient", ["efficient"], ["fmha_cutlassB_f16"]),
+    ("sdpa_cudnn", ["cudnn"], ["cudnn_generated_fort_native_sdpa_sm90"]),
+    ("sdpa_math", ["math"], []), ("flex", [], ["triton_tem_fused_flex_attention_3"]),
+    ("triton", ["flash (our Triton)"], ["forward_kernel", "dkdv_kernel", "dq_kernel"]),
+    ("flash_attn_2", [], ["void flash::flash_fwd_kernel<64>"]),
+    ("flash_attn_3", [], ["cutlass::device_kernel<flash::FlashAttnFwdSm90>"]),
+    ("flash_attn_4", [], ["kernel_cutlass_FlashAttentionForwardSm100"]),
+    ("hf_flash_attention_2", [], ["flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"]),
+    ("paged", ["paged decode (Triton)"], []), ("paged", ["flash (CPU)"], []), ("paged", [], []),
+    ("nanogpt", ["flash"], []), ("nanogpt", [], []),
+]  # fmt: skip
+NAMELESS = {"manual", "tiled", "hf_eager", "sdpa_math", "paged", "nanogpt"}  # on the device
+
+
+@pytest.mark.parametrize("name, short, device", SEEN)
+def test_the_kernels_that_a_row_may_show(name: str, short: list[str], device: list[str]) -> None:
+    def found(*seen: list[str], cuda: bool = True, mode: str = "train") -> list[str]:
+        row = {"backend": name, "mode": mode, "kernels": seen[0], "device_kernels": seen[1]}
+        return list(_kernel(row, cuda))
+
+    another = "the profiler saw another kernel than is named: "
+    assert found(short, device) == [] == found(short, [], cuda=False, mode="decode")
+    foreign = "flash (our Triton)" if name != "triton" else "cudnn"
+    assert found([*short, foreign], device) == [another + foreign]
+    if name not in NAMELESS:
+        assert found(short, ["ampere_sgemm_32x128_tn"]) == [another + "ampere_sgemm_32x128_tn"]
+    if not short and name in ("manual", "tiled", "hf_eager"):
+        (why,) = found([], ["x", "void fmha_cutlassF", "cudnn::sdpa", "flash_fwd"])
+        assert why == another + "void fmha_cutlassF, cudnn::sdpa, flash_fwd"
+    nothing = ["the profiler saw no kernel of this backend"]
+    plain = name in ("manual", "tiled", "hf_eager", "paged", "nanogpt")
+    assert found([], []) == ([] if plain else nothing)
+    assert found([], [], mode="decode") == (nothing if short and not plain else [])

@@ -279,7 +279,8 @@ def test_a_signal_ends_the_run_and_a_stages_own_end_does_not(tmp_path, monkeypat
 def test_what_becomes_of_a_stage(found, status, why, monkeypatch) -> None:
     clock = iter((100.0, 107.5))
     monkeypatch.setattr(qualify, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    bench = replace(bench_of(device="cpu"), config=BenchConfig(lengths=(8,), batch_sizes=(1,)))
+    bench = replace(bench_of(device="cpu"), mode="decode")
+    bench.config = BenchConfig(kv_caches=("none", "static"))
     asked: list[Any] = []
     inside: list[Any] = []
 
@@ -310,8 +311,9 @@ def test_what_becomes_of_a_stage(found, status, why, monkeypatch) -> None:
         "watched": {"celsius": 5},
         "record": {} if raised else {"rows": []} if isinstance(found, Stop) else found,
     }  # fmt: skip
-    spec = {"n_head": 12, "n_kv_head": 12, "head_dim": 64, "window": None}
-    assert asked == [{"names": ["sdpa", "triton"], "specs": [spec]}]
+    spec = {"n_head": 12, "n_kv_head": 12, "head_dim": 64, "window": None, "grad": False}
+    specs = [{**spec, "cache": "none"}, {**spec, "cache": "static"}]
+    assert asked == [{"names": ["sdpa", "triton"], "specs": specs}]
     assert inside == ["begun", ({"triton": ["no"]}, 5.5)] + ["ended"] * (not raised)
 
 
@@ -759,7 +761,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
         {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
         {"name": "training", "status": "done", "watched":
-         {"held_down_by": ["heat (hardware)"]},
+         {"held_down_by": ["heat (hardware)", "its power cap"]},
          "record": {"rows": [row, no, no], "answers": ["MFU: x."]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
@@ -769,7 +771,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
         "cases not reached in the time: flash_attn_4 7",
         "right and nothing leaked: none",
         "large matmuls reach 300 TFLOP/s, 30% of the datasheet's 989.4",
-        "in the stage training the GPU's clock was held down by heat (hardware)",
+        "in the stage training the GPU's clock was held down by heat (hardware) and its power cap",
         "1 of 1 rows of training are noisy",
         "GPU 0 was in use",
         "Missing: proof: cut: its time was over.",
@@ -779,10 +781,10 @@ def test_the_page_says_what_is_wrong_here() -> None:
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
+    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"], ["[Lost]"], ["8"]]}
     found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
-    assert not any("GPU 1" in text for text in found)
+    assert not any("GPU" in text for text in found[1:])
     bounds = [["1000", "10"], ["1001", "0"], ["3", "11"]]  # MB, %
     some = [text[:5] for text in machine.busy("cuda", lambda query: bounds) if "GPU" in text]
     assert some == ["GPU 1", "GPU 2"]
