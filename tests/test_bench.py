@@ -790,10 +790,13 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
     begun: list[str] = []
 
     class Counts:
-        def __init__(self, timeout: float, stop: Any = None) -> None: ...
+        def __init__(self, timeout: float, stop: Any = None) -> None:
+            assert timeout == bench.config.timeout and stop is bench.stop
 
         def begin(self, job: Any) -> Counts:
             begun.append(job["name"])
+            assert job["train"]["compile"] is False and job["train"]["batch_size"] == 1
+            assert job["train"]["gradient_accumulation_steps"] == 1
             return self
 
         def ask(self, request: Any) -> dict[str, Any]:

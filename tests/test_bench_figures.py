@@ -37,6 +37,7 @@ from bench import (
     tables,
     training,
 )  # fmt: skip
+from bench import worker as worker_
 from bench.bench import Bench
 from bench.config import BenchConfig, load_config
 from bench.job import Job
@@ -363,6 +364,105 @@ def test_a_kernel_is_asked_for_in_the_dtype_of_the_run(monkeypatch):
     assert set(asked) == {(spec, *[torch.bfloat16] * 3)}
 
 
+def test_every_backend_is_called_with_the_same_numbers():
+    point = {"B": 2, "T": 6, "H": 4, "Hkv": 2, "D": 8, "window": None}
+    made = Kernels(job("kernel", "manual", dtype="bfloat16")).tensors(point)
+    again = Kernels(job("kernel", "sdpa", dtype="bfloat16")).tensors(point)
+    other = Kernels(job("kernel", "sdpa", dtype="bfloat16", seed=5)).tensors(point)
+    assert [tuple(t.shape) for t in made] == [(2, 6, n, 8) for n in (4, 2, 2, 4)]
+    assert all(map(torch.equal, made, again)) and not any(map(torch.equal, made, other))
+    assert [t.requires_grad for t in made] == [True, True, True, False]
+    assert {t.dtype for t in made} == {torch.bfloat16}
+
+
+def test_the_memory_of_a_call_is_what_it_takes_beyond_its_inputs(monkeypatch):
+    """Where the machine can tell the most since the call began; and the probe is made once."""
+    worker = Kernels(job("kernel", "manual"))
+    point = {"B": 1, "T": 4, "H": 2, "Hkv": 1, "D": 8, "window": None, "warm_up": True}
+    held, can, chosen = [500, 120], [True], list[Any]()
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: held[0 if peak else 1])
+    monkeypatch.setattr(machine, "reset_peak", lambda device: can[0])
+    select = kernels.select
+    monkeypatch.setattr(kernels, "select", lambda *how: chosen.append(how) or select(*how))
+    assert worker.round(point)["memory_bytes"] == 380
+    held[0] = 100  # what was freed between the two looks
+    assert worker.round(point)["memory_bytes"] == 0 and len(chosen) == 1
+    assert chosen[0][:3] == ("manual", Spec(2, 1, 8, "float32"), CPU)
+    can[0] = False
+    monkeypatch.setattr(kernels, "LONGEST_CHECKED", 4)
+    found = worker.round({**point, "window": 3})
+    assert "memory_bytes" not in found and "error_out" in found and len(chosen) == 2
+    found = worker.round({**point, "T": 5})
+    assert "error_out" not in found and found["point"]["T"] == 5 and len(chosen) == 2
+
+
+def test_the_bytes_of_a_token_are_of_the_dtype_and_of_the_heads_of_keys():
+    sizes: Any = {"n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_layer": 3}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        about = decoding.Decoding(job("decode", "sdpa", dtype=dtype, **sizes)).about
+        assert about["token_bytes"] == 2 * 3 * 2 * 8 * size
+        weights = 64 * 32 + 3 * ((32 + 2 * 16 + 32) * 32 + 8 * 32 * 32) + 7 * 32
+        assert about["weight_bytes"] == weights * size
+    assert decoding.weight_bytes(100, 60, 2) == 40 * 2 + 60
+
+
+def test_a_cache_is_asked_for_as_it_will_be_read(monkeypatch):
+    worker = decoding.Decoding(job("decode", "sdpa"))
+    asked: list[Any] = []
+    monkeypatch.setattr(worker.who.model, "attention", lambda **how: asked.append(how) or ("x", 1))
+    assert [worker.who.chosen(cache) for cache in ("none", "static", "paged")] == [["x"]] * 3
+    assert asked == [{"cache": "none", "page_size": None}, {"cache": "static", "page_size": None},
+                     {"cache": "paged", "page_size": 16}]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, says", [
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+                  "allocate memory: you tried to allocate 5 bytes.\nError code 12"),
+     "out of memory: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+     "allocate memory: you tried to allocate 5 bytes."),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+     "out of memory: CUDA out of memory. Tried"),
+    (ValueError(""), "ValueError: no message"), (KeyError("x"), "KeyError: 'x'"),
+    (RuntimeError("\n  boom \n"), "RuntimeError: boom"),
+])  # fmt: skip
+def test_what_a_worker_says_of_an_error(error, says, monkeypatch):
+    def fails(request: Any) -> Any:
+        raise error
+
+    handler = worker_.Handler()
+    handler.job = SimpleNamespace(round=fails, device=CPU)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: device is CPU)
+    assert handler.answer({}) == {"failed": says, "broken": False}
+    monkeypatch.setattr(machine, "reset_peak", fails)
+    assert handler.answer({}) == {"failed": says, "broken": True}
+    assert Outcome(failure=Failure("failed", [says])).out_of_memory == says.startswith("out of m")
+
+
+def test_what_a_worker_answers(monkeypatch):
+    """Where it was measured, in which run, and what it still holds; what may not run, and why."""
+    begun: list[Any] = []
+    held: list[Any] = []
+    made = SimpleNamespace(about={"title": "x"}, device=CPU, round=lambda request: {"ms": 1.0})
+    monkeypatch.setattr(worker_, "begin", lambda request: begun.append(request) or made)
+    monkeypatch.setattr(worker_, "describe", lambda device: f"{device} in words")
+    monkeypatch.setattr(machine, "empty_cache", lambda *how: held.append(how) or 77)
+    handler = worker_.Handler()
+    job = {"device": "cpu", "run": "abc"}
+    assert handler.answer(job) == {"ok": {"title": "x"}} and begun == [job] and not held
+    want = {"ok": {"ms": 1.0, "held_bytes": 77, "machine": "cpu in words, run abc"}}
+    assert handler.answer({}) == want and begun == [job]
+    made.keeps_memory = True
+    assert handler.answer({}) == want and held == [(CPU, False), (CPU, True)]
+    refused = attention.BackendUnavailable("attention backend 'x' cannot run here. x: no; and so")
+    for error, why in ((refused, "no; and so"), (UserError("what?"), "what?")):
+
+        def fails(request: Any, error: Any = error) -> Any:
+            raise error
+
+        made.round = fails
+        assert handler.answer({}) == {"unavailable": [why]}
+
+
 def test_the_calls_that_fill_a_round(monkeypatch):
     """Of one, two, four... calls until a tenth of the time is over; 5 ms each, the first 50."""
     for seconds, rounds, wanted in ((1.0, [1, 1, 2, 4, 8, 16, 32], 200), (0.01, [1], 1),
@@ -520,8 +620,8 @@ def test_a_pipe_in_a_cell_begins_no_column():
 
 
 def test_sizes_and_rates_as_people_read_them():
-    assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
-        "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
+    assert [tables.bytes_(n) for n in (None, 0, 5e6, 999e6, 1e9, 2.5e9)] == [
+        "-", "0.0 MB", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
     assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 999.0, 1000, 1234.4)] == [
         "-", "0.691", "4.51", "99.9", "999", "1,000", "1,234"]  # fmt: skip
 
@@ -963,6 +1063,48 @@ def test_all_that_is_known_of_a_machine(monkeypatch):
     assert (about["bandwidth"], about["bandwidth_source"]) == (8e9, "--bandwidth_gbs")
     about = machine.MachineProbe({**request, "bandwidth_gbs": None, "wants_bandwidth": False}).about
     assert (about["bandwidth"], about["bandwidth_source"]) == (None, "not measured")
+
+
+def test_what_is_known_of_a_gpu(monkeypatch):
+    """Its name, its driver, and beside the datasheet's rate the one that products reach."""
+    told = Job(job("machine", "", dtype="bfloat16"))
+    told.device = torch.device("cuda", 1)
+    asked: list[Any] = []
+    cuda = SimpleNamespace(get_device_name=lambda device: f"GPU {device.index}",
+                           get_device_capability=lambda device: (9, device.index))  # fmt: skip
+    for name, made in vars(cuda).items():
+        monkeypatch.setattr(machine.torch.cuda, name, made)
+    monkeypatch.setattr(machine, "cpu_name", lambda: "a CPU")
+    monkeypatch.setattr(machine, "describe", lambda device: "in words")
+    monkeypatch.setattr(machine, "free_memory", lambda device: asked.append("free") or 77)
+    monkeypatch.setattr(machine.peaks, "peak", lambda *how: asked.append(how) or Peak(9.0, "x"))
+    monkeypatch.setattr(machine.peaks, "best_peak", lambda *how: asked.append(how) or Peak(7.0, ""))
+    for lines, driver in (([["570.1"], ["570.2"]], "570.1"), ([], None)):
+        monkeypatch.setattr(machine, "nvidia_smi", lambda query, lines=lines: lines)
+        about = machine.look(told)
+        assert about["driver"] == driver and about["kind"] == "cuda"
+    assert (about["name"], about["cpu"], about["capability"]) == ("GPU 1", "a CPU", (9, 1))
+    assert (about["peak_tflops"], about["products_tflops"]) == (9.0, 7.0)
+    assert (about["peak_measured"], about["device"]) == (False, "cuda:1")
+    assert asked[:3] == ["free", (told.device, "bfloat16", None), (told.device, "bfloat16")]
+
+
+def test_nvidia_smi_is_asked_once_and_may_be_missing(monkeypatch):
+    ran: list[Any] = []
+    done = SimpleNamespace(returncode=0, stdout="570.1, 7\n 580.2 ,8\n")
+    answer = lambda command, **how: ran.append(command) or done  # noqa: E731
+    monkeypatch.setattr(machine.subprocess, "run", answer)
+    assert machine.nvidia_smi("a,b") == [["570.1", "7"], ["580.2", "8"]]
+    assert ran == [["nvidia-smi", "--query-gpu=a,b", "--format=csv,noheader,nounits"]]
+    done.returncode = 9
+    assert machine.nvidia_smi("a") == []
+    for error in (FileNotFoundError(), machine.subprocess.TimeoutExpired("x", 20)):
+
+        def fails(*how: Any, error: Any = error, **more: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(machine.subprocess, "run", fails)
+        assert machine.nvidia_smi("a") == []
 
 
 def test_a_cpu_with_work_for_half_its_cores_is_busy(monkeypatch):

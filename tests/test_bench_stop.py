@@ -369,10 +369,12 @@ def test_a_terminal_has_a_line_with_a_clock_and_the_results_above_it(monkeypatch
     with bench_mfu.progress() as (watch, tell):
         watch("round 1 of 2: sdpa")
         tell("sdpa: 5 ms")
-        watch("round 2 of 2: sdpa")
+        tell("flex: failed: no kernel for [b, t] in [/usr/lib]")  # which is no markup
+        watch("round 2 of 2: [a] sdpa")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "starting" in text or "round 1 of 2: sdpa" in text
-    assert "sdpa: 5 ms\n" in text and "0:00:00" in text and "round 2 of 2: sdpa" in text
+    assert "sdpa: 5 ms\n" in text and "0:00:00" in text and "round 2 of 2: [a] sdpa" in text
+    assert "flex: failed: no kernel for [b, t] in [/usr/lib]\n" in text
     assert capsys.readouterr() == ("", "")
 
 
@@ -497,6 +499,11 @@ def test_a_call_that_takes_long_leaves_out_the_next_length():
     assert plan.too_long(bench, "flex", ask, known(64, 0.01)) == ""  # launches, no work
     assert plan.too_long(bench, "sdpa", ask, known(4096, 0.6)) == ""
     assert plan.too_long(bench, "flex", {**ask, "window": 512}, known(4096, 9.0)) == ""
+    near = known(4096, 1.5)  # with windows of 256 and 512 it is the same kernel
+    near["flex", "B1 T4096"].warm["point"]["window"] = 256
+    why = plan.too_long(bench, "flex", {**ask, "window": 512}, near)
+    assert why.startswith("a call would take about 6 s, by 1.5 s")
+    assert plan.too_long(bench, "flex", ask, near) == ""
     assert plan.too_long(bench, "flex", {**ask, "D": 32}, known(4096, 0.6)) == ""
 
 

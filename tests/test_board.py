@@ -242,11 +242,16 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
         ({"final_losses": [9.0]}, "its final loss does not follow from its losses"),
         ({"losses": [9.0] * 10, "final_losses": [9.0], "final_loss": 9.0, "difference": 0.0},
          "off, not +0.00%"),
+        (lambda r: {"difference": -r["difference"] or 1e-6}, "its final loss is "),
+        (lambda r: {"time_saved": -r["time_saved"]}, "time_saved is "),
+        (lambda r: {"memory_saved": r["memory_saved"] + 1e-6}, "memory_saved is "),
+        (lambda r: {"final_loss": r["final_loss"] + 1e-6}, "does not follow from its losses"),
     ],
 )  # fmt: skip
-def test_a_failed_converge_is_refused(edit: Content, says: str, converged: Content) -> None:
+def test_a_failed_converge_is_refused(edit: Any, says: str, converged: Content) -> None:
     made = copy.deepcopy(converged)
-    row(made, "sdpa", "converge").update(edit)
+    sdpa = row(made, "sdpa", "converge")
+    sdpa.update(edit(sdpa) if callable(edit) else edit)
     assert any(says in why for why in check(made)), check(made)
 
 
@@ -502,6 +507,26 @@ def test_the_command_ends_with_what_the_check_found(
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(board.__file__, run_name="__main__")
         assert ended.value.code == code
+
+
+def test_how_far_a_line_of_the_board_can_be_trusted() -> None:
+    machine = {"peak_source": "datasheet: NVIDIA H200 datasheet"}
+    part: Content = {"machine": machine, "dirty": False, "commit": "0" * 40, "format": 2}
+    row = {"proof": {"error": 1.24e-6}}
+    assert board.trust(row, part) == ["datasheet", "1.2e-06", "checked"]
+    for more, says in (
+        ({"complete": True}, "checked"), ({"complete": False}, "checked, incomplete"),
+        ({"dirty": True}, "checked, uncommitted code"), ({"commit": None}, "checked, no commit"),
+        ({"dirty": None, "commit": None, "complete": False}, "checked, incomplete, no commit"),
+        ({"dirty": True, "commit": None}, "checked, uncommitted code"),
+        ({"format": 1, "dirty": True, "complete": False}, "before proofs were kept"),
+    ):  # fmt: skip
+        assert board.trust(row, {**part, **more})[2] == says
+    for source, says in (("--peak_tflops", "given"), ("measured: products", "measured"),
+                         ("measured then; now 3", "measured")):  # fmt: skip
+        assert board.trust(row, {**part, "machine": {"peak_source": source}})[0] == says
+    assert board.trust({**row, "error_out": 3e-7}, part)[1] == "3.0e-07"  # at this very shape
+    assert board.trust({"proof": None}, part)[1] == board.trust({}, part)[1] == "-"
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:

@@ -220,6 +220,24 @@ def test_on_a_gpu_the_fast_path_is_trained_beside_the_plain_one(tmp_path, monkey
     assert planned.given["kernels"].config.backends == ("sdpa", "manual")
 
 
+@pytest.mark.parametrize("free, sizes", [
+    (2 * 10**9, "4 layers, 256 wide, batch 4, 512 tokens"),
+    (39 * 10**9, "12 layers, 768 wide, batch 32, 1024 tokens")])  # fmt: skip
+def test_the_model_that_fits_is_what_the_record_is_of(free, sizes, tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    monkeypatch.setitem(NoWorker.about, "free_memory", free)
+    for module in (bench_mfu, config_):
+        monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setitem(globals(), "SMALL", [f"--data_dir={tmp_path}"])
+    _, out, told = planned.run("--stages=1")
+    small = free < 10**10
+    made = planned.written[-1][1]
+    assert f"Training: {sizes}\n" in told and f"record: {planned.written[0][0]}\n" in out
+    assert made["vocab_size"] == (1024 if small else 50304)
+    assert made["settings"]["n_layer"] == (4 if small else 12)
+    assert planned.given["machine"].vocab_size == made["vocab_size"]
+
+
 def test_the_record_is_written_after_every_stage(tmp_path, monkeypatch) -> None:
     planned = Planned(monkeypatch, tmp_path, proof="cut", decode="failed")
     code, out, _ = planned.run("--stages=1,2,5", "--record=x")
@@ -746,6 +764,15 @@ def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
     assert ask("manual", "gqa") == ask("manual", "canary, decode") == "right"
     assert ask("bad", "gqa") == ask("bad", "canary, training") == "wrong"
     assert ask("bad", "packed") == "refused"
+    judged: list[Any] = []
+    answer = SimpleNamespace(verdict="wrong", why=("dq is off", "dk, too"))
+    monkeypatch.setattr(proof.check, "judge", lambda *how: judged.append(how) or answer)
+    found = judge.round({"backend": "manual", "dtype": "bfloat16", "what": "gqa"})
+    assert found == {"verdict": "wrong", "why": "dq is off; dk, too"}
+    ((backend, item, here, device),) = judged
+    assert backend is attention.BACKENDS["manual"] and (item.name, item.dtype) == (
+        "gqa", "bfloat16")  # fmt: skip
+    assert here.device == device == "cpu"
 
 
 # --- the page, the machine ---
