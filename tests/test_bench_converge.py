@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_bench import SMALL, job, last_line, run, write_tokens
 
-from bench import candidates, modes, rows, training
+from bench import candidates, modes, rows, tables, training
 from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.job import Job
@@ -103,6 +103,24 @@ def test_what_a_backend_saves():
     assert rows.of_convergence(table, "manual", 0.01)
     assert table[1]["time_saved"] == 0.75 and table[1]["memory_saved"] == pytest.approx(0.2)
     assert table[1]["difference"] == 0.0
+
+
+def test_the_verdict_in_words_is_of_what_ran():
+    def said(*rows: dict[str, Any]) -> list[str]:
+        settings = {"tolerance": 0.015}
+        made = tables.answers({"mode": "converge", "rows": [*rows], "settings": settings})
+        return [text for text in made if text.startswith("Agreement")]
+
+    ok = {"mode": "converge", "status": "ok", "point": {}, "ms": 1.0, "rounds": [{"ms": 1.0}] * 2}
+    base = {**ok, "backend": "plain", "verdict": "baseline"}
+    good, bad = ({**ok, "backend": n, "verdict": v} for n, v in (("a", "ok"), ("b", "FAIL")))
+    assert said({**base, "status": "stopped"}) == said() == []
+    assert said(base, good) == ["Agreement: Every final loss is within 1.50% of plain's."]
+    assert said(base, bad, good, {**bad, "backend": "c"}) == [
+        "Agreement: FAIL: b, c ended further than 1.50% from plain."]  # fmt: skip
+    seeds = [{**r, "seed_noise": 0.01234} for r in (base, bad)]
+    (text,) = said(*seeds)
+    assert text.endswith("b ended further than 0.0123, as far as the seeds scatter, from plain.")
 
 
 def test_a_path_that_fails_the_verdict_is_exit_code_1(tmp_path, monkeypatch):

@@ -366,7 +366,8 @@ def test_a_kernel_is_asked_for_in_the_dtype_of_the_run(monkeypatch):
 
 def test_every_backend_is_called_with_the_same_numbers():
     point = {"B": 2, "T": 6, "H": 4, "Hkv": 2, "D": 8, "window": None}
-    made = Kernels(job("kernel", "manual", dtype="bfloat16")).tensors(point)
+    first = Kernels(job("kernel", "manual", dtype="bfloat16"))
+    made = [first.tensors(point) for _ in range(2)][1]  # in every round
     again = Kernels(job("kernel", "sdpa", dtype="bfloat16")).tensors(point)
     other = Kernels(job("kernel", "sdpa", dtype="bfloat16", seed=5)).tensors(point)
     assert [tuple(t.shape) for t in made] == [(2, 6, n, 8) for n in (4, 2, 2, 4)]
@@ -700,11 +701,12 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
     text = "".join(f"iter {n}: loss 4.0, time {took[n]:.2f}ms, mfu 1.00%\n" for n in took)
     commands: list[list[str]] = []
     monkeypatch.setattr(against_nanogpt, "run", lambda *how: commands.append(how[0]) or (text, 7))
-    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path), dtype="bfloat16")
+    config = against_nanogpt.BenchConfig(str(tmp_path), attention_backend="x", dtype="bfloat16")
     for loop in (against_nanogpt.ours, against_nanogpt.theirs):
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
-    assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+    for word in ("--dtype=bfloat16", "--attention_backend=x"):
+        assert word in commands[0] and word not in commands[1]
 
 
 @pytest.mark.parametrize(
@@ -962,6 +964,18 @@ def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
         asked.clear()
 
 
+def test_who_cannot_be_counted_is_told_and_who_is_stopped_just_ends(monkeypatch):
+    for kind, error, says in (("failed", UserError, "--hf=a/b: why; so"),
+                              ("stopped", Failure, "^why; so")):  # fmt: skip
+
+        def fails(self: Bench, *how: Any, kind: str = kind) -> Any:
+            raise Failure(kind, ["why", "so"])
+
+        monkeypatch.setattr(Bench, "ask_once", fails)
+        with pytest.raises(error, match=says):
+            asking("train", hf="a/b").count()
+
+
 def test_the_proof_of_a_row_is_its_worst_layers():
     """By how far it goes of what is allowed; kernels once, in order."""
     proofs = [{"error": 2.0, "allowed": 10.0}, {"error": 1.0, "allowed": 2.0}, None,
@@ -1155,7 +1169,7 @@ def test_what_is_said_and_kept_while_rounds_go_on(monkeypatch):
         asked.update(how, jobs=jobs, points=points, n=n)
         found = how["outcomes"]
         how["after_round"]()
-        for t in (30.0, 1.0, 2.0):
+        for t in (30.0, 2.0, 1.0):
             found["a", "x"].rounds.append({"ms": t})
         found["a", "y"].failure = Failure("died", ["gone"])
         found["c", "x"].failure = found["c", "y"].failure = Failure("failed", ["no", "really"])

@@ -347,6 +347,31 @@ NAMES = [  # as the profiler gave them, with the shapes where it gives any
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("device, shapes", [("cpu", False), ("cuda", True)])
+def test_the_profiler_looks_at_the_host_and_at_the_gpu(device, shapes, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", lambda **how: how)
+    activity = torch.profiler.ProfilerActivity
+    both = [activity.CPU] + [activity.CUDA] * (device == "cuda")
+    looking: Any = profiling.profiler(torch.device(device), shapes=shapes)
+    assert looking == {"activities": both, "record_shapes": shapes}
+
+
+def test_which_of_the_names_are_attentions():
+    host, gpu = DeviceType.CPU, DeviceType.CUDA
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    ran = [("aten::mm", host), (flash, host), ("nanoattn::flash_forward", host), (flash, host),
+           ("autograd::flash", host), ("void flash_fwd_kernel", gpu),
+           ("nvjet_gemm", gpu)]  # fmt: skip
+    averages = [SimpleNamespace(key=key, device_type=kind) for key, kind in ran]
+    looked: Any = SimpleNamespace(key_averages=lambda: averages)
+    found = profiling.kernels_of(looked)
+    assert found == {
+        "kernels": ["flash (CPU)", "flash (our Triton)"],
+        "events": [flash, "nanoattn::flash_forward", flash, "void flash_fwd_kernel"],
+        "device_kernels": ["void flash_fwd_kernel"],
+    }
+
+
 def test_every_part_that_a_profile_can_have_is_in_the_table():
     """Also time that nothing accounts for: the shares of the table are of the whole step."""
     assert set(roofline.PARTS) == {"linear", "head and loss", "attention", "embedding",
@@ -441,6 +466,7 @@ def eager() -> EventList:
     back = {"start_thread_id": 2}
     return linked(
         scope("head and loss", 0, 100),
+        Event("aten::view", 2, 4, sequence_nr=5),  # before the node of this number is made
         scope("linear", 5, 30),
         Event("aten::linear", 6, 29, sequence_nr=4),
         Event("aten::t", 7, 8, sequence_nr=4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,23 @@ def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
     b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
     assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
     assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_what_was_not_measured_to_its_end_is_not_compared(tmp_path, capsys):
+    cut = {**row("sdpa", [5.0, 5.0, 5.0]), "status": "stopped", "why": ["9 of 10 parts"]}
+    out = compare(tmp_path, content(TRAIN), content([TRAIN[0], cut]), capsys)
+    assert "sdpa" not in lines_of(out) and "only in A: sdpa, sdpa_flash" in out
+
+
+def test_a_record_says_which_is_a_and_which_is_b(tmp_path, capsys):
+    out = compare(tmp_path, content(TRAIN), content(TRAIN), capsys).splitlines()
+    assert out[:2] == [f"A: {tmp_path / 'a'}", f"B: {tmp_path / 'b' / 'record.json'}"]
+
+
+def test_the_records_are_the_projects_wherever_a_command_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path(records.__file__)
+    assert (found["ROOT"] / "bench_mfu.py").is_file() and found["source_sha256"]()
 
 
 def test_compare_takes_two_records_no_fewer_and_no_more():

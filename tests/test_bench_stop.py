@@ -285,12 +285,13 @@ ENDS = [
 def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, how, code, why):
     """After the warm-up of both and the first round of manual."""
     in_process.use(monkeypatch, stopping(3, how))
-    before = signal.getsignal(signal.SIGTERM)
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in both]
     argv = [*SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1", "--record=cut",
             f"--records_dir={tmp_path}", "--json"]  # fmt: skip
     ended, out, _ = run(argv)
     content = json.loads(out.splitlines()[-1])
-    assert ended == code and signal.getsignal(signal.SIGTERM) is before
+    assert ended == code and [signal.getsignal(number) for number in both] == before
     assert content["complete"] is False and content["incomplete"].startswith(why)
     assert content["incomplete"].endswith(
         "3 of 4 rows were not measured; 1 have fewer than 2 rounds"

@@ -235,6 +235,12 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
     assert any(says in why for why in found), found
 
 
+def worse(row: Content) -> Content:
+    """Figures of a run that ended half a percent above its baseline."""
+    loss = 1.005 * row["final_loss"] / (1 + row["difference"])
+    return {"losses": [loss] * 10, "final_losses": [loss], "final_loss": loss}
+
+
 @pytest.mark.parametrize(
     "edit, says",
     [
@@ -242,7 +248,7 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
         ({"final_losses": [9.0]}, "its final loss does not follow from its losses"),
         ({"losses": [9.0] * 10, "final_losses": [9.0], "final_loss": 9.0, "difference": 0.0},
          "off, not +0.00%"),
-        (lambda r: {"difference": -r["difference"] or 1e-6}, "its final loss is "),
+        (lambda r: dict(worse(r), difference=-0.005), "is +0.50% off, not -0.50%"),
         (lambda r: {"time_saved": -r["time_saved"]}, "time_saved is "),
         (lambda r: {"memory_saved": r["memory_saved"] + 1e-6}, "memory_saved is "),
         (lambda r: {"final_loss": r["final_loss"] + 1e-6}, "does not follow from its losses"),
@@ -338,6 +344,8 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: c["machine"].update(peak_source="datasheet: mine"), "no datasheet of"),
         (lambda c: c["machine"].update(peak_source="datasheet: "), "is not labelled: its source"),
         (lambda c: c["machine"].update(about="NVIDIA H200"), "and the record names NVIDIA H200"),
+        (lambda c: (c["machine"].update(peak_tflops=1e-9), row(c, "sdpa").update(mfu=0.9)),
+         "train sdpa: mfu is 0.9, but its rounds and sizes give None"),
         (lambda c: c.update(rows=None), "it is malformed"),
         (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
         (lambda c: c.update(vocab_size="64"), "vocab_size is '64', which is of another kind"),
@@ -507,6 +515,25 @@ def test_the_command_ends_with_what_the_check_found(
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(board.__file__, run_name="__main__")
         assert ended.value.code == code
+
+
+def test_the_heading_of_a_table_is_all_that_its_lines_have_in_common(content: Content) -> None:
+    point = {"B": 1, "T": 16, "H": 8, "Hkv": 2, "D": 64, "window": None}
+    alone: Content = {"mode": "kernel", "point": point}
+    assert board.heading(alone, content) == "8 heads of 64 (2 for keys), float32"
+    point |= {"Hkv": 8, "window": 128}
+    assert board.heading(alone, content) == "8 heads of 64, window 128, float32"
+    row: Content = {"mode": "train", "point": {}}
+    said = "2 layers, 32 wide, 2 heads, vocabulary 64, float32"
+    assert board.heading(row, content) == said
+    content["settings"] |= {
+        "n_kv_head": 1, "attention_window": 5, "bias": True, "dropout": 0.1, "steps": 70,
+        "gradient_checkpointing": True, "residual_dtype": "autocast",
+    }  # fmt: skip
+    said = ("2 layers, 32 wide, 2 heads (1 for keys), vocabulary 64, window 5, float32, biases, "
+            "dropout 0.1, gradient checkpointing, residual in autocast")  # fmt: skip
+    assert board.heading(row, content) == said
+    assert board.heading({**row, "mode": "converge"}, content) == said + ", 70 steps"
 
 
 def test_how_far_a_line_of_the_board_can_be_trusted() -> None:

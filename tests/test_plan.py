@@ -795,6 +795,28 @@ def run(*argv: str) -> tuple[int, str]:
 ARGV = ("--gpu=NVIDIA H200", "--config=config/train_gpt2.py", "--vocab_size=50304")
 
 
+def test_the_rings_that_divide_the_gpus_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves two, four and eight; else those that were asked for."""
+    for gpus, asked, rings in ((1, (), [1]), (6, (), [1, 2]), (8, (), [1, 2, 4, 8]),
+                               (16, (), [1, 2, 4, 8]), (8, (4, 1), [4, 1])):  # fmt: skip
+        config = replace(bench_mfu.load_config([*ARGV, "--device=cpu"], "plan").settings,
+                         gpus=(gpus,), context_parallels=asked)  # fmt: skip
+        p = on_h200("ddp", 8)
+        made = planned.plans(config, p.job, p.at, gpus)
+        ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus == 16)
+        assert [(p.parallel, p.context) for p in made] == [(w, n) for w in ways for n in rings]
+        assert all(p.gpus == gpus for p in made)
+
+
+def test_the_head_of_a_plan_says_what_a_step_is() -> None:
+    _, out = run(*ARGV, "--batch_size=6", "--gradient_accumulation_steps=40", "--gpus=8",
+                 "--context_parallels=1", "--gradient_checkpointing")  # fmt: skip
+    assert out.splitlines()[:3] == [
+        "PLANNED, not measured: 12 layers, 768 wide, on NVIDIA H200",
+        "240 x 1,024 tokens a step, at most 6 sequences in a micro-batch, bfloat16, gradient "
+        "checkpointing", "vocabulary: 50,304 (--vocab_size)"]  # fmt: skip
+
+
 def test_the_command_says_planned_in_every_table() -> None:
     code, out = run(*ARGV, "--gpus=8,64,512", "--json")
     *text, last = out.splitlines()
