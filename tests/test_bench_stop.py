@@ -277,7 +277,7 @@ def end_time(stop: Stop) -> None:
 ENDS = [
     (send(signal.SIGINT), 130, "it was stopped by Ctrl-C"),
     pytest.param(send(signal.SIGTERM), 143, "it was stopped by SIGTERM", marks=pytest.mark.slow),
-    (end_time, 0, "its time was over"),
+    pytest.param(end_time, 0, "its time was over", marks=pytest.mark.slow),
 ]
 
 
