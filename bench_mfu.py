@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,12 @@ def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """
     console = Console(stderr=True)
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(bar_width=20), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as shown:
             task = shown.add_task("starting", total=None)
-            yield (lambda what: shown.update(task, description=what)), console.print
+            show = partial(console.print, markup=False)  # an error may have brackets
+            yield (lambda what: shown.update(task, description=what)), show
         return
     began = last = time.monotonic()
     doing = ""

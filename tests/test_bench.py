@@ -67,6 +67,7 @@ class GPTConfig:
 class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.config = config
         self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = torch.nn.Embedding(config.block_size, config.n_embd)
         self.calls = []
@@ -78,6 +79,7 @@ class GPT(torch.nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
     def configure_optimizers(self, weight_decay, lr, betas, device_type):
         print("a line on stdout, which belongs to nobody")
+        self.asked = weight_decay, lr, betas, device_type
         return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -546,6 +548,19 @@ def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
     assert not asked and worker.process.returncode is not None
 
 
+def test_a_worker_ends_however_its_set_up_ends(monkeypatch):
+    for error in (KeyboardInterrupt, MemoryError, Failure("died", ["x"])):
+        worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", "input(); input()"))
+
+        def ask(job: Any, error: Any = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(worker, "ask", ask)
+        with pytest.raises(type(error) if isinstance(error, Failure) else error):
+            worker.begin({})
+        assert worker.process.returncode is not None and worker.errors.closed
+
+
 def test_a_baseline_may_be_given_more_than_once(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
     config = load_config(["--device=cpu", "--rival", f"nanogpt={tmp_path}", "--rival=hf"]).settings
@@ -762,6 +777,11 @@ def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
         fitting.largest(too_large, 10.0, 1e9)
 
 
+def test_a_small_model_may_take_thousands_of_sequences():
+    batch, limit, _ = fitting.largest(lambda b: (b * 1e-3, b * 1.0), 100.0, 50_000.0)
+    assert 47_500 * 7 / 8 <= batch <= 47_500 and limit == "memory"
+
+
 def test_what_is_foretold_fills_most_of_the_memory_and_none_of_the_time_is_kept_back():
     good = [(1, (0.1, 100.0)), (2, (0.2, 200.0))]
     assert fitting.following(good, 9.0, 1000.0) == (9, "memory")  # 950 bytes, 100 a sequence
@@ -777,10 +797,13 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
     begun: list[str] = []
 
     class Counts:
-        def __init__(self, timeout: float, stop: Any = None) -> None: ...
+        def __init__(self, timeout: float, stop: Any = None) -> None:
+            assert timeout == bench.config.timeout and stop is bench.stop
 
         def begin(self, job: Any) -> Counts:
             begun.append(job["name"])
+            assert job["train"]["compile"] is False and job["train"]["batch_size"] == 1
+            assert job["train"]["gradient_accumulation_steps"] == 1
             return self
 
         def ask(self, request: Any) -> dict[str, Any]:
@@ -943,6 +966,17 @@ def test_hf_baselines_are_what_they_say():
     with pytest.raises(UserError, match="it has no attention_window"):
         windowed = job("train", "auto", attention_window=4)
         training.Training({**windowed, "baseline": "hf=sdpa"})
+
+
+def test_nanogpt_has_the_sizes_and_the_optimizer_that_were_asked_for(tmp_path):
+    (tmp_path / "model.py").write_text(RIVAL, encoding="utf-8")
+    sizes: dict[str, Any] = {"block_size": 12, "n_layer": 3, "n_head": 4, "n_embd": 24,
+                             "dropout": 0.25, "bias": True}  # fmt: skip
+    told = Job(job("train", "", **sizes, weight_decay=0.2, learning_rate=0.3, beta1=0.4, beta2=0.5))
+    theirs = candidates.build(f"nanogpt={tmp_path / 'model.py'}", told)
+    assert asdict(theirs.model.config) == {**sizes, "vocab_size": 64}
+    theirs.for_training(theirs.setup.scaler())
+    assert theirs.model.asked == (0.2, 0.3, (0.4, 0.5), "cpu") and theirs.model.training
 
 
 def test_nanogpt_writes_without_a_cache_from_the_same_prompt(tmp_path):

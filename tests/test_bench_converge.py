@@ -9,10 +9,15 @@ from typing import Any
 
 import in_process
 import pytest
+import torch
 from test_bench import SMALL, job, last_line, run, write_tokens
 
-from bench import candidates, rows
+from bench import candidates, modes, rows, tables, training
+from bench.bench import Bench
+from bench.config import BenchConfig
 from bench.job import Job
+from core.settings import UserError
+from train import TrainConfig
 
 
 def argv(tmp_path: Path, *more: str) -> list[str]:
@@ -100,6 +105,24 @@ def test_what_a_backend_saves():
     assert table[1]["difference"] == 0.0
 
 
+def test_the_verdict_in_words_is_of_what_ran():
+    def said(*rows: dict[str, Any]) -> list[str]:
+        settings = {"tolerance": 0.015}
+        made = tables.answers({"mode": "converge", "rows": [*rows], "settings": settings})
+        return [text for text in made if text.startswith("Agreement")]
+
+    ok = {"mode": "converge", "status": "ok", "point": {}, "ms": 1.0, "rounds": [{"ms": 1.0}] * 2}
+    base = {**ok, "backend": "plain", "verdict": "baseline"}
+    good, bad = ({**ok, "backend": n, "verdict": v} for n, v in (("a", "ok"), ("b", "FAIL")))
+    assert said({**base, "status": "stopped"}) == said() == []
+    assert said(base, good) == ["Agreement: Every final loss is within 1.50% of plain's."]
+    assert said(base, bad, good, {**bad, "backend": "c"}) == [
+        "Agreement: FAIL: b, c ended further than 1.50% from plain."]  # fmt: skip
+    seeds = [{**r, "seed_noise": 0.01234} for r in (base, bad)]
+    (text,) = said(*seeds)
+    assert text.endswith("b ended further than 0.0123, as far as the seeds scatter, from plain.")
+
+
 def test_a_path_that_fails_the_verdict_is_exit_code_1(tmp_path, monkeypatch):
     in_process.use(monkeypatch)
 
@@ -122,3 +145,98 @@ def test_the_plain_step_is_the_seeds_and_unfused():
         losses.append([float(plain.step(x, y, 1, lambda part: None)) for _ in range(3)])
     assert losses[0] == losses[1] != losses[2]
     assert losses[0][2] < losses[0][0]
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, list[Any], list[Any]]:
+    """A converge run of two seeds whose rounds are made up: its settings, what each seed asks of
+    the rounds, and the rows of jobs that give `parts` of them."""
+    train = TrainConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, dtype="bfloat16", seed=7,
+                        gradient_accumulation_steps=5, attention_backend="sdpa", compile=True,
+                        residual_dtype="autocast", data_dir="d", dataset="t")  # fmt: skip
+    settings = BenchConfig(train=train, batch_size=3, steps=40, seeds=2, rounds=4, **config)
+    here = {"peak_tflops": 1.0, "peak_source": "given", "peak_measured": False}
+    bench = Bench("converge", settings, "cpu", 64, ["flex", "sdpa"], None, print, here)
+    monkeypatch.setattr(modes.data, "load", lambda *told: asked.append(told))
+    asked: list[Any] = []
+    tables: list[Any] = []
+
+    def measure(self: Any, found: Any, jobs: Any, points: Any, row: Any, **how: Any) -> list[Any]:
+        judge, made = how.pop("judge"), []
+        asked.append((jobs, points, how))
+        for i, name in enumerate(jobs):
+            final = [2.0, 2.01, 2.5, 2.5][i]
+            outcome = found[name, ""]
+            part = {"ms": 4.0, "losses": [final] * 4}
+            outcome.about = {"base_bytes": 1, "compiled": False, "dtype": "float32"}
+            outcome.rounds += [part] * (9 if i == 1 and len(outcome.rounds) == 10 else 10)
+            made.append(row(name, "", outcome))
+        judge(made)
+        tables.append(made)
+        return made
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    assert modes.converge(bench) is tables[-1]
+    return train, asked, tables
+
+
+def test_every_seed_is_a_training_of_its_own_on_the_same_schedule(monkeypatch):
+    train, (loaded, *seeds), tables = asked_of(monkeypatch)
+    assert loaded == (Path("d/t"), "train", 16, 64) and len(seeds) == 2
+    for n, (jobs, points, how) in enumerate(seeds):
+        assert list(jobs) == ["manual", "flex", "sdpa"] and points == {"": {"steps": 4}}
+        assert how == {"rounds": 10, "fresh": False}
+        for name, told in jobs.items():
+            assert (told["job"], told["name"], told["baseline"]) == ("converge", name, "")
+            schedule = {"seed": 7 + n, "max_iters": 40, "lr_decay_iters": 40, "warmup_iters": 4}
+            own = {"batch_size": 3, "attention_backend": name, "attention_fallback": False}
+            assert told["train"] == {**vars(train), **schedule, **own}
+    # after the first seed there is no final loss yet; after both, of all who did every part
+    assert [(r["status"], r["why"]) for r in tables[0]] == [("stopped", ["10 of 20 parts"])] * 3
+    manual, flex, sdpa = tables[1]
+    assert (flex["status"], flex["why"]) == ("stopped", ["19 of 20 parts"])
+    assert "verdict" not in flex and manual["verdict"] == "baseline" and sdpa["verdict"] == "FAIL"
+    assert manual["final_losses"] == [2.0, 2.0] and len(manual["losses"]) == 40
+    assert manual["tokens_a_step"] == 3 * 5 * 16
+    assert manual["tokens_per_s"] == pytest.approx(3 * 5 * 16 / 4e-3)
+
+
+def test_the_paths_are_trained_beside_a_plain_one_in_all(monkeypatch):
+    paths = ("float32", "bfloat16", "bfloat16-residual")
+    train, (_, (jobs, _, _), _), tables = asked_of(monkeypatch, paths=paths)
+    assert {name: told["baseline"] for name, told in jobs.items()} == {
+        "plain": "plain", "float32": "", "bfloat16": "", "bfloat16-residual": ""}  # fmt: skip
+    names = ("dtype", "tf32", "attention_backend", "compile", "residual_dtype", "onednn")
+    kept = (train.tf32, "sdpa", True)
+    assert {name: tuple(told["train"][n] for n in names) for name, told in jobs.items()} == {
+        "plain": ("float32", False, "manual", False, "float32", train.onednn),
+        "float32": ("float32", *kept, "autocast", train.onednn),
+        "bfloat16": ("bfloat16", *kept, "autocast", train.onednn),
+        "bfloat16-residual": ("bfloat16", *kept, "autocast", train.onednn),
+    }
+    assert tables[1][0]["verdict"] == "baseline" and tables[1][0]["backend"] == "plain"
+
+
+def test_what_converge_cannot_do_is_told_at_once(monkeypatch):
+    for config, says in (
+        ({"steps": 45}, "must be a multiple of 10, got 45"),
+        ({"steps": 5}, "must be a multiple of 10, got 5"),
+        ({"batch_size": "auto", "steps": 10}, "has no place in converge"),
+    ):
+        bench = Bench("converge", BenchConfig(**config), "cpu", 64, ["sdpa"], None, print)
+        with pytest.raises(UserError, match=says):
+            modes.converge(bench)
+
+
+def test_compiling_a_converge_run_is_no_step_of_it(tmp_path):
+    """The pass that compiles leaves no gradient, no moment and no weight behind."""
+    told = job("converge", "manual", dataset="tiny", data_dir=str(write_tokens(tmp_path)))
+    losses = []
+    for compiled in (False, True):
+        worker = training.Training(told)
+        worker.compiled = compiled
+        before = [p.clone() for p in worker.who.model.parameters()]
+        worker.warm_up({})
+        assert all(map(torch.equal, before, worker.who.model.parameters()))
+        assert all(p.grad is None for p in worker.who.model.parameters())
+        losses.append(worker.round({"steps": 3})["losses"])
+    assert losses[0] == losses[1]

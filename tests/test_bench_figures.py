@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import platform
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from bench import (
     tables,
     training,
 )  # fmt: skip
+from bench import worker as worker_
 from bench.bench import Bench
 from bench.config import BenchConfig, load_config
 from bench.job import Job
@@ -265,6 +267,60 @@ def test_a_round_has_as_many_steps_as_its_seconds_hold(monkeypatch):
     assert asked == [5, 3, 1]
 
 
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_what_comes_before_the_first_round_and_each_round(more, monkeypatch):
+    """The first step and its gradients; as many again; one that is timed, one that is looked at."""
+    worker = training.Training(job("train", "manual", grad_clip=0.0))
+    x, y = worker.batch
+    did: list[str] = []
+    held = iter((10, 20, 30))
+    step = worker.who.step
+
+    def noted(x: Any, y: Any, micro: int, mark: Any) -> Any:
+        did.append("step")
+        return step(x, y, micro, mark)
+
+    def timed(steps: int) -> dict[str, Any]:
+        did.append(f"{steps} timed")
+        return {"ms": 250.0}
+
+    def memory(device: Any, peak: bool = True) -> int:
+        did.append("peak" if peak else "held")
+        return next(held)
+
+    monkeypatch.setattr(worker.who, "step", noted)
+    monkeypatch.setattr(worker, "timed", timed)
+    monkeypatch.setattr(worker.scaler, "get_scale", lambda: 8.0)
+    monkeypatch.setattr(machine, "memory", memory)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    model = Job(job("train", "manual")).model()
+    loss = model(x, y)[1]
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    found = worker.round({"warm_up": True, "warm_up_steps": more})
+    assert did == ["step", "reset", *["step"] * more, "1 timed", "peak", "step", "reset"]
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6) and found["peak_bytes"] == 10
+    assert found["gradient_norm"] == pytest.approx(norm / 8, rel=1e-5)
+    assert worker.step_s == 0.25 and found["first_step_s"] > 0 and "profile" not in found
+    did.clear()
+    assert worker.round({"seconds": 1.1}) == {"ms": 250.0, "peak_bytes": 20}
+    assert did == ["step", "4 timed", "peak"]
+    did.clear()
+    assert worker.round({"steps": 7})["peak_bytes"] == 30 and did == ["7 timed", "peak"]
+
+
+def test_a_profile_is_taken_once(monkeypatch):
+    worker = training.Training(job("train", "manual"))
+    asked: list[int] = []
+    monkeypatch.setattr(worker, "profile", lambda steps: asked.append(steps) or {"of": steps})
+    monkeypatch.setattr(training, "profiler", lambda device: nullcontext())
+    monkeypatch.setattr(training, "kernels_of", lambda looking: {"kernels": ["x"]})
+    found = [worker.warm_up({"profile": n, "again": again, "warm_up_steps": 0})
+             for n in (0, 3) for again in (False, True)]  # fmt: skip
+    assert [answer.get("profile") for answer in found] == [None, None, {"of": 3}, None]
+    assert asked == [3] and all(answer["kernels"] == ["x"] for answer in found)
+
+
 def test_what_a_worker_tells_of_its_training(monkeypatch):
     """The dtype that was taken, not the one that was asked for; the memory before the model."""
     held = iter(range(100, 200))
@@ -306,6 +362,106 @@ def test_a_kernel_is_asked_for_in_the_dtype_of_the_run(monkeypatch):
     worker.round({**point, "seconds": 1e-9})
     spec = Spec(4, 2, 8, "bfloat16", window=3, hub_kernels=worker.config.attention_hub_kernels)
     assert set(asked) == {(spec, *[torch.bfloat16] * 3)}
+
+
+def test_every_backend_is_called_with_the_same_numbers():
+    point = {"B": 2, "T": 6, "H": 4, "Hkv": 2, "D": 8, "window": None}
+    first = Kernels(job("kernel", "manual", dtype="bfloat16"))
+    made = [first.tensors(point) for _ in range(2)][1]  # in every round
+    again = Kernels(job("kernel", "sdpa", dtype="bfloat16")).tensors(point)
+    other = Kernels(job("kernel", "sdpa", dtype="bfloat16", seed=5)).tensors(point)
+    assert [tuple(t.shape) for t in made] == [(2, 6, n, 8) for n in (4, 2, 2, 4)]
+    assert all(map(torch.equal, made, again)) and not any(map(torch.equal, made, other))
+    assert [t.requires_grad for t in made] == [True, True, True, False]
+    assert {t.dtype for t in made} == {torch.bfloat16}
+
+
+def test_the_memory_of_a_call_is_what_it_takes_beyond_its_inputs(monkeypatch):
+    """Where the machine can tell the most since the call began; and the probe is made once."""
+    worker = Kernels(job("kernel", "manual"))
+    point = {"B": 1, "T": 4, "H": 2, "Hkv": 1, "D": 8, "window": None, "warm_up": True}
+    held, can, chosen = [500, 120], [True], list[Any]()
+    monkeypatch.setattr(machine, "memory", lambda device, peak=True: held[0 if peak else 1])
+    monkeypatch.setattr(machine, "reset_peak", lambda device: can[0])
+    select = kernels.select
+    monkeypatch.setattr(kernels, "select", lambda *how: chosen.append(how) or select(*how))
+    assert worker.round(point)["memory_bytes"] == 380
+    held[0] = 100  # what was freed between the two looks
+    assert worker.round(point)["memory_bytes"] == 0 and len(chosen) == 1
+    assert chosen[0][:3] == ("manual", Spec(2, 1, 8, "float32"), CPU)
+    can[0] = False
+    monkeypatch.setattr(kernels, "LONGEST_CHECKED", 4)
+    found = worker.round({**point, "window": 3})
+    assert "memory_bytes" not in found and "error_out" in found and len(chosen) == 2
+    found = worker.round({**point, "T": 5})
+    assert "error_out" not in found and found["point"]["T"] == 5 and len(chosen) == 2
+
+
+def test_the_bytes_of_a_token_are_of_the_dtype_and_of_the_heads_of_keys():
+    sizes: Any = {"n_head": 4, "n_kv_head": 2, "n_embd": 32, "n_layer": 3}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        about = decoding.Decoding(job("decode", "sdpa", dtype=dtype, **sizes)).about
+        assert about["token_bytes"] == 2 * 3 * 2 * 8 * size
+        weights = 64 * 32 + 3 * ((32 + 2 * 16 + 32) * 32 + 8 * 32 * 32) + 7 * 32
+        assert about["weight_bytes"] == weights * size
+    assert decoding.weight_bytes(100, 60, 2) == 40 * 2 + 60
+
+
+def test_a_cache_is_asked_for_as_it_will_be_read(monkeypatch):
+    worker = decoding.Decoding(job("decode", "sdpa"))
+    asked: list[Any] = []
+    monkeypatch.setattr(worker.who.model, "attention", lambda **how: asked.append(how) or ("x", 1))
+    assert [worker.who.chosen(cache) for cache in ("none", "static", "paged")] == [["x"]] * 3
+    assert asked == [{"cache": "none", "page_size": None}, {"cache": "static", "page_size": None},
+                     {"cache": "paged", "page_size": 16}]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, says", [
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+                  "allocate memory: you tried to allocate 5 bytes.\nError code 12"),
+     "out of memory: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+     "allocate memory: you tried to allocate 5 bytes."),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+     "out of memory: CUDA out of memory. Tried"),
+    (ValueError(""), "ValueError: no message"), (KeyError("x"), "KeyError: 'x'"),
+    (RuntimeError("\n  boom \n"), "RuntimeError: boom"),
+])  # fmt: skip
+def test_what_a_worker_says_of_an_error(error, says, monkeypatch):
+    def fails(request: Any) -> Any:
+        raise error
+
+    handler = worker_.Handler()
+    handler.job = SimpleNamespace(round=fails, device=CPU)
+    monkeypatch.setattr(machine, "reset_peak", lambda device: device is CPU)
+    assert handler.answer({}) == {"failed": says, "broken": False}
+    monkeypatch.setattr(machine, "reset_peak", fails)
+    assert handler.answer({}) == {"failed": says, "broken": True}
+    assert Outcome(failure=Failure("failed", [says])).out_of_memory == says.startswith("out of m")
+
+
+def test_what_a_worker_answers(monkeypatch):
+    """Where it was measured, in which run, and what it still holds; what may not run, and why."""
+    begun: list[Any] = []
+    held: list[Any] = []
+    made = SimpleNamespace(about={"title": "x"}, device=CPU, round=lambda request: {"ms": 1.0})
+    monkeypatch.setattr(worker_, "begin", lambda request: begun.append(request) or made)
+    monkeypatch.setattr(worker_, "describe", lambda device: f"{device} in words")
+    monkeypatch.setattr(machine, "empty_cache", lambda *how: held.append(how) or 77)
+    handler = worker_.Handler()
+    job = {"device": "cpu", "run": "abc"}
+    assert handler.answer(job) == {"ok": {"title": "x"}} and begun == [job] and not held
+    want = {"ok": {"ms": 1.0, "held_bytes": 77, "machine": "cpu in words, run abc"}}
+    assert handler.answer({}) == want and begun == [job]
+    made.keeps_memory = True
+    assert handler.answer({}) == want and held == [(CPU, False), (CPU, True)]
+    refused = attention.BackendUnavailable("attention backend 'x' cannot run here. x: no; and so")
+    for error, why in ((refused, "no; and so"), (UserError("what?"), "what?")):
+
+        def fails(request: Any, error: Any = error) -> Any:
+            raise error
+
+        made.round = fails
+        assert handler.answer({}) == {"unavailable": [why]}
 
 
 def test_the_calls_that_fill_a_round(monkeypatch):
@@ -465,8 +621,8 @@ def test_a_pipe_in_a_cell_begins_no_column():
 
 
 def test_sizes_and_rates_as_people_read_them():
-    assert [tables.bytes_(n) for n in (None, 5e6, 999e6, 1e9, 2.5e9)] == [
-        "-", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
+    assert [tables.bytes_(n) for n in (None, 0, 5e6, 999e6, 1e9, 2.5e9)] == [
+        "-", "0.0 MB", "5.0 MB", "999.0 MB", "1.00 GB", "2.50 GB"]  # fmt: skip
     assert [tables.number(x) for x in (None, 0.6912, 4.51, 99.94, 999.0, 1000, 1234.4)] == [
         "-", "0.691", "4.51", "99.9", "999", "1,000", "1,234"]  # fmt: skip
 
@@ -545,11 +701,12 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
     text = "".join(f"iter {n}: loss 4.0, time {took[n]:.2f}ms, mfu 1.00%\n" for n in took)
     commands: list[list[str]] = []
     monkeypatch.setattr(against_nanogpt, "run", lambda *how: commands.append(how[0]) or (text, 7))
-    config = against_nanogpt.BenchConfig(nanogpt=str(tmp_path), dtype="bfloat16")
+    config = against_nanogpt.BenchConfig(str(tmp_path), attention_backend="x", dtype="bfloat16")
     for loop in (against_nanogpt.ours, against_nanogpt.theirs):
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
-    assert "--dtype=bfloat16" in commands[0] and "--dtype=bfloat16" not in commands[1]
+    for word in ("--dtype=bfloat16", "--attention_backend=x"):
+        assert word in commands[0] and word not in commands[1]
 
 
 @pytest.mark.parametrize(
@@ -807,6 +964,18 @@ def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
         asked.clear()
 
 
+def test_who_cannot_be_counted_is_told_and_who_is_stopped_just_ends(monkeypatch):
+    for kind, error, says in (("failed", UserError, "--hf=a/b: why; so"),
+                              ("stopped", Failure, "^why; so")):  # fmt: skip
+
+        def fails(self: Bench, *how: Any, kind: str = kind) -> Any:
+            raise Failure(kind, ["why", "so"])
+
+        monkeypatch.setattr(Bench, "ask_once", fails)
+        with pytest.raises(error, match=says):
+            asking("train", hf="a/b").count()
+
+
 def test_the_proof_of_a_row_is_its_worst_layers():
     """By how far it goes of what is allowed; kernels once, in order."""
     proofs = [{"error": 2.0, "allowed": 10.0}, {"error": 1.0, "allowed": 2.0}, None,
@@ -910,6 +1079,48 @@ def test_all_that_is_known_of_a_machine(monkeypatch):
     assert (about["bandwidth"], about["bandwidth_source"]) == (None, "not measured")
 
 
+def test_what_is_known_of_a_gpu(monkeypatch):
+    """Its name, its driver, and beside the datasheet's rate the one that products reach."""
+    told = Job(job("machine", "", dtype="bfloat16"))
+    told.device = torch.device("cuda", 1)
+    asked: list[Any] = []
+    cuda = SimpleNamespace(get_device_name=lambda device: f"GPU {device.index}",
+                           get_device_capability=lambda device: (9, device.index))  # fmt: skip
+    for name, made in vars(cuda).items():
+        monkeypatch.setattr(machine.torch.cuda, name, made)
+    monkeypatch.setattr(machine, "cpu_name", lambda: "a CPU")
+    monkeypatch.setattr(machine, "describe", lambda device: "in words")
+    monkeypatch.setattr(machine, "free_memory", lambda device: asked.append("free") or 77)
+    monkeypatch.setattr(machine.peaks, "peak", lambda *how: asked.append(how) or Peak(9.0, "x"))
+    monkeypatch.setattr(machine.peaks, "best_peak", lambda *how: asked.append(how) or Peak(7.0, ""))
+    for lines, driver in (([["570.1"], ["570.2"]], "570.1"), ([], None)):
+        monkeypatch.setattr(machine, "nvidia_smi", lambda query, lines=lines: lines)
+        about = machine.look(told)
+        assert about["driver"] == driver and about["kind"] == "cuda"
+    assert (about["name"], about["cpu"], about["capability"]) == ("GPU 1", "a CPU", (9, 1))
+    assert (about["peak_tflops"], about["products_tflops"]) == (9.0, 7.0)
+    assert (about["peak_measured"], about["device"]) == (False, "cuda:1")
+    assert asked[:3] == ["free", (told.device, "bfloat16", None), (told.device, "bfloat16")]
+
+
+def test_nvidia_smi_is_asked_once_and_may_be_missing(monkeypatch):
+    ran: list[Any] = []
+    done = SimpleNamespace(returncode=0, stdout="570.1, 7\n 580.2 ,8\n")
+    answer = lambda command, **how: ran.append(command) or done  # noqa: E731
+    monkeypatch.setattr(machine.subprocess, "run", answer)
+    assert machine.nvidia_smi("a,b") == [["570.1", "7"], ["580.2", "8"]]
+    assert ran == [["nvidia-smi", "--query-gpu=a,b", "--format=csv,noheader,nounits"]]
+    done.returncode = 9
+    assert machine.nvidia_smi("a") == []
+    for error in (FileNotFoundError(), machine.subprocess.TimeoutExpired("x", 20)):
+
+        def fails(*how: Any, error: Any = error, **more: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(machine.subprocess, "run", fails)
+        assert machine.nvidia_smi("a") == []
+
+
 def test_a_cpu_with_work_for_half_its_cores_is_busy(monkeypatch):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
     for load, said in ((4.0, []), (4.04, ["4.0"]), (6.0, ["6.0"])):
@@ -924,3 +1135,92 @@ def test_a_target_is_the_token_that_follows():
     assert not torch.equal(x, y) and 32 < int(x.max()) < 64
     again = Job(job("train", "manual")).random_tokens(3)
     assert torch.equal(again[0], x) and torch.equal(again[1], y)
+
+
+@pytest.mark.parametrize("kind, started, stopped", [
+    ("cpu", ["wait", "stamp"], ["stamp", "wait", "stamp"]),
+    ("cuda", ["wait", "stamp"], ["stamp", "wait"])])  # fmt: skip
+def test_an_interval_begins_and_ends_with_nothing_under_way(kind, started, stopped, monkeypatch):
+    """A device's own stamp stands in its queue behind the work; the host's is taken after it."""
+    did: list[str] = []
+    monkeypatch.setattr(machine, "synchronize", lambda device: did.append("wait"))
+    clock = machine.Clock(torch.device(kind))
+    monkeypatch.setattr(clock, "stamp", lambda: did.append("stamp") or len(did))
+    assert clock.start() == 2 and did == started
+    did.clear()
+    assert clock.stop() == (1 if kind == "cuda" else 3) and did == stopped
+
+
+def test_what_is_said_and_kept_while_rounds_go_on(monkeypatch):
+    """Who is done with the median, who failed once for each reason; who may not run gets none."""
+    bench = asking("kernel", rounds=4, timeout=5.0)
+    said: list[str] = []
+    kept: list[Any] = []
+    judged: list[int] = []
+    asked: dict[str, Any] = {}
+    bench.tell, bench.refused = said.append, {"b": ["it may not", "never"]}
+    bench.keep = lambda bench, table: kept.append((len(table), table[0], judged[-1]))
+    bench.earlier = [{"mode": "train"}]
+    bench.machine |= {"memory_limit": 1000}
+    looks: list[str] = []
+    monkeypatch.setattr(Bench, "look_again", lambda self: looks.append("again"))
+
+    def rounds(jobs: Any, points: Any, n: int, **how: Any) -> tuple[Any, bool]:
+        asked.update(how, jobs=jobs, points=points, n=n)
+        found = how["outcomes"]
+        how["after_round"]()
+        for t in (30.0, 2.0, 1.0):
+            found["a", "x"].rounds.append({"ms": t})
+        found["a", "y"].failure = Failure("died", ["gone"])
+        found["c", "x"].failure = found["c", "y"].failure = Failure("failed", ["no", "really"])
+        found["d", "x"].failure = Failure("skipped", ["too long"])
+        found["d", "y"].failure = Failure("stopped", ["its time was over"])
+        for name in "acd":
+            how["known"](name, "x")
+            how["known"](name, "y")
+        how["after_round"]()
+        bench.stop.why = "its time was over"
+        how["after_round"]()
+        return found, True
+
+    monkeypatch.setattr("bench.bench.measure", rounds)
+    jobs: Any = {name: {"name": name} for name in "abcd"}
+    points = {"x": {"T": 1}, "y": {"T": 2}}
+    row = lambda *told: {"of": (*told[:2], told[2].failure)}  # noqa: E731
+    made = bench.measure({}, jobs, points, row, judge=lambda table: judged.append(len(table)))
+    assert said == [
+        "a x: 2 ms, the median of 3 rounds", "a y: died: gone", "c x: failed: no; really",
+        "d x: skipped: too long"]  # fmt: skip
+    assert kept == [(9, {"mode": "train"}, 8)] * 2 and judged == [8] * 3  # none once it is stopped
+    assert [r["of"][:2] for r in made] == [(n, p) for p in "xy" for n in "abcd"]
+    refused = made[1]["of"][2]
+    assert (refused.kind, refused.why) == ("unavailable", ("it may not", "never"))
+    assert list(asked["jobs"]) == [*"acd"] and asked["points"] is points and asked["n"] == 4
+    assert bench.fresh and looks == ["again"] and asked["watch"] is bench.watch
+    tried: list[Any] = []
+    monkeypatch.setattr("bench.bench.plan.too_long", lambda *told: tried.append(told) or "so long")
+    assert asked["skip"]("c", "y") == "so long"
+    assert tried == [(bench, "c", {"T": 2}, asked["outcomes"])]
+    bench.measure({}, jobs, points, row, rounds=2, fresh=False)
+    assert (asked["n"], asked["fresh"]) == (2, False)
+
+
+def test_a_look_that_is_stopped_costs_no_row(monkeypatch):
+    def stopped(self: Bench) -> None:
+        raise Failure("stopped", ["its time was over"])
+
+    monkeypatch.setattr("bench.bench.measure", lambda *how, **more: ({}, False))
+    monkeypatch.setattr(Bench, "look_again", stopped)
+    bench = asking("kernel")
+    bench.machine |= {"memory_limit": 1000}
+    bench.fresh = True
+    assert bench.measure({}, {"a": {}}, {"x": {}}, lambda *told: {"a": 1}) == [{"a": 1}]
+    assert bench.fresh  # what an earlier part had stays true of the run
+
+
+def test_sizes_that_are_none_of_ours_are_named(monkeypatch):
+    monkeypatch.setattr(against_nanogpt, "prepare", lambda *how: pytest.fail("it began"))
+    for sizes in ("ad", "d", "abcabx"):
+        monkeypatch.setattr(against_nanogpt.sys, "argv", ["x", f"--sizes={sizes}"])
+        with pytest.raises(UserError, match=f"sizes must be some of a, b and c, got '{sizes}'"):
+            against_nanogpt.main()

@@ -9,6 +9,7 @@ from typing import Any
 
 import in_process
 import pytest
+import torch
 from test_bench import SMALL, job, last_line, run
 
 from bench import hf
@@ -71,7 +72,10 @@ def test_the_flops_are_counted_and_attentions_reckoned(trained):
         "mfu": 6 * WEIGHTS + full,
         "mfu_causal": 6 * WEIGHTS + causal,
     }
-    assert content["hf"]["counted"]["parameters"] == WEIGHTS + 5 * 32  # and gains
+    counted = content["hf"]["counted"]
+    assert counted["parameters"] == WEIGHTS + 5 * 32  # and gains
+    sizes = {"n_embd": 32, "vocab_size": 64, "block_size": 32, "dropout": 0.0, "bias": False}
+    assert {name: counted[name] for name in sizes} == sizes
     for r in content["rows"]:
         if r["mode"] == "train" and r["status"] == "ok":
             rate = 4 * 32 / (r["ms"] / 1e3)
@@ -101,6 +105,34 @@ def test_no_dropout_of_a_config_is_left_that_was_not_asked_for():
             told = Job(job("train", "auto", dropout=asked))
             model = hf.build(told, config.to_dict(), "eager")
             assert [getattr(model.config, name) for name in of] == [asked] * len(of)
+
+
+def test_the_weights_are_float32_whatever_the_config_says():
+    """As ours are: autocast does the rest."""
+    config = transformers.CONFIG_MAPPING["llama"](**TINY, dtype="bfloat16").to_dict()
+    model = hf.build(Job(job("train", "auto", dtype="bfloat16")), config, "eager")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_name_of_the_hub_has_one_slash(tmp_path, monkeypatch):
+    asked: list[Any] = []
+
+    def offline() -> str:
+        asked.append("asked")
+        return "no network"
+
+    monkeypatch.setattr(hf, "why_not_hub", offline)
+    for name in ("gpt2-none-such", "nobody/none-such"):
+        with pytest.raises(UserError, match=r"no model's config can be read there \(no network\)"):
+            hf.read(name)
+    for name in ("a/b/c", "/a", "./a", "~/a"):
+        with pytest.raises(UserError, match="there is no such folder"):
+            hf.read(name)
+    assert asked == ["asked"] * 2
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError) as told:
+        hf.read(str(tmp_path / "x"))
+    assert "no network" not in str(told.value) and len(asked) == 2  # it is no matter of the hub
 
 
 def test_a_lie_about_the_model_is_refused(trained):

@@ -337,7 +337,52 @@ NAMES = [  # as the profiler gave them, with the shapes where it gives any
     ("aten::scatter_reduce_", [[TOKENS, V], [], [TOKENS, 1]], "head and loss"),
     ("aten::embedding_dense_backward", [[B, TOKENS // B, C]], "embedding"),
     ("aten::index_put_", [[V, C]], None),
+    ("triton_poi_fused_new_zeros_negative_1", [], "norms and elementwise"),
+    ("triton_poi_fused_ne_0", [], "head and loss"),
+    ("triton_poi_fused_concatenate_catalog_0", [], "norms and elementwise"),
+    ("triton_poi_fused_scatter_upon_const_tensor_0", [], "head and loss"),
+    ("triton_per_fused_logsumexp_embedding_dense_backward_0", [], "head and loss"),
+    ("triton_poi_fused_embedding_dense_backward_gelu_0", [], "embedding"),
+    ("triton_poi_fused_embedding_native_dropout_0", [], "norms and elementwise"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("device, shapes", [("cpu", False), ("cuda", True)])
+def test_the_profiler_looks_at_the_host_and_at_the_gpu(device, shapes, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", lambda **how: how)
+    activity = torch.profiler.ProfilerActivity
+    both = [activity.CPU] + [activity.CUDA] * (device == "cuda")
+    looking: Any = profiling.profiler(torch.device(device), shapes=shapes)
+    assert looking == {"activities": both, "record_shapes": shapes}
+
+
+def test_which_of_the_names_are_attentions():
+    host, gpu = DeviceType.CPU, DeviceType.CUDA
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    ran = [("aten::mm", host), (flash, host), ("nanoattn::flash_forward", host), (flash, host),
+           ("autograd::flash", host), ("void flash_fwd_kernel", gpu),
+           ("nvjet_gemm", gpu)]  # fmt: skip
+    averages = [SimpleNamespace(key=key, device_type=kind) for key, kind in ran]
+    looked: Any = SimpleNamespace(key_averages=lambda: averages)
+    found = profiling.kernels_of(looked)
+    assert found == {
+        "kernels": ["flash (CPU)", "flash (our Triton)"],
+        "events": [flash, "nanoattn::flash_forward", flash, "void flash_fwd_kernel"],
+        "device_kernels": ["void flash_fwd_kernel"],
+    }
+
+
+def test_every_part_that_a_profile_can_have_is_in_the_table():
+    """Also time that nothing accounts for: the shares of the table are of the whole step."""
+    assert set(roofline.PARTS) == {"linear", "head and loss", "attention", "embedding",
+        "norms and elementwise", "optimizer", "data", "gaps", "unattributed"}  # fmt: skip
+    parts = roofline.work(GPTConfig(16, V, 2, 2, C), 2, 1, "float32", True)
+    ms = {part: 1.0 + n for n, part in enumerate(roofline.PARTS)}
+    found: dict[str, Any] = {"parts": ms, "names": {}}
+    made = rows.of_profile(found, parts, GPTConfig(16, V, 2, 2, C), 2, Peak(1e9, ""), (1e18, ""),
+                           None)  # fmt: skip
+    assert {line["part"]: line["ms"] for line in made["parts"]} == ms
+    assert sum(line["share"] for line in made["parts"]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name, shapes, part", NAMES)
@@ -421,6 +466,7 @@ def eager() -> EventList:
     back = {"start_thread_id": 2}
     return linked(
         scope("head and loss", 0, 100),
+        Event("aten::view", 2, 4, sequence_nr=5),  # before the node of this number is made
         scope("linear", 5, 30),
         Event("aten::linear", 6, 29, sequence_nr=4),
         Event("aten::t", 7, 8, sequence_nr=4),
@@ -460,6 +506,25 @@ def test_kernels_are_linked_to_operators_and_backward_to_forward():
     assert found.names["linear"] == {"nvjet_gemm": pytest.approx(0.030)}
     # from 100 to 111, 120 to 144 and 150 to 171: what two streams do at once counts once
     assert found.busy_ms == pytest.approx((11 + 24 + 21) / 1e3)
+    # in whatever order the profiler gives them
+    backwards = read(eager()[::-1], GPTConfig(16, V, 2, 2, C), TOKENS, False, "cuda")
+    assert backwards.ms == pytest.approx(found.ms) and backwards.busy_ms == found.busy_ms
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_done_for_the_next_batch_is_data_whatever_its_name(compiled):
+    """And what the update does is the optimizer's: a name tells only what no range does."""
+    events = linked(
+        scope("data", 0, 10), Event("aten::copy_", 1, 9, correlation_id=11),
+        scope("head and loss", 20, 60), Event("aten::embedding", 21, 29, correlation_id=12),
+        scope("optimizer", 40, 60), Event("aten::bmm", 41, 49, correlation_id=13),
+        kernel("elementwise", 100, 103, of=11), kernel("gather", 110, 115, of=12),
+        kernel("a norm", 120, 127, of=13),
+    )  # fmt: skip
+    found = read(events, GPTConfig(16, V, 2, 2, C), TOKENS, compiled=compiled, device="cuda")
+    us = {part: round(ms * 1e3) for part, ms in found.ms.items()}
+    looked_up = "embedding" if compiled else "head and loss"
+    assert us == {"data": 3, looked_up: 5, "optimizer": 7}
 
 
 def test_without_the_links_the_time_is_unattributed():

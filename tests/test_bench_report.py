@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,23 @@ def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
     b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
     assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
     assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_what_was_not_measured_to_its_end_is_not_compared(tmp_path, capsys):
+    cut = {**row("sdpa", [5.0, 5.0, 5.0]), "status": "stopped", "why": ["9 of 10 parts"]}
+    out = compare(tmp_path, content(TRAIN), content([TRAIN[0], cut]), capsys)
+    assert "sdpa" not in lines_of(out) and "only in A: sdpa, sdpa_flash" in out
+
+
+def test_a_record_says_which_is_a_and_which_is_b(tmp_path, capsys):
+    out = compare(tmp_path, content(TRAIN), content(TRAIN), capsys).splitlines()
+    assert out[:2] == [f"A: {tmp_path / 'a'}", f"B: {tmp_path / 'b' / 'record.json'}"]
+
+
+def test_the_records_are_the_projects_wherever_a_command_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path(records.__file__)
+    assert (found["ROOT"] / "bench_mfu.py").is_file() and found["source_sha256"]()
 
 
 def test_compare_takes_two_records_no_fewer_and_no_more():
@@ -509,6 +527,8 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
     figure = pictures.length(plt, alone[::-1], look, {})
     time, memory = figure.axes
     plt.close(figure)
+    assert time.get_legend() and [line.get_label() for line in time.lines] == ["sdpa"]
+    assert [t.get_text() for t in time.get_xticklabels()] == ["128", "512", "2,048"]
     assert [*map(list, time.lines[0].get_data())] == [[128, 512, 2048], [1.0, 2.0, 8.0]]
     assert [*map(list, memory.lines[0].get_data())] == [[512, 2048], pytest.approx([3.0, 5.0])]
     assert memory.get_title().startswith("MB") and time.get_title().startswith("milliseconds")
@@ -516,6 +536,27 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
         time.lines[0].get_color() == "#0000ff" and time.get_xscale() == time.get_yscale() == "log"
     )
     assert figure._suptitle.get_text() == "batch 1, 4 heads of 64"
+
+
+def test_a_backend_looks_the_same_in_every_picture_and_like_no_other():
+    assert len({*pictures.COLOURS}) == len({*pictures.MARKERS}) == 14
+    seen: list[Any] = []
+
+    def noted(plt: Any, rows: Any, look: Any, content: Any) -> Any:
+        seen.append(([r["backend"] for r in rows], look))
+        return plt.figure()
+
+    table = [*TRAIN, *KERNEL, {**CONVERGE, "losses": [1.0]}, {**KERNEL[0], "backend": "b"}]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("speed", "length", "loss"):
+            patch.setattr(pictures, name, noted)
+        assert [*pictures.draw(content(table))] == ["speed", "length", "loss"]
+    (speed, look), (length, _), (loss, _) = seen
+    assert speed == ["manual", "sdpa", "sdpa_flash"] and loss == ["flex"]
+    assert length == ["manual", "sdpa"] * 4 + ["b"]
+    assert all(other is look for _, other in seen) or [*seen[1][1].items()] == [*look.items()]
+    assert [*look] == ["manual", "sdpa", "sdpa_flash", "flex", "triton", "b"]
+    assert len(set(look.values())) == 6
 
 
 def test_the_pictures_of_a_record(tmp_path):
@@ -536,6 +577,9 @@ def test_the_picture_of_losses_shows_percents_from_the_baseline():
     left, right = figure.axes
     plt.close(figure)
     assert [list(line.get_ydata()) for line in left.lines] == [[4.0, 2.0], [4.2, 1.0]]
+    assert [t.get_text() for t in left.get_legend().get_texts()] == ["manual", "sdpa"]
+    assert [line.get_color() for line in left.lines] == ["black", "red"]
+    assert left.get_ylabel() == "" and left.get_title() == "loss (nats a token)"
     off, tolerance = right.lines
     assert list(off.get_ydata()) == pytest.approx([5.0, 50.0]) and off.get_color() == "red"
     assert list(off.get_xdata()) == [1, 2] and tolerance.get_ydata()[0] == pytest.approx(3.0)

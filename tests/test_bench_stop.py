@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import in_process
 import pytest
-from test_bench import SMALL, write_tokens
+from rich.console import Console
+from test_bench import SMALL, NoWorker, write_tokens
 
 import bench_mfu
 from bench import config as config_
@@ -274,7 +277,7 @@ def end_time(stop: Stop) -> None:
 ENDS = [
     (send(signal.SIGINT), 130, "it was stopped by Ctrl-C"),
     pytest.param(send(signal.SIGTERM), 143, "it was stopped by SIGTERM", marks=pytest.mark.slow),
-    (end_time, 0, "its time was over"),
+    pytest.param(end_time, 0, "its time was over", marks=pytest.mark.slow),
 ]
 
 
@@ -282,12 +285,13 @@ ENDS = [
 def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, how, code, why):
     """After the warm-up of both and the first round of manual."""
     in_process.use(monkeypatch, stopping(3, how))
-    before = signal.getsignal(signal.SIGTERM)
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in both]
     argv = [*SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1", "--record=cut",
             f"--records_dir={tmp_path}", "--json"]  # fmt: skip
     ended, out, _ = run(argv)
     content = json.loads(out.splitlines()[-1])
-    assert ended == code and signal.getsignal(signal.SIGTERM) is before
+    assert ended == code and [signal.getsignal(number) for number in both] == before
     assert content["complete"] is False and content["incomplete"].startswith(why)
     assert content["incomplete"].endswith(
         "3 of 4 rows were not measured; 1 have fewer than 2 rounds"
@@ -334,6 +338,47 @@ def test_a_run_that_ends_says_so_in_plain_lines(monkeypatch):
     assert "INCOMPLETE" not in out and "\x1b" not in err
 
 
+def test_the_plain_lines_have_the_seconds_and_are_few(monkeypatch, capsys):
+    """Every result and every new thing that is done; of one thing a line in two seconds."""
+    clock = [100.0]
+    monkeypatch.setattr(bench_mfu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with bench_mfu.progress() as (watch, tell):
+        for at, line in ((100.4, "the machine"), (101.0, "proof: a"), (102.9, "proof: b"),
+                         (103.0, "proof: c"), (104.9, "proof: d"), (104.95, "round 1: a"),
+                         (105.0, "proof: e"), (1100.0, "proof: f")):  # fmt: skip
+            clock[0] = at
+            watch(line)
+            if line.endswith("d"):
+                tell("d: done")
+                tell("d: done")
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines() == [
+        "[   0 s] the machine", "[   1 s] proof: a", "[   3 s] proof: c", "[   5 s] d: done",
+        "[   5 s] d: done", "[   5 s] round 1: a", "[   5 s] proof: e", "[1000 s] proof: f",
+    ]  # fmt: skip
+
+
+def test_a_terminal_has_a_line_with_a_clock_and_the_results_above_it(monkeypatch, capsys):
+    screen = io.StringIO()
+
+    def terminal(stderr: bool) -> Any:
+        assert stderr
+        return Console(file=screen, force_terminal=True, width=80, legacy_windows=False)
+
+    monkeypatch.setattr(bench_mfu, "Console", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with bench_mfu.progress() as (watch, tell):
+        watch("round 1 of 2: sdpa")
+        tell("sdpa: 5 ms")
+        tell("flex: failed: no kernel for [b, t] in [/usr/lib]")  # which is no markup
+        watch("round 2 of 2: [a] sdpa")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "starting" in text or "round 1 of 2: sdpa" in text
+    assert "sdpa: 5 ms\n" in text and "0:00:00" in text and "round 2 of 2: [a] sdpa" in text
+    assert "flex: failed: no kernel for [b, t] in [/usr/lib]\n" in text
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_training_that_was_cut_short_is_not_judged(tmp_path, monkeypatch):
     in_process.use(monkeypatch, stopping(2 + 2 * 9, end_time))  # in the last round but one
     argv = ["converge", *SMALL, "--backends=sdpa", "--steps=10", "--dataset=tiny", "--json"]
@@ -354,6 +399,44 @@ def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     in_process.use(monkeypatch, Refuses)
     assert bench_mfu.main([*SMALL, "--backends=sdpa"]) == 143
     assert "it was stopped by SIGTERM; nothing was measured" in capsys.readouterr().err
+
+
+def test_what_a_command_says_of_itself(tmp_path, monkeypatch):
+    """What was asked, what is measured and by which settings; and how it ended."""
+    in_process.use(monkeypatch, NoWorker)
+    asked: list[Bench] = []
+    rows_ = [{"mode": "decode", "backend": "sdpa", "point": {}, "status": "failed", "why": ["x"]}]
+
+    def mode(bench: Bench) -> list[dict[str, Any]]:
+        asked.append(bench)
+        bench.keep(bench, rows_)
+        return rows_
+
+    for name in ("decode", "train"):
+        monkeypatch.setitem(modes.MODES, name, mode)
+    argv = ["decode", *SMALL, "--backends=all,sdpa", "--dataset=two words", "--json"]
+    code, out, err = run([*argv, "--record=x", f"--records_dir={tmp_path}"])
+    (bench,) = asked
+    content = json.loads(out.splitlines()[-1])
+    assert code == 1  # nothing was measured
+    assert content["command"].startswith("python bench_mfu.py decode --device=cpu --n_layer=2")
+    assert "'--dataset=two words' --json" in content["command"]
+    assert content["mode"] == bench.mode == "decode" and content["format"] == 2
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(content["date"])
+    assert abs(age.total_seconds()) < 600 and content["source_sha256"]
+    assert [r["backend"] for r in content["rows"]] == ["sdpa", "triton"]
+    left = content["rows"][1]
+    assert (left["mode"], left["status"], left["point"]) == ("decode", "unavailable", {})
+    assert "settings: the defaults\n" in err or "settings: " in err
+    assert "vocabulary: 64 (--vocab_size)\n" in err
+    (record,) = tmp_path.glob("*_cpu_x")
+    assert f"record: {record}\n" in out and "bandwidth: " in out and "peak: " not in out
+    assert "triton" not in bench.backends and "sdpa" in bench.backends and bench.device == "cpu"
+    assert bench.stop.deadline is None and bench.vocab_size == 64
+    rows_[0]["status"] = "stopped"  # what is kept on the way is no end
+    run([*argv, "--minutes=2", "--batch_size=auto"])
+    left_s = (asked[1].stop.deadline or 0) - time.monotonic()
+    assert 0 < left_s < 121 and asked[1].config.fixed_batch is None
 
 
 def test_a_row_keeps_the_proof_of_its_kernel(monkeypatch):
@@ -417,6 +500,11 @@ def test_a_call_that_takes_long_leaves_out_the_next_length():
     assert plan.too_long(bench, "flex", ask, known(64, 0.01)) == ""  # launches, no work
     assert plan.too_long(bench, "sdpa", ask, known(4096, 0.6)) == ""
     assert plan.too_long(bench, "flex", {**ask, "window": 512}, known(4096, 9.0)) == ""
+    near = known(4096, 1.5)  # with windows of 256 and 512 it is the same kernel
+    near["flex", "B1 T4096"].warm["point"]["window"] = 256
+    why = plan.too_long(bench, "flex", {**ask, "window": 512}, near)
+    assert why.startswith("a call would take about 6 s, by 1.5 s")
+    assert plan.too_long(bench, "flex", ask, near) == ""
     assert plan.too_long(bench, "flex", {**ask, "D": 32}, known(4096, 0.6)) == ""
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from test_bench import SMALL, run, write_tokens
 import attention
 from attention.gpus import datasheet_tflops
 from bench import board, records
-from bench.verify import FROZEN, SHOWS, figures, source_state, verify
+from bench.verify import FROZEN, OTHERS, SHOWS, _kernel, figures, source_state, verify
 from core import flops
 from model import GPTConfig
 
@@ -233,6 +235,12 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
     assert any(says in why for why in found), found
 
 
+def worse(row: Content) -> Content:
+    """Figures of a run that ended half a percent above its baseline."""
+    loss = 1.005 * row["final_loss"] / (1 + row["difference"])
+    return {"losses": [loss] * 10, "final_losses": [loss], "final_loss": loss}
+
+
 @pytest.mark.parametrize(
     "edit, says",
     [
@@ -240,11 +248,16 @@ def test_a_lie_is_refused_with_a_sentence_that_names_it(
         ({"final_losses": [9.0]}, "its final loss does not follow from its losses"),
         ({"losses": [9.0] * 10, "final_losses": [9.0], "final_loss": 9.0, "difference": 0.0},
          "off, not +0.00%"),
+        (lambda r: dict(worse(r), difference=-0.005), "is +0.50% off, not -0.50%"),
+        (lambda r: {"time_saved": -r["time_saved"]}, "time_saved is "),
+        (lambda r: {"memory_saved": r["memory_saved"] + 1e-6}, "memory_saved is "),
+        (lambda r: {"final_loss": r["final_loss"] + 1e-6}, "does not follow from its losses"),
     ],
 )  # fmt: skip
-def test_a_failed_converge_is_refused(edit: Content, says: str, converged: Content) -> None:
+def test_a_failed_converge_is_refused(edit: Any, says: str, converged: Content) -> None:
     made = copy.deepcopy(converged)
-    row(made, "sdpa", "converge").update(edit)
+    sdpa = row(made, "sdpa", "converge")
+    sdpa.update(edit(sdpa) if callable(edit) else edit)
     assert any(says in why for why in check(made)), check(made)
 
 
@@ -331,6 +344,8 @@ def test_uncommitted_code_that_says_clean_is_refused(
         (lambda c: c["machine"].update(peak_source="datasheet: mine"), "no datasheet of"),
         (lambda c: c["machine"].update(peak_source="datasheet: "), "is not labelled: its source"),
         (lambda c: c["machine"].update(about="NVIDIA H200"), "and the record names NVIDIA H200"),
+        (lambda c: (c["machine"].update(peak_tflops=1e-9), row(c, "sdpa").update(mfu=0.9)),
+         "train sdpa: mfu is 0.9, but its rounds and sizes give None"),
         (lambda c: c.update(rows=None), "it is malformed"),
         (lambda c: c.pop("rounds_sha256"), "it is malformed (KeyError"),
         (lambda c: c.update(vocab_size="64"), "vocab_size is '64', which is of another kind"),
@@ -489,6 +504,58 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert told[2].startswith("mine: train sdpa: mfu is 0.6")
 
 
+def test_the_command_ends_with_what_the_check_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bench" / "records").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    for words, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr(sys, "argv", ["board", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(board.__file__, run_name="__main__")
+        assert ended.value.code == code
+
+
+def test_the_heading_of_a_table_is_all_that_its_lines_have_in_common(content: Content) -> None:
+    point = {"B": 1, "T": 16, "H": 8, "Hkv": 2, "D": 64, "window": None}
+    alone: Content = {"mode": "kernel", "point": point}
+    assert board.heading(alone, content) == "8 heads of 64 (2 for keys), float32"
+    point |= {"Hkv": 8, "window": 128}
+    assert board.heading(alone, content) == "8 heads of 64, window 128, float32"
+    row: Content = {"mode": "train", "point": {}}
+    said = "2 layers, 32 wide, 2 heads, vocabulary 64, float32"
+    assert board.heading(row, content) == said
+    content["settings"] |= {
+        "n_kv_head": 1, "attention_window": 5, "bias": True, "dropout": 0.1, "steps": 70,
+        "gradient_checkpointing": True, "residual_dtype": "autocast",
+    }  # fmt: skip
+    said = ("2 layers, 32 wide, 2 heads (1 for keys), vocabulary 64, window 5, float32, biases, "
+            "dropout 0.1, gradient checkpointing, residual in autocast")  # fmt: skip
+    assert board.heading(row, content) == said
+    assert board.heading({**row, "mode": "converge"}, content) == said + ", 70 steps"
+
+
+def test_how_far_a_line_of_the_board_can_be_trusted() -> None:
+    machine = {"peak_source": "datasheet: NVIDIA H200 datasheet"}
+    part: Content = {"machine": machine, "dirty": False, "commit": "0" * 40, "format": 2}
+    row = {"proof": {"error": 1.24e-6}}
+    assert board.trust(row, part) == ["datasheet", "1.2e-06", "checked"]
+    for more, says in (
+        ({"complete": True}, "checked"), ({"complete": False}, "checked, incomplete"),
+        ({"dirty": True}, "checked, uncommitted code"), ({"commit": None}, "checked, no commit"),
+        ({"dirty": None, "commit": None, "complete": False}, "checked, incomplete, no commit"),
+        ({"dirty": True, "commit": None}, "checked, uncommitted code"),
+        ({"format": 1, "dirty": True, "complete": False}, "before proofs were kept"),
+    ):  # fmt: skip
+        assert board.trust(row, {**part, **more})[2] == says
+    for source, says in (("--peak_tflops", "given"), ("measured: products", "measured"),
+                         ("measured then; now 3", "measured")):  # fmt: skip
+        assert board.trust(row, {**part, "machine": {"peak_source": source}})[0] == says
+    assert board.trust({**row, "error_out": 3e-7}, part)[1] == "3.0e-07"  # at this very shape
+    assert board.trust({"proof": None}, part)[1] == board.trust({}, part)[1] == "-"
+
+
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
     gpu, other = on_a_gpu(copy.deepcopy(content)), copy.deepcopy(content)
     other["settings"]["block_size"] = 64
@@ -566,4 +633,47 @@ def test_the_hash_of_the_rounds_needs_no_order_of_keys(content: Content) -> None
 
 
 def test_every_backend_has_names_to_be_known_by() -> None:
-    assert set(attention.BACKENDS) <= set(SHOWS)
+    assert set(attention.BACKENDS) | OTHERS == set(SHOWS)
+    assert {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"} == OTHERS
+
+
+# The short names that a backend's rows have, and the device's kernels on a GPU.
+SEEN: list[tuple[str, list[str], list[str]]] = [
+    ("manual", [], ["ampere_sgemm_32x128_tn"]), ("tiled", [], []), ("hf_eager", [], []),
+    *((name, [short], [device]) for name in ("sdpa", "hf_sdpa") for short, device in (
+        ("flash", "pytorch_flash::flash_fwd_kernel"), ("efficient", "fmha_cutlassF_bf16_aligned"),
+        ("cudnn", "cudnn_generated_fort_native_sdpa_sm90"), ("overrideable", "attn_fwd"))),
+    ("sdpa_flash", ["flash (FA3)"], ["flash_fwd_sm90"]),
+    ("sdpa_efficient", ["efficient"], ["fmha_cutlassB_f16"]),
+    ("sdpa_cudnn", ["cudnn"], ["cudnn_generated_fort_native_sdpa_sm90"]),
+    ("sdpa_math", ["math"], []), ("flex", [], ["triton_tem_fused_flex_attention_3"]),
+    ("triton", ["flash (our Triton)"], ["forward_kernel", "dkdv_kernel", "dq_kernel"]),
+    ("flash_attn_2", [], ["void flash::flash_fwd_kernel<64>"]),
+    ("flash_attn_3", [], ["cutlass::device_kernel<flash::FlashAttnFwdSm90>"]),
+    ("flash_attn_4", [], ["kernel_cutlass_FlashAttentionForwardSm100"]),
+    ("hf_flash_attention_2", [], ["flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"]),
+    ("paged", ["paged decode (Triton)"], []), ("paged", ["flash (CPU)"], []), ("paged", [], []),
+    ("nanogpt", ["flash"], []), ("nanogpt", [], []),
+]  # fmt: skip
+NAMELESS = {"manual", "tiled", "hf_eager", "sdpa_math", "paged", "nanogpt"}  # on the device
+
+
+@pytest.mark.parametrize("name, short, device", SEEN)
+def test_the_kernels_that_a_row_may_show(name: str, short: list[str], device: list[str]) -> None:
+    def found(*seen: list[str], cuda: bool = True, mode: str = "train") -> list[str]:
+        row = {"backend": name, "mode": mode, "kernels": seen[0], "device_kernels": seen[1]}
+        return list(_kernel(row, cuda))
+
+    another = "the profiler saw another kernel than is named: "
+    assert found(short, device) == [] == found(short, [], cuda=False, mode="decode")
+    foreign = "flash (our Triton)" if name != "triton" else "cudnn"
+    assert found([*short, foreign], device) == [another + foreign]
+    if name not in NAMELESS:
+        assert found(short, ["ampere_sgemm_32x128_tn"]) == [another + "ampere_sgemm_32x128_tn"]
+    if not short and name in ("manual", "tiled", "hf_eager"):
+        (why,) = found([], ["x", "void fmha_cutlassF", "cudnn::sdpa", "flash_fwd"])
+        assert why == another + "void fmha_cutlassF, cudnn::sdpa, flash_fwd"
+    nothing = ["the profiler saw no kernel of this backend"]
+    plain = name in ("manual", "tiled", "hf_eager", "paged", "nanogpt")
+    assert found([], []) == ([] if plain else nothing)
+    assert found([], [], mode="decode") == (nothing if short and not plain else [])

@@ -514,6 +514,26 @@ def test_mfu_is_of_all_gpus(parallel: str, context: int) -> None:
     assert 0 < row["exposed_ms"] <= row["communication_ms"] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("parallel, context", [("ddp", 1), ("fsdp", 2), ("hybrid", 2)])
+def test_a_planned_row_has_the_figures_of_its_rank(parallel: str, context: int) -> None:
+    plan = on_h200(parallel, 16, context)
+    row, sent = planned.row(plan), [*plan.sent()]
+    assert (row["gpus"], row["parallel"], row["context_parallel"]) == (16, parallel, context)
+    assert row["shard_size"] == {"ddp": 1, "fsdp": 16, "hybrid": 8}[parallel]
+    assert row["sequences"] == 480 * context // 16 and row["planned"] is True
+    assert row["micro_steps"] == -(-row["sequences"] // plan.job.batch)
+    assert row["memory_bytes"] == sum(row["memory"].values())
+    assert row["left_bytes"] == pytest.approx(0.95 * plan.at.memory - row["memory_bytes"])
+    for kind in scale.KINDS:
+        each = [times * (s.nvlink + s.network) for of, times, s in sent if of == kind]
+        assert row["sent"][kind] == pytest.approx(sum(each))
+    assert row["links"] == pytest.approx({
+        "nvlink": sum(times * s.nvlink for _, times, s in sent),
+        "network": sum(times * s.network for _, times, s in sent)})  # fmt: skip
+    assert row["communication_ms"] == pytest.approx(1e3 * sum(n * s.seconds for _, n, s in sent))
+    assert row["tokens_per_s"] == pytest.approx(480 * 1024 / (row["ms"] / 1e3))
+
+
 def test_a_rank_computes_its_share() -> None:
     """A sixteenth of the sequences, or half of an eighth; its own part of the update."""
     ddp, fsdp, ring = on_h200("ddp", 16), on_h200("fsdp", 16), on_h200("ddp", 16, 2)
@@ -773,6 +793,28 @@ def run(*argv: str) -> tuple[int, str]:
 
 
 ARGV = ("--gpu=NVIDIA H200", "--config=config/train_gpt2.py", "--vocab_size=50304")
+
+
+def test_the_rings_that_divide_the_gpus_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves two, four and eight; else those that were asked for."""
+    for gpus, asked, rings in ((1, (), [1]), (6, (), [1, 2]), (8, (), [1, 2, 4, 8]),
+                               (16, (), [1, 2, 4, 8]), (8, (4, 1), [4, 1])):  # fmt: skip
+        config = replace(bench_mfu.load_config([*ARGV, "--device=cpu"], "plan").settings,
+                         gpus=(gpus,), context_parallels=asked)  # fmt: skip
+        p = on_h200("ddp", 8)
+        made = planned.plans(config, p.job, p.at, gpus)
+        ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus == 16)
+        assert [(p.parallel, p.context) for p in made] == [(w, n) for w in ways for n in rings]
+        assert all(p.gpus == gpus for p in made)
+
+
+def test_the_head_of_a_plan_says_what_a_step_is() -> None:
+    _, out = run(*ARGV, "--batch_size=6", "--gradient_accumulation_steps=40", "--gpus=8",
+                 "--context_parallels=1", "--gradient_checkpointing")  # fmt: skip
+    assert out.splitlines()[:3] == [
+        "PLANNED, not measured: 12 layers, 768 wide, on NVIDIA H200",
+        "240 x 1,024 tokens a step, at most 6 sequences in a micro-batch, bfloat16, gradient "
+        "checkpointing", "vocabulary: 50,304 (--vocab_size)"]  # fmt: skip
 
 
 def test_the_command_says_planned_in_every_table() -> None:

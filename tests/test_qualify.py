@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from typing import Any, ClassVar
 import in_process
 import pytest
 import torch
-from test_bench import SMALL
+from test_bench import SMALL, NoWorker
 
 import attention
 import bench_mfu
+import data
 from attention import matrix
 from attention.gpus import describe
 from attention.spec import Backend, Caps
@@ -117,6 +119,288 @@ def test_a_stage_may_take_what_the_ones_before_it_left(tmp_path, quick, monkeypa
     run(*TINY, f"--records_dir={tmp_path}", "--minutes=9")
     assert list(told) == list(qualify.STAGES)
     assert told["converge"] == pytest.approx(540 - 50) and told["machine"] < 270
+
+
+class Planned:
+    """qualify with stages that do nothing: what each was given, and what was written after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **status: str) -> None:
+        self.given: dict[str, Any] = {}
+        self.boxes: dict[str, float] = {}
+        self.written: list[Any] = []
+        self.folder, self.status, self.closed = folder, status, 0
+        self.signal = ""  # the stage during which it comes
+
+        class Looks(NoWorker):
+            def close(looks) -> None:
+                self.closed += 1
+
+        in_process.use(monkeypatch, Looks)
+        monkeypatch.setattr(qualify, "attempt", self.attempt)
+        monkeypatch.setattr(qualify, "busy", lambda device: [f"{device} is busy"])
+        write = records.write
+
+        def noted(folder: Path, content: Any, whole: bool = True) -> None:
+            self.written.append((folder, json.loads(json.dumps(content)), whole))
+            write(folder, content, whole)
+
+        monkeypatch.setattr(records, "write", noted)
+
+    def attempt(self, name: str, bench: Bench, box: float, probe: Any) -> dict[str, Any]:
+        self.given[name], self.boxes[name] = bench, box
+        assert self.closed == 0  # who may run is asked before each stage
+        if name == self.signal:
+            bench.stop.signals.signal = 15  # type: ignore[union-attr]
+            bench.stop.why = "it was stopped by SIGTERM"
+        row = {"backend": "manual", "status": "ok", "ms": 1.0, "point": {"T": 1024, "D": 64}}
+        record: Any = {"rows": [row]} if name == "kernels" else {"answers": [f"{name} says."]}
+        if name == "proof":
+            record["rows"] = []
+        return {"name": name, "status": self.status.get(name, "done"), "why": "so", "seconds": 1.0,
+                "record": record}  # fmt: skip
+
+    def run(self, *words: str) -> tuple[int, str, str]:
+        self.given.clear()
+        self.written.clear()
+        self.closed = 0
+        asked = (*SMALL, "--backends=sdpa,manual", f"--records_dir={self.folder}", *words)
+        found = run(*asked)
+        assert self.closed == 1
+        return found
+
+
+def test_what_each_stage_is_given(tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    words = [w for w in SMALL if not w.startswith("--rounds")]
+    monkeypatch.setitem(globals(), "SMALL", words)
+    _, _, told = planned.run("--minutes=10", "--rival=hf", "--steps=70")
+    of = {name: bench.config for name, bench in planned.given.items()}
+    assert {name: bench.mode for name, bench in planned.given.items()} == {
+        "machine": "kernel", "proof": "kernel", "kernels": "kernel", "training": "train",
+        "decode": "decode", "converge": "converge"}  # fmt: skip
+    plain = of["machine"]
+    assert (plain.rounds, plain.seconds, plain.batch_size) == (3, 0.01, 4)
+    assert plain.baseline == ("hf",) and plain.sweep and not plain.profile
+    knobs: dict[str, Any] = {
+        "machine": {}, "proof": {}, "kernels": {"seconds": 0.5, "baseline": ()},
+        "training": {"sweep": False, "profile": True, "seconds": 0.5},
+        "decode": {"kv_caches": ("dynamic", "static", "paged")},
+        "converge": {"batch_size": 32, "steps": 100, "baseline": ()},
+    }  # fmt: skip
+    assert of == {name: replace(plain, **more) for name, more in knobs.items()}
+    # manual was the quickest in the kernels' stage, so it is the first of those after it
+    assert [bench.backends for bench in planned.given.values()] == [["sdpa", "manual"]] * 3 + [
+        ["manual", "sdpa"]
+    ] * 3
+    stops = [bench.stop for bench in planned.given.values()]
+    assert len({id(stop) for stop in stops}) == 6 and len({id(s.signals) for s in stops}) == 1
+    now = time.monotonic()
+    for i, (name, box) in enumerate(planned.boxes.items(), 1):
+        assert 0 < stops[i - 1].deadline - box - now + 60 < 120  # type: ignore[operator]
+        assert f"stage {i}, {name}: {box:.0f} s at most\n" in told
+    # of ten minutes: what is left by the share of all that is left
+    assert planned.boxes["machine"] == pytest.approx(36, abs=3)
+    assert planned.boxes["kernels"] == pytest.approx(600 * 22 / 77, abs=4)
+    assert planned.boxes["decode"] == pytest.approx(600 * 13 / 23, abs=7)
+    assert "plan: machine 36 s, proof 102 s, kernels 132 s, training 192 s, decode 78 s" in told
+    assert "Training: 2 layers, 32 wide, batch 4, 32 tokens\n" in told
+    planned.run("--rounds=7", "--stages=4,1")
+    assert list(planned.given) == ["machine", "training"]
+    assert planned.given["training"].config.rounds == 7
+    assert planned.boxes["machine"] == pytest.approx(540 * 6 / 38, abs=6)  # nine minutes
+
+
+def test_on_a_gpu_the_fast_path_is_trained_beside_the_plain_one(tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    monkeypatch.setattr(bench_mfu, "pick_device", lambda wanted: torch.device("cuda", 1))
+    planned.run("--stages=3,6")
+    assert planned.given["converge"].config.paths == ("bfloat16",)
+    assert planned.given["converge"].config.backends == ("all",)
+    assert planned.given["kernels"].config.paths == ()
+    assert planned.given["kernels"].config.backends == ("sdpa", "manual")
+
+
+@pytest.mark.parametrize("free, sizes", [
+    (2 * 10**9, "4 layers, 256 wide, batch 4, 512 tokens"),
+    (39 * 10**9, "12 layers, 768 wide, batch 32, 1024 tokens")])  # fmt: skip
+def test_the_model_that_fits_is_what_the_record_is_of(free, sizes, tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    monkeypatch.setitem(NoWorker.about, "free_memory", free)
+    for module in (bench_mfu, config_):
+        monkeypatch.setattr(module, "pick_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setitem(globals(), "SMALL", [f"--data_dir={tmp_path}"])
+    _, out, told = planned.run("--stages=1")
+    small = free < 10**10
+    made = planned.written[-1][1]
+    assert f"Training: {sizes}\n" in told and f"record: {planned.written[0][0]}\n" in out
+    assert made["vocab_size"] == (1024 if small else 50304)
+    assert made["settings"]["n_layer"] == (4 if small else 12)
+    assert planned.given["machine"].vocab_size == made["vocab_size"]
+
+
+def test_the_record_is_written_after_every_stage(tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path, proof="cut", decode="failed")
+    code, out, _ = planned.run("--stages=1,2,5", "--record=x")
+    assert code == 0 and len(planned.written) == 4  # and the page, at the end
+    for i, (folder, made, whole) in enumerate(planned.written[:3]):
+        assert folder.name.endswith("_cpu_x") and not whole and not made["complete"]
+        assert made["incomplete"] == "not done: proof, kernels, training, decode, converge"
+        assert [s["name"] for s in made["stages"]] == ["machine", "proof", "decode"][: i + 1]
+        assert made["mode"] == "qualify" and made["vocab_size"] == 64
+        assert made["settings"]["rounds"] == 2 and made["machine"]["kind"] == "cpu"
+    assert planned.written[0][1]["answers"] == ["machine says.", "Suspicious: cpu is busy."]
+    assert planned.written[2][1]["answers"] == [
+        "machine says.", "proof says.", "decode says.", "Suspicious: cpu is busy.",
+        "Missing: proof: cut: so.", "Missing: decode: failed: so."]  # fmt: skip
+    assert planned.written[0][1]["stages"][0]["record"]["busy"] == ["cpu is busy"]
+    assert out.startswith("INCOMPLETE: What this machine can do")
+
+    # what is missing is done, nothing else, and it stands in the order of the stages
+    planned.status.clear()
+    planned.run("--stages=1,2,3,4", "--record=x", "--resume")
+    assert list(planned.given) == ["proof", "kernels", "training"]
+    final = planned.written[-1][1]
+    names = [s["name"] for s in final["stages"]]
+    assert names == ["machine", "proof", "kernels", "training", "decode"]
+    assert final["incomplete"] == "not done: decode, converge"
+    assert {folder for folder, *_ in planned.written} == {*tmp_path.glob("*_cpu_x")}
+    planned.run("--record=x", "--resume")
+    final = planned.written[-1][1]
+    assert list(planned.given) == ["decode", "converge"] and final["complete"]
+    assert "incomplete" not in final and not any("Missing" in a for a in final["answers"])
+
+
+def test_a_signal_ends_the_run_and_a_stages_own_end_does_not(tmp_path, monkeypatch) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    own = planned.attempt
+
+    def over(name: str, bench: Bench, *how: Any) -> Any:
+        bench.stop.why = "its time was over"
+        return own(name, bench, *how)
+
+    monkeypatch.setattr(qualify, "attempt", over)
+    assert planned.run("--stages=3,4")[0] == 0
+    planned.signal = "training"
+    assert planned.run("--stages=3,4")[0] == 143
+
+
+@pytest.mark.parametrize("found, status, why", [
+    ({"rows": []}, "done", ""),
+    ({"incomplete": "1 of 2 rows"}, "cut", "1 of 2 rows"),
+    (Stop(why="its time was over"), "cut", "its time was over"),
+    (Failure("skipped", ["too", "short"]), "skipped", "too; short"),
+    (Failure("stopped", ["by Ctrl-C"]), "skipped", "by Ctrl-C"),
+    (Failure("died", ["gone"]), "failed", "gone"),
+    (Failure("unavailable", ["no"]), "failed", "no"),
+    (UserError("what?"), "failed", "what?"),
+])  # fmt: skip
+def test_what_becomes_of_a_stage(found, status, why, monkeypatch) -> None:
+    clock = iter((100.0, 107.5))
+    monkeypatch.setattr(qualify, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    bench = replace(bench_of(device="cpu"), mode="decode")
+    bench.config = BenchConfig(kv_caches=("none", "static"))
+    asked: list[Any] = []
+    inside: list[Any] = []
+
+    @contextlib.contextmanager
+    def watching() -> Any:
+        inside.append("begun")
+        yield {"celsius": 5}
+        inside.append("ended")
+
+    monkeypatch.setattr(qualify, "watched", watching)
+
+    def stage(bench: Bench, box: float) -> Any:
+        inside.append((bench.refused, box))
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, Stop):
+            bench.stop.why = found.why
+            return {"rows": []}
+        return found
+
+    monkeypatch.setitem(qualify.STAGE, "decode", qualify.STAGE["decode"]._replace(run=stage))
+    refuses = {"refused": {"triton": ["no"]}}
+    probe: Any = SimpleNamespace(ask=lambda told: asked.append(told) or refuses)
+    entry = qualify.attempt("decode", bench, 5.5, probe)
+    raised = isinstance(found, Exception)
+    assert entry == {
+        "name": "decode", "box_s": 5.5, "status": status, "why": why, "seconds": 7.5,
+        "watched": {"celsius": 5},
+        "record": {} if raised else {"rows": []} if isinstance(found, Stop) else found,
+    }  # fmt: skip
+    spec = {"n_head": 12, "n_kv_head": 12, "head_dim": 64, "window": None, "grad": False}
+    specs = [{**spec, "cache": "none"}, {**spec, "cache": "static"}]
+    assert asked == [{"names": ["sdpa", "triton"], "specs": specs}]
+    assert inside == ["begun", ({"triton": ["no"]}, 5.5)] + ["ended"] * (not raised)
+
+
+def test_a_stage_does_not_begin_after_the_end() -> None:
+    bench = replace(bench_of(), stop=Stop(deadline=time.monotonic() - 1))
+    probe: Any = SimpleNamespace(ask=lambda told: pytest.fail("it began"))
+    entry = qualify.attempt("decode", bench, 1.0, probe)
+    assert (entry["status"], entry["why"], entry["record"]) == ("skipped", "its time was over", {})
+
+
+@pytest.mark.parametrize("device, box, backends, ran, compiles", [
+    ("cpu", 500, "manual sdpa flex", ["sdpa"], None),
+    ("cuda", 119, "flash_attn_2 sdpa triton", ["flash_attn_2", "sdpa"], None),
+    ("cuda:0", 120, "triton sdpa_flash flash_attn_3", ["flash_attn_3"], True),
+    ("cuda", 121, "manual tiled sdpa_flash triton", ["sdpa_flash"], True),
+])  # fmt: skip
+def test_who_generates(device, box, backends, ran, compiles, monkeypatch) -> None:
+    """Who is made for it, else the quickest; pages for all; graphs where there is time for them."""
+    asked: list[Bench] = []
+    monkeypatch.setattr(qualify.modes, "decode", lambda bench: asked.append(bench) or [])
+    bench = replace(bench_of(device=device, backends=backends), mode="decode")
+    made = qualify.decoding(bench, box)
+    assert asked == [bench] and bench.backends == [*ran, "paged"]
+    assert bench.config.train.compile is compiles and made["rows"] == []
+
+
+def test_who_is_trained_and_which_kernels_are_timed(monkeypatch) -> None:
+    asked: list[list[str]] = []
+    said: list[str] = []
+    for mode in ("train", "kernel"):
+        monkeypatch.setattr(qualify.modes, mode, lambda bench: asked.append(bench.backends) or [])
+    few = replace(bench_of(backends="manual tiled sdpa triton"), mode="train", tell=said.append)
+    assert qualify.training(few, 0)["rows"] == [] and said == ["training: sdpa"]
+    qualify.training(replace(few, backends=few.backends), 0)
+    every = replace(bench_of(backends="tiled triton sdpa_math manual sdpa"), tell=said.append)
+    made = qualify.kernels(every, 60)
+    assert asked == [["sdpa"], ["sdpa"], ["triton", "manual", "sdpa"]]
+    taken, dropped = qualify.that_fit(every, 60)
+    assert every.points == taken and made["left_out"] == dropped != []
+    assert said[-1] == f"kernels: {len(taken)} of {len(taken) + len(dropped)} points"
+
+
+def test_the_text_that_converge_learns_is_our_own(monkeypatch) -> None:
+    def read(bench: Bench) -> Any:
+        train = bench.config.train
+        folder = Path(train.data_dir) / train.dataset
+        tokens = data.load(folder, "train", train.block_size, bench.vocab_size)
+        assert len(tokens) > 50_000 and bench.vocab_size == train.vocab_size < 400
+        text = data.from_meta(data.read_meta(folder)["tokenizer"]).decode(tokens[:400_000].tolist())
+        assert "nothing is ever silently something else" in text
+        seen.append(train)
+        return []
+
+    seen: list[Any] = []
+    monkeypatch.setattr(qualify.modes, "converge", read)
+    bench = bench_of(device="cpu", backends="manual flex sdpa")
+    large = replace(bench.config.train, n_kv_head=4, gradient_accumulation_steps=5, dropout=0.1,
+                    compile=True, learning_rate=0.125, batch_size=7)  # fmt: skip
+    bench.config = replace(bench.config, train=large)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        made = qualify.convergence(bench, 5.0)
+    assert bench.backends == ["flex"] and made["rows"] == [] and printed.getvalue() == ""
+    (train,) = seen
+    assert train == replace(
+        large, n_layer=4, n_head=4, n_embd=128, block_size=64, n_kv_head=None, dropout=0.0,
+        gradient_accumulation_steps=1, compile=False, dataset="text", data_dir=train.data_dir,
+        vocab_size=bench.vocab_size)  # fmt: skip
+    assert not Path(train.data_dir).exists()
 
 
 def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
@@ -480,6 +764,15 @@ def test_the_job_judges_by_the_matrix(monkeypatch) -> None:
     assert ask("manual", "gqa") == ask("manual", "canary, decode") == "right"
     assert ask("bad", "gqa") == ask("bad", "canary, training") == "wrong"
     assert ask("bad", "packed") == "refused"
+    judged: list[Any] = []
+    answer = SimpleNamespace(verdict="wrong", why=("dq is off", "dk, too"))
+    monkeypatch.setattr(proof.check, "judge", lambda *how: judged.append(how) or answer)
+    found = judge.round({"backend": "manual", "dtype": "bfloat16", "what": "gqa"})
+    assert found == {"verdict": "wrong", "why": "dq is off; dk, too"}
+    ((backend, item, here, device),) = judged
+    assert backend is attention.BACKENDS["manual"] and (item.name, item.dtype) == (
+        "gqa", "bfloat16")  # fmt: skip
+    assert here.device == device == "cpu"
 
 
 # --- the page, the machine ---
@@ -495,7 +788,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
         {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
         {"name": "training", "status": "done", "watched":
-         {"held_down_by": ["heat (hardware)"]},
+         {"held_down_by": ["heat (hardware)", "its power cap"]},
          "record": {"rows": [row, no, no], "answers": ["MFU: x."]}},
     ]  # fmt: skip
     here = {"peak_tflops": 989.4, "products_tflops": 300.0}
@@ -505,7 +798,7 @@ def test_the_page_says_what_is_wrong_here() -> None:
         "cases not reached in the time: flash_attn_4 7",
         "right and nothing leaked: none",
         "large matmuls reach 300 TFLOP/s, 30% of the datasheet's 989.4",
-        "in the stage training the GPU's clock was held down by heat (hardware)",
+        "in the stage training the GPU's clock was held down by heat (hardware) and its power cap",
         "1 of 1 rows of training are noisy",
         "GPU 0 was in use",
         "Missing: proof: cut: its time was over.",
@@ -515,10 +808,10 @@ def test_the_page_says_what_is_wrong_here() -> None:
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"]]}
+    answers = {"memory.used,utilization.gpu": [["5000", "97"], ["[N/A]", "0"], ["[Lost]"], ["8"]]}
     found = machine.busy("cuda", lambda query: answers[query])
     assert found[0] == "GPU 0 was in use before we began: 5,000 MB, 97%"
-    assert not any("GPU 1" in text for text in found)
+    assert not any("GPU" in text for text in found[1:])
     bounds = [["1000", "10"], ["1001", "0"], ["3", "11"]]  # MB, %
     some = [text[:5] for text in machine.busy("cuda", lambda query: bounds) if "GPU" in text]
     assert some == ["GPU 1", "GPU 2"]
@@ -529,6 +822,39 @@ def test_what_nvidia_smi_says_is_understood() -> None:
     with machine.watched(lambda query: []) as seen:
         pass
     assert seen == {}
+
+
+def test_what_several_looks_at_several_gpus_show(monkeypatch) -> None:
+    """The highest of all, every reason that was seen once, and nothing of a GPU that is mute."""
+    each = {0x4: "its power cap", 0x8: "a hardware slowdown", 0x20: "heat (software)",
+            0x40: "heat (hardware)", 0x80: "the power brake"}  # fmt: skip
+    for bit, why in each.items():  # 0x1: it is idle, 0x2: somebody set its clocks
+        with machine.watched(lambda query, bit=bit: [[hex(bit | 0x3), "50", "99.5"]]) as seen:
+            pass
+        assert seen == {"held_down_by": [why], "celsius": 50.0, "watts": 99.5}
+    looks = iter([[["0x1", "40", "700"], ["0x8", "90", "300"]], [["[N/A]", "99", "999"]],
+                  [["0x20", "60", "100"]]])  # fmt: skip
+    waited: list[float] = []
+    enough = threading.Event()
+
+    class Over:
+        def set(self) -> None: ...
+
+        def wait(self, seconds: float) -> bool:
+            waited.append(seconds)
+            if len(waited) == 3:
+                enough.set()
+            return len(waited) == 3
+
+    fake = SimpleNamespace(Event=Over, Thread=threading.Thread)
+    monkeypatch.setattr(machine, "threading", fake)
+    asked: list[str] = []
+    with machine.watched(lambda query: asked.append(query) or next(looks)) as seen:
+        assert enough.wait(20) and seen == {}
+    assert seen == {"held_down_by": ["a hardware slowdown", "heat (software)"], "celsius": 90.0,
+                    "watts": 700.0}  # fmt: skip
+    assert waited == [2] * 3
+    assert set(asked) == {"clocks_event_reasons.active,temperature.gpu,power.draw"}
 
 
 def test_a_better_peak_that_a_later_stage_finds_leaves_earlier_rows_as_they_were_reckoned() -> None:
