@@ -385,8 +385,9 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "garbage"])
 @pytest.mark.parametrize("file", FILES)
 def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file, damage, tmp_path):
-    save(tmp_path, 1)
-    folder = save(tmp_path, 2)
+    for step in (0, 1):
+        save(tmp_path, step)
+    folder = save(tmp_path, 2, keep=3)
     path = folder / file
     content = path.read_bytes()
     damaged = {"truncated": content[: len(content) * 2 // 3], "empty": b"", "garbage": b"\x80\xffx"}
@@ -402,7 +403,8 @@ def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file,
         for source in (folder, tmp_path):
             with pytest.raises(UserError, match=str(path)):
                 checkpoint.init_model(str(source))
-    shutil.rmtree(tmp_path / "step-00000001")
+    for other in (0, 1):
+        shutil.rmtree(tmp_path / f"step-0000000{other}")
     with pytest.raises(UserError, match=r"name another checkpoint, or train one with python "):
         saved = checkpoint.load(folder)
         saved.model()
@@ -628,6 +630,7 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
     ("out/shakespere_char", "'out/shakespeare_char'"),
     ("out/shakespeare_char/ckpt.pt", ""),
     ("no/such/thing", ""),
+    ("weights/of/others/gpt2-mediun", "'gpt2-medium'"),
     ("./gpt2", "'gpt2'"),
     ("{tmp_path}/ckpt.pt", ""),
 ])  # fmt: skip

@@ -86,6 +86,9 @@ def test_shakespeare_cpu_is_small():
     c = load("train_shakespeare_cpu")
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.batch_size) == (4, 4, 128, 64, 12)
     assert (c.max_iters, c.dataset) == (2000, "shakespeare_char")
+    assert (c.learning_rate, c.beta2, c.warmup_iters, c.dropout) == (1e-3, 0.99, 100, 0.0)
+    assert (c.weight_decay, c.grad_clip, c.gradient_accumulation_steps) == (0.1, 1.0, 1)
+    assert (c.eval_interval, c.eval_iters) == (500, 40)
     assert c.sample_tokens > 0 and c.max_iters % c.eval_interval == 0
 
 
@@ -101,6 +104,8 @@ def test_eval_gpt2_evaluates_and_no_more(size):
     c = load(f"eval_gpt2{size}")
     assert c.init_from == "gpt2" + size.replace("_", "-")
     assert c.eval_only and c.dataset == "openwebtext" and c.block_size == 1024
+    of_all = load("eval_gpt2")  # what is compared was evaluated alike
+    assert (c.eval_iters, c.dropout, c.dtype) == (of_all.eval_iters, 0.0, of_all.dtype)
 
 
 # --- what is answered before torch is imported, which takes seconds ---

@@ -200,6 +200,11 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachabl
     assert (tmp_path / "loss.png").exists()
     assert len(caplog.records) == (failing != "nothing")
     assert failing in ("nothing", "import") or f"wandb: {failing} failed" in caplog.text
+    if failing in ("import", "init"):
+        assert caplog.messages[0].startswith("wandb is off (")
+        assert caplog.messages[0].endswith(
+            "); metrics.jsonl has it all, and WANDB_MODE=offline keeps a copy for wandb sync"
+        )
     names = [c[0] for c in fake.calls]
     assert (
         names

@@ -336,7 +336,7 @@ def test_settings_of_another_version_are_one_sentence(out):
     saved = settings["train"]
     for changed in ({**saved, "flux": 1}, {**saved, "n_layer": "one"}, {**saved, "n_layer": 0}):
         path.write_text(json.dumps({**settings, "train": changed}))
-        assert str(path.parent) in refusal(resume(out, "--max_iters=12"))
+        assert f"error: {path}" in refusal(resume(out, "--max_iters=12"))
     short = {k: v for k, v in saved.items() if k not in ("bias", "dropout")}
     path.write_text(json.dumps({**settings, "train": short}))
     assert resume(out, "--max_iters=12", "--bias=False").code == 0  # those are the defaults

@@ -32,12 +32,12 @@ import checkpoint
 import data
 import train
 from checkpoint import build_model
-from core import cpu_matmul, flops, peaks, runtime
+from core import cpu_matmul, flops, metrics, peaks, runtime
 from core.distributed import DistInfo
 from core.metrics import duration
 from core.metrics import read as read_rows
 from core.optimizer import build_optimizer, learning_rate, update
-from core.settings import Loaded, UserError, exit_on_user_error
+from core.settings import Loaded, UserError, exit_on_user_error, read
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -403,6 +403,51 @@ def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, mo
             want = float(model(x, y)[1])
         losses, sequences = (sum(column) for column in zip(*parts, strict=True))
         assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+
+
+def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_own(
+    data_dir, tmp_path, monkeypatch
+):
+    """Eight sequences, three processes, one after the other. All begin with the same weights, and
+    ask for the kernel of the largest micro-batch, to train and to evaluate."""
+    shares, weights, seeds, begun, asked = [], [], [], [], []
+
+    def step(module: Any, *args: Any) -> Tensor:
+        x, weight = args[3], args[-1]
+        shares.append(x)
+        weights.append(weight)
+        seeds.append(torch.initial_seed())
+        begun.append(module.transformer.wte.weight.detach().clone())
+        return torch.zeros(())
+
+    attention = GPT.attention
+
+    def ask(self: GPT, *args: Any, **how: Any) -> Any:
+        asked.append((self.training, how["shape"]))
+        return attention(self, *args, **how)
+
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "evaluate", lambda run: 1.0)
+    monkeypatch.setattr(train.runtime, "StopSignal", lambda: types.SimpleNamespace(signal=None))
+    monkeypatch.setattr(metrics, "draw", lambda path, picture: None)
+    monkeypatch.setattr(GPT, "attention", ask)
+    monkeypatch.setattr(train.checkpoint, "save_run", lambda run, loss: None)
+    monkeypatch.setattr(train.parallel, "replicate", lambda module, distributed: module)
+    monkeypatch.setattr(DistInfo, "sum", lambda self, values: values)
+    monkeypatch.setattr(DistInfo, "gather", lambda self, value: [value] * 3)
+    config = {**TINY, "batch_size": 4, "gradient_accumulation_steps": 2, "max_iters": 1}
+    loaded = read(TrainConfig, argv(data_dir, tmp_path / "out", **config))
+    for rank in range(3):
+        watch: Any = types.SimpleNamespace(mark=lambda step, phase: None)
+        train.train(loaded, DistInfo(torch.device("cpu"), rank, 3), watch)
+    counts = [len(x) for x in shares]
+    assert sorted(counts) == [2, 3, 3]
+    assert weights == pytest.approx([3 * n / 8 for n in counts])
+    assert len({tuple(row) for row in torch.cat(shares).tolist()}) == 8  # all of the step's
+    seed = loaded.settings.seed
+    assert seeds == [seed, seed + 1, seed + 2]
+    assert all(torch.equal(w, begun[0]) for w in begun)
+    assert asked == [(True, (4, 16)), (False, (4, 16))] * 3
 
 
 def test_what_is_compiled_is_what_is_trained_and_evaluated(data_dir, tmp_path, monkeypatch):
