@@ -424,6 +424,19 @@ def test_json_of_another_kind(file, content, words, tmp_path):
         checkpoint.load(folder)
 
 
+def test_a_reader_that_fails_in_many_words_is_quoted_by_its_first_line(tmp_path):
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+
+    def reader(path: Path) -> None:
+        raise EOFError("too short\nand more")
+
+    with pytest.raises(UserError) as e:
+        checkpoint.store.read_file(folder / "x.bin", reader)
+    other = f"another one there is --init_from={tmp_path / 'step-00000001'}"
+    assert str(e.value) == f"{folder / 'x.bin'} cannot be read (EOFError: too short); {other}"
+
+
 def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in ("out/gpt2", "out/shakespeare_char", "out/shakespeare_cpu", "else/run", "mine"):
@@ -633,6 +646,8 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
     ("weights/of/others/gpt2-mediun", "'gpt2-medium'"),
     ("./gpt2", "'gpt2'"),
     ("{tmp_path}/ckpt.pt", ""),
+    ("somewhere/ckpt.pt", ""),
+    ("out/another", ""),
 ])  # fmt: skip
 def test_a_name_that_nothing_has_is_told_at_once(source, nearest, tmp_path, monkeypatch):
     """Without asking the hub, and with the nearest name."""

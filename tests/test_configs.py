@@ -79,6 +79,7 @@ def test_gpt2_is_nanogpts():
     assert (c.max_iters, c.lr_decay_iters) == (600_000, 600_000)
     assert (c.weight_decay, c.beta1, c.beta2, c.grad_clip, c.dropout) == (0.1, 0.9, 0.95, 1.0, 0.0)
     assert c.dataset == "openwebtext"
+    assert (c.eval_interval, c.eval_iters, c.log_interval) == (1000, 200, 10)
     assert "491,520" in (ROOT / "config" / "train_gpt2.py").read_text()
 
 
@@ -96,6 +97,8 @@ def test_finetuning_starts_from_gpt2_xl_with_a_constant_rate():
     c = load("finetune_shakespeare")
     assert (c.init_from, c.dataset, c.decay_lr) == ("gpt2-xl", "shakespeare", False)
     assert (c.learning_rate, c.max_iters, c.warmup_iters) == (3e-5, 20, 0)
+    assert (c.eval_interval, c.eval_iters, c.log_interval, c.dropout) == (5, 40, 1, 0.0)
+    assert c.gradient_checkpointing and c.sample_tokens == 300
     assert c.batch_size * c.gradient_accumulation_steps * c.block_size == 32_768
 
 

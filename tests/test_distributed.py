@@ -86,8 +86,8 @@ def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch)
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
-    def launcher(n: int) -> str:
-        return DistInfo(torch.device("cpu"), world_size=n).launcher
+    def launcher(n: int) -> str:  # of all processes, also of those that share sequences
+        return DistInfo(torch.device("cpu"), world_size=n, context_parallel=n // 2 or 1).launcher
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"

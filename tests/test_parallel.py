@@ -24,7 +24,7 @@ from checkpoint import gathered
 from core import metrics, parallel, restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
-from core.runtime import Setup
+from core.runtime import Decision, Setup
 from core.settings import UserError
 from model import GPT, GPTConfig
 
@@ -485,6 +485,18 @@ def test_how_fsdp_cuts_a_model(
     for module, wanted in [(model, (None, None, True)), *((b, half) for b in model.transformer.h)]:
         how = module._get_fsdp_state()._mp_policy
         assert (how.param_dtype, how.reduce_dtype, how.cast_forward_inputs) == wanted
+
+
+def test_blocks_are_compiled_by_themselves_in_the_mode_that_is_asked(
+    second_of_six: DistInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((self, how)))
+    model: Any = GPT(GPTConfig(16, 65, 2, 2, 24, attention_backend="sdpa"))
+    setup, how = Setup.of(torch.device("cpu"), "float32"), {"mode": "max-autotune-no-cudagraphs"}
+    setup = replace(setup, compile=Decision(True), compile_mode=how["mode"])
+    parallel.shard(model, second_of_six, setup, None)
+    assert asked == [(block, how) for block in model.transformer.h]
 
 
 def test_how_ddp_sends_gradients(second_of_six: DistInfo, monkeypatch: pytest.MonkeyPatch) -> None:

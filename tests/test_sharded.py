@@ -210,7 +210,7 @@ def test_another_number_of_processes_draws_other_dropout_in_each_and_in_each_ste
 
 
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
-def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
+def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two, recwarn):
     out, want = two[of]
     there = checkpoint.load(checkpoint.latest(out))
     weights = {f"model.{name}": t for name, t in there.weights().items()}
@@ -226,7 +226,8 @@ def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
     groups = rest["optimizer"]["param_groups"]  # and by torch's own rules
     fresh.optimizer.load_state_dict({"param_groups": groups, "state": dict(enumerate(state))})
     assert same(fresh.whole(), want)
-    assert len(rest["rng"]) == 2
+    assert len(rest["rng"]) == there.state["processes"] == 2
+    assert not [w for w in recwarn if "disabled" in str(w.message)]
 
 
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])

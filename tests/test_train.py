@@ -739,8 +739,13 @@ def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
     """6 N + 12 L H Q T FLOPs a token, 64 tokens a step, at a peak of 1 GFLOP/s."""
     knobs = {"max_iters": 3, "peak_tflops": 1e-3, "n_layer": 2, "n_embd": 128, "batch_size": 64}
     r = run(data_dir, tmp_path / "out", **knobs)
-    n = 6 * GPT(checkpoint.load(checkpoint.latest(tmp_path / "out")).config()).get_num_params()
-    seconds = (n + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
+    N, C, V = (
+        2 * 12 * 128**2 + 128 * (2 * 2 + 1),
+        128,
+        checkpoint.load(checkpoint.latest(tmp_path / "out")).config().vocab_size,
+    )
+    assert f"model: {N + (V + 16) * C:,} parameters, {N + V * C:,} without positions\n" in r.out
+    seconds = (6 * (N + V * C) + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
     assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more\n" in r.out
     r = run(data_dir, tmp_path / "days", **knobs | {"max_iters": 1, "peak_tflops": 1e-9})
     assert "days, in practice more; config/train_shakespeare_cpu.py takes minutes\n" in r.out
@@ -810,6 +815,9 @@ def test_from_a_checkpoint_folder_the_window_stays(data_dir, tmp_path):
     assert checkpoint.load(checkpoint.latest(tmp_path / "one")).model().config.attention_window == 3
     two = first_loss(data_dir, tmp_path / "two", init_from=tmp_path / "one")
     assert two == one.evaluations()[8][1]
+    out = tmp_path / "two"  # whose own settings name none
+    r = run_line(["--init_from=resume", f"--out_dir={out}", "--max_iters=2"], out)
+    assert r.code == 0 and checkpoint.load(checkpoint.latest(out)).config().attention_window == 3
 
 
 def nanogpt_file(path: Path, model: GPT) -> Path:

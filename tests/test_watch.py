@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,6 +391,23 @@ def test_the_last_words_of_a_process(four, exits, monkeypatch, capfd):
         f"error (rank 1): none has moved for 60 s{here}. {watch.NEXT}",
     ]
     assert exits == [1, 1] and naps == [5 * zero.beat]
+    timer = watch.threading.Timer  # for the case that nobody reads them
+    assert timer.call_args_list == [((10, watch.os._exit, (1,)),)] * 2
+
+
+@pytest.mark.parametrize("own_error", ["ValueError: no more tokens", None])
+@pytest.mark.parametrize("ending", [True, False])
+def test_who_ends_with_an_error_of_its_own_has_time_to_say_it(
+    ending, own_error, four, exits, monkeypatch
+):
+    process, naps = four[0][1], []
+    process.verdict, process.own_error = "rank 3 is gone", own_error
+    process.ending.wait = lambda seconds: ending  # type: ignore[method-assign]
+    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    with nullcontext() if own_error else pytest.raises(Ended):
+        process._act()
+    assert naps == [10] * ending and process.known.is_set() and process.stack == "here"
+    assert exits == ([] if own_error else [1])
 
 
 @pytest.mark.parametrize("verdict", [None, "rank 3 is gone"])
