@@ -175,7 +175,7 @@ class FakeWandb(types.ModuleType):
     def _called(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
         if name in self.failing:
-            raise RuntimeError(f"wandb: {name} failed")
+            raise Exception(f"wandb: {name} failed")  # its own errors are no RuntimeErrors
 
     def Settings(self, **kwargs: Any) -> dict[str, Any]:
         return kwargs

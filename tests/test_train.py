@@ -264,6 +264,15 @@ def test_what_is_not_finite_never_reaches_the_weights(fused, clip, value, where)
         assert torch.equal(a, b)
 
 
+def test_adamw_is_fused_where_pytorch_can():
+    model = torch.nn.Linear(2, 2)
+    fused = {
+        kind: build_optimizer(model, config(), torch.device(kind)).defaults["fused"]
+        for kind in ("cpu", "cuda", "mps")
+    }
+    assert fused == {"cpu": True, "cuda": True, "mps": False}
+
+
 def test_matrices_decay_and_vectors_do_not():
     model = GPT(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8, bias=True))
     optimizer = build_optimizer(model, config(weight_decay=0.3), torch.device("cpu"))
@@ -1284,6 +1293,13 @@ def test_cuda_graphs_are_refused_under_gradient_accumulation(
     with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
         setup.compiled(module, micro_steps)
     assert mode in str(e.value) and "max-autotune-no-cudagraphs" in str(e.value)
+
+
+def test_onednn_is_for_float32_on_the_cpu() -> None:
+    for kind, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+        decided = runtime.decide_onednn(None, torch.device(kind), dtype)
+        here = f"{str(dtype).removeprefix('torch.')} on {kind}"
+        assert str(decided) == f"off (it is for float32 on the CPU, this is {here})"
 
 
 def test_a_compiled_step_says_that_it_does_not_take_onednn() -> None:
