@@ -463,6 +463,14 @@ def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
     assert named("out-shakespeare-char") == []
 
 
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """As numbers, whoever wrote the names; one that was being replaced before its successor."""
+    names = ["step-9", "step-10.old", "step-10", "step-00000011", "step-200"]
+    for name in [*reversed(names), "step-x", "step-7.partial"]:
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.folders(tmp_path)] == names
+
+
 def test_no_checkpoint_at_all(tmp_path):
     with pytest.raises(UserError, match=f"no checkpoint in {tmp_path}; train one with: "):
         checkpoint.latest(tmp_path)
