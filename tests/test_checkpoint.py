@@ -385,8 +385,9 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "garbage"])
 @pytest.mark.parametrize("file", FILES)
 def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file, damage, tmp_path):
-    save(tmp_path, 1)
-    folder = save(tmp_path, 2)
+    for step in (0, 1):
+        save(tmp_path, step)
+    folder = save(tmp_path, 2, keep=3)
     path = folder / file
     content = path.read_bytes()
     damaged = {"truncated": content[: len(content) * 2 // 3], "empty": b"", "garbage": b"\x80\xffx"}
@@ -402,7 +403,8 @@ def test_damage_is_one_sentence_that_names_the_file_and_another_checkpoint(file,
         for source in (folder, tmp_path):
             with pytest.raises(UserError, match=str(path)):
                 checkpoint.init_model(str(source))
-    shutil.rmtree(tmp_path / "step-00000001")
+    for other in (0, 1):
+        shutil.rmtree(tmp_path / f"step-0000000{other}")
     with pytest.raises(UserError, match=r"name another checkpoint, or train one with python "):
         saved = checkpoint.load(folder)
         saved.model()
@@ -420,6 +422,19 @@ def test_json_of_another_kind(file, content, words, tmp_path):
     (folder / file).write_text(content)
     with pytest.raises(UserError, match=words):
         checkpoint.load(folder)
+
+
+def test_a_reader_that_fails_in_many_words_is_quoted_by_its_first_line(tmp_path):
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+
+    def reader(path: Path) -> None:
+        raise EOFError("too short\nand more")
+
+    with pytest.raises(UserError) as e:
+        checkpoint.store.read_file(folder / "x.bin", reader)
+    other = f"another one there is --init_from={tmp_path / 'step-00000001'}"
+    assert str(e.value) == f"{folder / 'x.bin'} cannot be read (EOFError: too short); {other}"
 
 
 def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
@@ -446,6 +461,14 @@ def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):
     shutil.rmtree("out")
     shutil.rmtree("mine")
     assert named("out-shakespeare-char") == []
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    """As numbers, whoever wrote the names; one that was being replaced before its successor."""
+    names = ["step-9", "step-10.old", "step-10", "step-00000011", "step-200"]
+    for name in [*reversed(names), "step-x", "step-7.partial"]:
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.folders(tmp_path)] == names
 
 
 def test_no_checkpoint_at_all(tmp_path):
@@ -628,8 +651,11 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
     ("out/shakespere_char", "'out/shakespeare_char'"),
     ("out/shakespeare_char/ckpt.pt", ""),
     ("no/such/thing", ""),
+    ("weights/of/others/gpt2-mediun", "'gpt2-medium'"),
     ("./gpt2", "'gpt2'"),
     ("{tmp_path}/ckpt.pt", ""),
+    ("somewhere/ckpt.pt", ""),
+    ("out/another", ""),
 ])  # fmt: skip
 def test_a_name_that_nothing_has_is_told_at_once(source, nearest, tmp_path, monkeypatch):
     """Without asking the hub, and with the nearest name."""

@@ -79,6 +79,7 @@ def test_gpt2_is_nanogpts():
     assert (c.max_iters, c.lr_decay_iters) == (600_000, 600_000)
     assert (c.weight_decay, c.beta1, c.beta2, c.grad_clip, c.dropout) == (0.1, 0.9, 0.95, 1.0, 0.0)
     assert c.dataset == "openwebtext"
+    assert (c.eval_interval, c.eval_iters, c.log_interval) == (1000, 200, 10)
     assert "491,520" in (ROOT / "config" / "train_gpt2.py").read_text()
 
 
@@ -86,6 +87,9 @@ def test_shakespeare_cpu_is_small():
     c = load("train_shakespeare_cpu")
     assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.batch_size) == (4, 4, 128, 64, 12)
     assert (c.max_iters, c.dataset) == (2000, "shakespeare_char")
+    assert (c.learning_rate, c.beta2, c.warmup_iters, c.dropout) == (1e-3, 0.99, 100, 0.0)
+    assert (c.weight_decay, c.grad_clip, c.gradient_accumulation_steps) == (0.1, 1.0, 1)
+    assert (c.eval_interval, c.eval_iters) == (500, 40)
     assert c.sample_tokens > 0 and c.max_iters % c.eval_interval == 0
 
 
@@ -93,6 +97,8 @@ def test_finetuning_starts_from_gpt2_xl_with_a_constant_rate():
     c = load("finetune_shakespeare")
     assert (c.init_from, c.dataset, c.decay_lr) == ("gpt2-xl", "shakespeare", False)
     assert (c.learning_rate, c.max_iters, c.warmup_iters) == (3e-5, 20, 0)
+    assert (c.eval_interval, c.eval_iters, c.log_interval, c.dropout) == (5, 40, 1, 0.0)
+    assert c.gradient_checkpointing and c.sample_tokens == 300
     assert c.batch_size * c.gradient_accumulation_steps * c.block_size == 32_768
 
 
@@ -101,6 +107,8 @@ def test_eval_gpt2_evaluates_and_no_more(size):
     c = load(f"eval_gpt2{size}")
     assert c.init_from == "gpt2" + size.replace("_", "-")
     assert c.eval_only and c.dataset == "openwebtext" and c.block_size == 1024
+    of_all = load("eval_gpt2")  # what is compared was evaluated alike
+    assert (c.eval_iters, c.dropout, c.dtype) == (of_all.eval_iters, 0.0, of_all.dtype)
 
 
 # --- what is answered before torch is imported, which takes seconds ---

@@ -54,6 +54,23 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
         assert close(got, truth, other)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_graph_takes_the_same_product(
+    grad: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an operator of its own, which knows its shape; with gradients it is PyTorch's."""
+    monkeypatch.setattr(cpu_matmul, "_compiling", lambda: True)
+    x, w, b = torch.randn(2, 3, 7), torch.randn(9, 7), torch.randn(9) if bias else None
+    with torch.set_grad_enabled(grad):
+        y = cpu_matmul.linear(x.requires_grad_(grad), w, b)
+    torch.testing.assert_close(y, F.linear(x, w, b))
+    if grad:
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], w.sum(0).expand_as(x))
+    shape = torch.ops.nanoattn.linear(*(None if t is None else t.to("meta") for t in (x, w, b)))
+    assert shape.shape == y.shape and shape.dtype == torch.float32
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 9])
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(

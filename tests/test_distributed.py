@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.distributed import DDPOptimizer
 
+from core import restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.parallel import BUCKET_MB, replicate
@@ -86,8 +87,8 @@ def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch)
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
-    def launcher(n: int) -> str:
-        return DistInfo(torch.device("cpu"), world_size=n).launcher
+    def launcher(n: int) -> str:  # of all processes, also of those that share sequences
+        return DistInfo(torch.device("cpu"), world_size=n, context_parallel=n // 2 or 1).launcher
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"
@@ -159,3 +160,25 @@ def test_where_pytorch_cannot_cut_the_loss_it_stays_whole(torchrun, monkeypatch)
     torch._dynamo.reset()
     assert len(graphs) == 1
     distributed.leave()
+
+
+def test_processes_agree_in_the_group_that_was_given_and_add_up_in_float64(monkeypatch) -> None:
+    """A checkpoint in the background has a group of its own, beside that of the run's steps."""
+
+    def add(t: torch.Tensor, group: str) -> None:
+        assert group == "of its own"
+        t += 2.0**-40
+
+    def tell(values: list[Any], value: Any, group: str) -> None:
+        assert group == "of its own"
+        values[:] = [value, "b"]
+
+    monkeypatch.setattr(dist, "all_reduce", add)
+    monkeypatch.setattr(dist, "all_gather_object", tell)
+    two = DistInfo(torch.device("cpu"), 0, 2, "of its own")
+    assert two.sum([1.0, 3.0]) == [1 + 2.0**-40, 3 + 2.0**-40]
+    assert two.gather("a") == ["a", "b"]
+
+
+def test_processes_wait_for_one_another_as_long_as_pytorch_does() -> None:
+    assert torch.distributed.default_pg_timeout.total_seconds() == restarts.JOIN_S

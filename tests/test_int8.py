@@ -227,3 +227,14 @@ def test_a_target_that_counts_for_nothing_counts_for_nothing() -> None:
     logits = made(x, weight)[0].float()
     want = -(logits[0].log_softmax(-1)[3] + logits[2].log_softmax(-1)[0]) / 2
     torch.testing.assert_close(made.loss(x, weight, targets), want)
+
+
+def test_a_layer_keeps_its_bias_and_a_row_of_zeros_is_one() -> None:
+    layer, head = torch.nn.Linear(16, 3), torch.randn(5, 16)
+    with torch.no_grad():
+        layer.weight[1] = 0
+    weight, bias, x = layer.weight.detach().clone(), layer.bias.detach(), torch.randn(40, 16)
+    int8.convert(layer, head)
+    got = layer(x)
+    assert (got[:, 1] == bias[1]).all()
+    torch.testing.assert_close(got, F.linear(x, weight, bias), rtol=0, atol=0.1)

@@ -99,15 +99,25 @@ def test_the_picture(rows, tmp_path, caplog):
 
 def test_the_picture_shows_the_losses(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = [{"iter": 1, "loss": 4.0}, {"iter": 2, "loss": 3.0}, {"iter": 2, "val_loss": 3.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **how: None)
     monkeypatch.setattr(plt, "close", figures.append)
     draw(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    monkeypatch.undo()
     (axes,) = figures[0].axes
     assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 4], [2, 3]], [[2, 3.5]]]
+    assert (axes.get_title(), axes.get_xlabel()) == (tmp_path.name, "step")
+    assert axes.get_ylabel() == "loss (nats a token)" and axes.texts[0].get_text() == "3.500"
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["training, batch by batch", "validation"]
+    for row, named in ((rows[0], names[:1]), (rows[2], names[1:])):  # only one of the two
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        draw(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        assert [t.get_text() for t in figures[-1].axes[0].get_legend().get_texts()] == named
+    monkeypatch.undo()
     plt.close("all")
 
 
@@ -165,7 +175,7 @@ class FakeWandb(types.ModuleType):
     def _called(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
         if name in self.failing:
-            raise RuntimeError(f"wandb: {name} failed")
+            raise Exception(f"wandb: {name} failed")  # its own errors are no RuntimeErrors
 
     def Settings(self, **kwargs: Any) -> dict[str, Any]:
         return kwargs
@@ -200,6 +210,11 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachabl
     assert (tmp_path / "loss.png").exists()
     assert len(caplog.records) == (failing != "nothing")
     assert failing in ("nothing", "import") or f"wandb: {failing} failed" in caplog.text
+    if failing in ("import", "init"):
+        assert caplog.messages[0].startswith("wandb is off (")
+        assert caplog.messages[0].endswith(
+            "); metrics.jsonl has it all, and WANDB_MODE=offline keeps a copy for wandb sync"
+        )
     names = [c[0] for c in fake.calls]
     assert (
         names
@@ -215,6 +230,7 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachabl
         kwargs, mode = fake.calls[0][1:]
         assert mode is None and kwargs["config"] == asdict(ON)
         assert (kwargs["project"], kwargs["name"], kwargs["dir"]) == ("p", "r", tmp_path)
+        assert kwargs["settings"] == {"init_timeout": 20}  # seconds: the run waits so long
         assert fake.calls[2] == ("log", {"iter": 2, "loss": 1.0}, 2)
 
 

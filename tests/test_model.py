@@ -254,7 +254,9 @@ def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> 
     ({"n_layer": 3}, "are of another model: it lacks transformer.h.2"),
     ({"n_positions": 8}, r"transformer.wpe.weight is \(16, 32\), the model's is \(8, 32\)"),
     ({"n_layer": "two"}, "n_layer must be an integer, got 'two'"),
-    ({"n_embd": ...}, "config.json lacks n_embd"),
+    ({"n_embd": ...}, "config.json lacks n_embd$"),
+    (dict.fromkeys(("n_positions", "n_layer", "n_head", "n_embd", "vocab_size"), ...),
+     "config.json lacks n_layer, n_head, n_embd, vocab_size, n_positions$"),
 ])  # fmt: skip
 def test_what_is_no_gpt2_is_refused(change, words, tmp_path) -> None:
     checkpoint.save_hf(build(), tmp_path)
@@ -326,6 +328,31 @@ def test_linear_cross_entropy(rows, factor, ignored, dtype, monkeypatch) -> None
     for name, m, g, p, t in zip(("loss", "dx", "dw"), (2, 3, 3), got, plain, truth, strict=True):
         assert g.dtype == p.dtype or name == "loss" or plain is truth
         assert_within(g, p, t, low, m)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_one_gradient_is_right_where_the_other_is_not_wanted(frozen, monkeypatch) -> None:
+    rows_of(monkeypatch, 7)
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 24, generator=draw, dtype=torch.float64) for n in (50, 91))
+    targets = torch.randint(91, (50,), generator=draw)
+    learns = (w if frozen == "x" else x).requires_grad_()
+    want = torch.autograd.grad(cross_entropy(x, w, targets), learns)
+    torch.testing.assert_close(
+        torch.autograd.grad(linear_cross_entropy(x, w, targets), learns), want
+    )
+
+
+def test_the_weight_has_a_gradient_of_its_own_digits_beside_a_shorter_stream() -> None:
+    """x in bfloat16, as with --residual_dtype=autocast, and a weight in float32."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 24, generator=draw).bfloat16().requires_grad_()
+    w = torch.randn(91, 24, generator=draw).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(x, w, torch.randint(91, (50,), generator=draw))
+    dx, dw = torch.autograd.grad(loss / 3, (x, w))  # a factor that bfloat16 does not hold
+    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    assert (dw.bfloat16().float() != dw).any()
 
 
 def test_the_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch) -> None:

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from checkpoint import gathered
 from core import metrics, parallel, restarts
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
-from core.runtime import Setup
+from core.runtime import Decision, Setup
 from core.settings import UserError
 from model import GPT, GPTConfig
 
@@ -448,3 +449,63 @@ def test_every_process_of_a_ring_has_a_token(monkeypatch: pytest.MonkeyPatch) ->
     assert parallel.ring(DistInfo(torch.device("cpu")), 3) is None
     monkeypatch.setattr(parallel, "Ring", lambda group: group)
     assert parallel.ring(four, 4) is four.ring
+
+
+# --- one process among others that are made up: nothing is sent ---
+
+
+@pytest.fixture
+def second_of_six() -> Iterator[DistInfo]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=6)
+    yield DistInfo(torch.device("cpu"), 1, 6, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "placed"),
+    [(None, "float32", "S(0)"), (2, "bfloat16", "RS(0)"), (3, "float32", "RS(0)")],
+)
+def test_how_fsdp_cuts_a_model(
+    size: int | None, dtype: str, placed: str, second_of_six: DistInfo
+) -> None:
+    """So many neighbours hold one copy; blocks are gathered in bfloat16, and added in float32."""
+    model: Any = GPT(GPTConfig(16, 65, 2, 2, 24, attention_backend="sdpa"))
+    total = sum(p.numel() for p in model.parameters())
+    parallel.shard(model, second_of_six, Setup.of(torch.device("cpu"), dtype), size)
+    parts, copies = (6, 1) if size is None else (size, 6 // size)
+    for p in model.parameters():
+        assert "".join(map(str, p.placements)) == placed
+        assert p.device_mesh.shape == ((6,) if size is None else (copies, parts))
+        assert tuple(p.device_mesh.get_coordinate()) == ((1,) if size is None else (0, 1))
+    kept = sum(p.to_local().numel() for p in model.parameters())
+    assert abs(kept / (total / parts) - 1) < 0.1
+    half = (torch.bfloat16, torch.float32, False) if dtype == "bfloat16" else (None, None, True)
+    for module, wanted in [(model, (None, None, True)), *((b, half) for b in model.transformer.h)]:
+        how = module._get_fsdp_state()._mp_policy
+        assert (how.param_dtype, how.reduce_dtype, how.cast_forward_inputs) == wanted
+
+
+def test_blocks_are_compiled_by_themselves_in_the_mode_that_is_asked(
+    second_of_six: DistInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((self, how)))
+    model: Any = GPT(GPTConfig(16, 65, 2, 2, 24, attention_backend="sdpa"))
+    setup, how = Setup.of(torch.device("cpu"), "float32"), {"mode": "max-autotune-no-cudagraphs"}
+    setup = replace(setup, compile=Decision(True), compile_mode=how["mode"])
+    parallel.shard(model, second_of_six, setup, None)
+    assert asked == [(block, how) for block in model.transformer.h]
+
+
+def test_how_ddp_sends_gradients(second_of_six: DistInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {}
+    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda module, **kw: how.update(kw))
+    module = torch.nn.Linear(2, 2)
+    parallel.replicate(module, second_of_six)
+    assert how == {"device_ids": None, "gradient_as_bucket_view": True, "bucket_cap_mb": 100}
+    gpu = replace(second_of_six, device=torch.device("cuda", 1))
+    parallel.replicate(module, gpu)
+    assert how["device_ids"] == [1]
+    assert parallel.replicate(module, DistInfo(torch.device("cpu"))) is module

@@ -246,6 +246,17 @@ def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
     assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "42"]
 
 
+def test_dropout_is_drawn_by_the_seed_of_the_run_where_its_states_are_of_no_use(out, monkeypatch):
+    """Of two processes, for the one that goes on."""
+    rest, seeds = checkpoint.Checkpoint.rest, []
+    two = lambda saved: {**rest(saved), "rng": [{}, {}]}  # noqa: E731
+    monkeypatch.setattr(checkpoint.Checkpoint, "rest", two)
+    for seed in (5, 6):
+        assert resume(out, f"--seed={seed}", "--eval_only").code == 0
+        seeds.append(torch.initial_seed())
+    assert seeds[0] + 1 == seeds[1]
+
+
 def test_a_run_whose_steps_are_done_says_so(out):
     before = (out / "metrics.jsonl").read_bytes()
     r = resume(out)
@@ -336,7 +347,7 @@ def test_settings_of_another_version_are_one_sentence(out):
     saved = settings["train"]
     for changed in ({**saved, "flux": 1}, {**saved, "n_layer": "one"}, {**saved, "n_layer": 0}):
         path.write_text(json.dumps({**settings, "train": changed}))
-        assert str(path.parent) in refusal(resume(out, "--max_iters=12"))
+        assert f"error: {path}" in refusal(resume(out, "--max_iters=12"))
     short = {k: v for k, v in saved.items() if k not in ("bias", "dropout")}
     path.write_text(json.dumps({**settings, "train": short}))
     assert resume(out, "--max_iters=12", "--bias=False").code == 0  # those are the defaults

@@ -784,3 +784,10 @@ def test_an_early_answer_leaves_only_the_dataclasses_own_checks(
     with pytest.raises(SystemExit) as caught:
         read_early(Knobs, ["--help"], aliases=ALIASES)
     assert caught.value.code == 0 and "--attn_implementation]" in capsys.readouterr().out
+
+
+def test_of_a_statement_of_many_lines_the_first_is_quoted(tmp_path) -> None:
+    path = tmp_path / "loop.py"
+    path.write_text("a = 1\nfor i in [1, 2]:\n    b = 2\n")
+    with pytest.raises(UserError, match=r":2: 'for i in \[1, 2\]:' is refused"):
+        parse_config(str(path))

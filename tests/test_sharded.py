@@ -210,7 +210,7 @@ def test_another_number_of_processes_draws_other_dropout_in_each_and_in_each_ste
 
 
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
-def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
+def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two, recwarn):
     out, want = two[of]
     there = checkpoint.load(checkpoint.latest(out))
     weights = {f"model.{name}": t for name, t in there.weights().items()}
@@ -226,7 +226,8 @@ def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two):
     groups = rest["optimizer"]["param_groups"]  # and by torch's own rules
     fresh.optimizer.load_state_dict({"param_groups": groups, "state": dict(enumerate(state))})
     assert same(fresh.whole(), want)
-    assert len(rest["rng"]) == 2
+    assert len(rest["rng"]) == there.state["processes"] == 2
+    assert not [w for w in recwarn if "disabled" in str(w.message)]
 
 
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
@@ -673,7 +674,8 @@ def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
             assert export(["export", str(source), f"--to={to}", f"--format={form}"]) == 0
             got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
             assert torch.equal(got, logits)
-            assert str(to) in capsys.readouterr().out
+            said = f"{checkpoint.latest(out)} is now in {to} ({form})\n"
+            assert capsys.readouterr().out == said
             assert [p.name for p in to.parent.glob(".*")] == []
         transformers = pytest.importorskip("transformers")
         theirs = transformers.GPT2LMHeadModel.from_pretrained(to).eval()(x).logits
@@ -701,3 +703,35 @@ def test_what_is_written_in_the_background_is_a_copy() -> None:
     weight.fill_(1)
     told["lr"] = 0.2
     assert copy["model"][0].tolist() == [0, 0, 0] and copy["group"] == {"lr": 0.1}
+
+
+class Told:
+    """One process among others: gather() keeps what it says, and gives what all have said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def gather(self, mine: Any) -> list[Any]:
+        self.said.append(mine)
+        return self.said
+
+
+def test_copies_that_differ_by_a_bit_are_told_with_who_holds_them() -> None:
+    names = ("wte", "ln.bias")
+    good = {name: torch.linspace(-0.4, 0.5, 7) for name in names}
+    for kind in (torch.float32, torch.bfloat16, torch.int64):
+        everyone: Any = Told()
+        for _ in range(3):
+            shards.check_replicas({n: t.to(kind) for n, t in good.items()}, everyone)
+        bad = {n: t.to(kind) for n, t in good.items()}
+        bits = bad["ln.bias"].view(torch.int16 if kind is torch.bfloat16 else torch.int32)
+        bits[3] ^= 1
+        said = r"different: ln.bias of process 3 is not that of processes 0, 1, 2; nothing was sav"
+        with pytest.raises(UserError, match=said):
+            shards.check_replicas(bad, everyone)
+    everyone = Told()  # what each holds a part of may differ, and only its copies are compared
+    everyone.said = [[((0,), 5)], [((1,), 6)], [((0,), 5)], [((1,), 7)]]
+    with pytest.raises(UserError, match=r"wte of process 3 is not that of process 1; "):
+        shards.check_replicas({"wte": torch.zeros(0)}, everyone)
+    everyone.said = [[((0,), 5)], [((1,), 6)], [((0,), 5)], [((1,), 6)]]
+    shards.check_replicas({"wte": torch.zeros(0)}, everyone)

@@ -32,12 +32,12 @@ import checkpoint
 import data
 import train
 from checkpoint import build_model
-from core import cpu_matmul, flops, peaks, runtime
+from core import cpu_matmul, flops, metrics, peaks, runtime
 from core.distributed import DistInfo
 from core.metrics import duration
 from core.metrics import read as read_rows
 from core.optimizer import build_optimizer, learning_rate, update
-from core.settings import Loaded, UserError, exit_on_user_error
+from core.settings import Loaded, UserError, exit_on_user_error, read
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -264,6 +264,15 @@ def test_what_is_not_finite_never_reaches_the_weights(fused, clip, value, where)
         assert torch.equal(a, b)
 
 
+def test_adamw_is_fused_where_pytorch_can():
+    model = torch.nn.Linear(2, 2)
+    fused = {
+        kind: build_optimizer(model, config(), torch.device(kind)).defaults["fused"]
+        for kind in ("cpu", "cuda", "mps")
+    }
+    assert fused == {"cpu": True, "cuda": True, "mps": False}
+
+
 def test_matrices_decay_and_vectors_do_not():
     model = GPT(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8, bias=True))
     optimizer = build_optimizer(model, config(weight_decay=0.3), torch.device("cpu"))
@@ -403,6 +412,51 @@ def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, mo
             want = float(model(x, y)[1])
         losses, sequences = (sum(column) for column in zip(*parts, strict=True))
         assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+
+
+def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_own(
+    data_dir, tmp_path, monkeypatch
+):
+    """Eight sequences, three processes, one after the other. All begin with the same weights, and
+    ask for the kernel of the largest micro-batch, to train and to evaluate."""
+    shares, weights, seeds, begun, asked = [], [], [], [], []
+
+    def step(module: Any, *args: Any) -> Tensor:
+        x, weight = args[3], args[-1]
+        shares.append(x)
+        weights.append(weight)
+        seeds.append(torch.initial_seed())
+        begun.append(module.transformer.wte.weight.detach().clone())
+        return torch.zeros(())
+
+    attention = GPT.attention
+
+    def ask(self: GPT, *args: Any, **how: Any) -> Any:
+        asked.append((self.training, how["shape"]))
+        return attention(self, *args, **how)
+
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "evaluate", lambda run: 1.0)
+    monkeypatch.setattr(train.runtime, "StopSignal", lambda: types.SimpleNamespace(signal=None))
+    monkeypatch.setattr(metrics, "draw", lambda path, picture: None)
+    monkeypatch.setattr(GPT, "attention", ask)
+    monkeypatch.setattr(train.checkpoint, "save_run", lambda run, loss: None)
+    monkeypatch.setattr(train.parallel, "replicate", lambda module, distributed: module)
+    monkeypatch.setattr(DistInfo, "sum", lambda self, values: values)
+    monkeypatch.setattr(DistInfo, "gather", lambda self, value: [value] * 3)
+    config = {**TINY, "batch_size": 4, "gradient_accumulation_steps": 2, "max_iters": 1}
+    loaded = read(TrainConfig, argv(data_dir, tmp_path / "out", **config))
+    for rank in range(3):
+        watch: Any = types.SimpleNamespace(mark=lambda step, phase: None)
+        train.train(loaded, DistInfo(torch.device("cpu"), rank, 3), watch)
+    counts = [len(x) for x in shares]
+    assert sorted(counts) == [2, 3, 3]
+    assert weights == pytest.approx([3 * n / 8 for n in counts])
+    assert len({tuple(row) for row in torch.cat(shares).tolist()}) == 8  # all of the step's
+    seed = loaded.settings.seed
+    assert seeds == [seed, seed + 1, seed + 2]
+    assert all(torch.equal(w, begun[0]) for w in begun)
+    assert asked == [(True, (4, 16)), (False, (4, 16))] * 3
 
 
 def test_what_is_compiled_is_what_is_trained_and_evaluated(data_dir, tmp_path, monkeypatch):
@@ -694,8 +748,13 @@ def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
     """6 N + 12 L H Q T FLOPs a token, 64 tokens a step, at a peak of 1 GFLOP/s."""
     knobs = {"max_iters": 3, "peak_tflops": 1e-3, "n_layer": 2, "n_embd": 128, "batch_size": 64}
     r = run(data_dir, tmp_path / "out", **knobs)
-    n = 6 * GPT(checkpoint.load(checkpoint.latest(tmp_path / "out")).config()).get_num_params()
-    seconds = (n + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
+    N, C, V = (
+        2 * 12 * 128**2 + 128 * (2 * 2 + 1),
+        128,
+        checkpoint.load(checkpoint.latest(tmp_path / "out")).config().vocab_size,
+    )
+    assert f"model: {N + (V + 16) * C:,} parameters, {N + V * C:,} without positions\n" in r.out
+    seconds = (6 * (N + V * C) + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
     assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more\n" in r.out
     r = run(data_dir, tmp_path / "days", **knobs | {"max_iters": 1, "peak_tflops": 1e-9})
     assert "days, in practice more; config/train_shakespeare_cpu.py takes minutes\n" in r.out
@@ -765,6 +824,9 @@ def test_from_a_checkpoint_folder_the_window_stays(data_dir, tmp_path):
     assert checkpoint.load(checkpoint.latest(tmp_path / "one")).model().config.attention_window == 3
     two = first_loss(data_dir, tmp_path / "two", init_from=tmp_path / "one")
     assert two == one.evaluations()[8][1]
+    out = tmp_path / "two"  # whose own settings name none
+    r = run_line(["--init_from=resume", f"--out_dir={out}", "--max_iters=2"], out)
+    assert r.code == 0 and checkpoint.load(checkpoint.latest(out)).config().attention_window == 3
 
 
 def nanogpt_file(path: Path, model: GPT) -> Path:
@@ -1231,6 +1293,13 @@ def test_cuda_graphs_are_refused_under_gradient_accumulation(
     with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
         setup.compiled(module, micro_steps)
     assert mode in str(e.value) and "max-autotune-no-cudagraphs" in str(e.value)
+
+
+def test_onednn_is_for_float32_on_the_cpu() -> None:
+    for kind, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+        decided = runtime.decide_onednn(None, torch.device(kind), dtype)
+        here = f"{str(dtype).removeprefix('torch.')} on {kind}"
+        assert str(decided) == f"off (it is for float32 on the CPU, this is {here})"
 
 
 def test_a_compiled_step_says_that_it_does_not_take_onednn() -> None:

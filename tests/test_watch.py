@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,6 +353,133 @@ def test_without_a_store(four, monkeypatch):
     assert "is gone" in one._without_store(ValueError()) and "torchrun" in two._without_store(
         ValueError()
     )
+
+
+class Ended(BaseException):
+    """What os._exit() does here."""
+
+
+@pytest.fixture
+def exits(monkeypatch) -> Iterator[list[int]]:
+    """The codes that os._exit() was called with; of processes that are made up."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(watch.os, "_exit", leave)
+    monkeypatch.setattr(watch.Watch, "_stack", lambda self: "here")
+    monkeypatch.setattr(watch.threading, "Timer", Mock(), raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield codes
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_last_words_of_a_process(four, exits, monkeypatch, capfd):
+    """Where it stands is of use where all wait; process 0 stays until its store has been read."""
+    (zero, one, *_), naps = four[0], []
+    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    monkeypatch.setattr(watch, "AGENT_STORE", False)
+    for process, text in ((zero, "rank 3 is gone"), (one, "none has moved for 60 s")):
+        process.stack = "train.py, line 7, in train"
+        with pytest.raises(Ended):
+            process._exit(text)
+    here = "; this process: train.py, line 7, in train"
+    assert capfd.readouterr().err.splitlines() == [
+        f"error (rank 0): rank 3 is gone. {watch.NEXT}",
+        f"error (rank 1): none has moved for 60 s{here}. {watch.NEXT}",
+    ]
+    assert exits == [1, 1] and naps == [5 * zero.beat]
+    timer = watch.threading.Timer  # for the case that nobody reads them
+    assert timer.call_args_list == [((10, watch.os._exit, (1,)),)] * 2
+
+
+@pytest.mark.parametrize("own_error", ["ValueError: no more tokens", None])
+@pytest.mark.parametrize("ending", [True, False])
+def test_who_ends_with_an_error_of_its_own_has_time_to_say_it(
+    ending, own_error, four, exits, monkeypatch
+):
+    process, naps = four[0][1], []
+    process.verdict, process.own_error = "rank 3 is gone", own_error
+    process.ending.wait = lambda seconds: ending  # type: ignore[method-assign]
+    monkeypatch.setattr(watch.time, "sleep", naps.append)
+    with nullcontext() if own_error else pytest.raises(Ended):
+        process._act()
+    assert naps == [10] * ending and process.known.is_set() and process.stack == "here"
+    assert exits == ([] if own_error else [1])
+
+
+@pytest.mark.parametrize("verdict", [None, "rank 3 is gone"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_how_the_main_thread_leaves(verdict, lost, four, exits, monkeypatch, capfd):
+    """After a collective that failed it waits for the verdict, if there is one to come; SIGTERM,
+    which it did not heed meanwhile, ends it again."""
+    process, ignored = four[0][1], []
+    process.beat, process.verdict = 1e-4, verdict
+    if verdict:
+        process.known.set()
+    wait = process.known.wait
+
+    def waited(seconds: float) -> bool:
+        ignored.append(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
+        return wait(seconds)
+
+    process.known.wait = waited  # type: ignore[method-assign]
+    error = RuntimeError("gloo: closed by peer" if lost else "size mismatch")
+    with pytest.raises(Ended if verdict and lost else RuntimeError), process:
+        assert signal.getsignal(signal.SIGTERM) == process._terminated
+        raise error
+    assert ignored[0] == lost and process.ending.is_set() and process.wake.is_set()
+    if verdict and lost:
+        assert f"error (rank 1): {verdict}. " in capfd.readouterr().err and exits == [1]
+        return
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not exits
+    assert process.own_error == f"RuntimeError: {error}" and not process.done
+    process.own_error = None
+    with process:  # a run has put its own in its place, which stays
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    assert signal.getsignal(signal.SIGTERM) == signal.default_int_handler
+    assert process.done and process.own_error is None
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_store_that_never_answers_is_told_after_20_beats(busy, four, exits, monkeypatch, capfd):
+    process, naps = four[0][1], []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        process.rounds += busy
+        if len(naps) == 60:
+            process.closed.set()
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(process.ending, "wait", lambda seconds: False)
+    if busy:
+        process._look_after_store()
+        assert process.verdict is None and naps == [process.beat] * 60
+        return
+    with pytest.raises(Ended):
+        process._look_after_store()
+    assert naps == [process.beat] * 21 and process.known.is_set()
+    assert "rank 0 (host0, pid 100) has given no sign of life for 2000 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_store_that_fails_ends_a_process_that_is_not_done(done, four, exits, capfd):
+    process = four[0][1]
+    process.done, rounds = done, process.rounds
+    process._look = Mock(side_effect=RuntimeError("broken pipe"))  # type: ignore[method-assign]
+    process.ending.wait = lambda seconds: False  # type: ignore[method-assign]
+    process.wake.wait = lambda seconds: True  # type: ignore[method-assign]
+    if done:
+        process._run()
+        assert process.verdict is None and not exits
+    else:
+        with pytest.raises(Ended):
+            process._run()
+        assert "rank 0 (host0, pid 100) has given no sign" in capfd.readouterr().err
+    assert process.closed.is_set() == done and process.rounds == rounds + 1
 
 
 def test_where_the_main_thread_is():
