@@ -520,6 +520,18 @@ def test_references_and_every_combination_of_properties():
             assert automaton.accepts[at] == ("c" in keys), text
 
 
+def test_one_space_may_stand_between_any_two_signs_of_json():
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    schema = {"properties": {"a": numbers, "b": {"const": None}, "c": {"properties": {"d": {}}}}}
+    schema["properties"]["c"]["properties"]["d"] = numbers | {"maxItems": 0}
+    pattern = re.compile(json_schema.to_regex(schema))
+    signs = re.findall(r"\S+", '{ "a" : [ 1 , 2 ] , "b" : null , "c" : { "d" : [ ] } }')
+    assert pattern.fullmatch("".join(signs)) and pattern.fullmatch(" ".join(signs))
+    for n, gap in itertools.product(range(len(signs) + 1), (" ", "  ", "\t", "\n")):
+        text = "".join([*signs[:n], gap, *signs[n:]])
+        assert bool(pattern.fullmatch(text)) == (gap == " " and 0 < n < len(signs)), text
+
+
 @pytest.mark.parametrize("text", ["0", "-0", "12", "-3.50", "0.01", "1e5", "2E-07", "7.1e+3"])
 def test_numbers_are_those_of_json(text):
     pattern = re.compile(json_schema.to_regex({"type": "number"}))

@@ -215,6 +215,8 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
     assert "is out of date: <!-- figure: squares --n=3 -->" in capsys.readouterr().out
     course.write_text(text.replace("| 2 | 4  |", "| 2 | 4   |"), encoding="utf-8")
     assert build.main(["--check"]) == 1  # to the letter
+    course.write_text(text.replace("| 2 | 4  |\n", "| 2 | 4  |\n\n"), encoding="utf-8")
+    assert build.main(["--check"]) == 1  # and to the line break
 
 
 @pytest.mark.parametrize(
@@ -311,13 +313,14 @@ def test_a_mask_is_drawn_as_visible_has_it(words) -> None:
 
 
 def test_a_mask_with_segments() -> None:
-    drawn = figures.draw(["mask", "--Tq=2", "--Tk=4", "--segments=(7, 7, 7, 8)"]).splitlines()
-    assert [line.split() for line in drawn[1:-1]] == [
-        ["segment", "7", "7", "7", "8"],
-        ["k0", "k1", "k2", "k3"],
-        ["q0", "x", "x", "x", "."],
-        ["q1", ".", ".", ".", "x"],
+    drawn = figures.draw(["mask", "--Tq=2", "--Tk=4", "--segments=(8, 8, 8, 17)"]).splitlines()
+    assert drawn[1:-1] == [
+        "segment 8  8  8 17",
+        "       k0 k1 k2 k3",
+        "q0      x  x  x  .",
+        "q1      .  .  .  x",
     ]
+    assert "segment 2  1  1\n" in figures.draw(["mask", "--Tk=3", "--segments=(2, 1, 1)"])
 
 
 def test_memory_is_four_times_as_large_at_twice_the_length() -> None:

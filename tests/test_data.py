@@ -583,12 +583,19 @@ def test_as_many_characters_as_uint16_holds_are_taken() -> None:
         prep._uint16([0], data.CharTokenizer([*characters, "\U0001f600"]))
 
 
-def test_the_tail_that_validates_is_rounded_up(tmp_path: Path) -> None:
-    """21 tokens, the end of the document among them: a tenth is 2.1."""
-    source = tmp_path / "short.txt"
-    source.write_text("abcdefghij" * 2)
+def test_the_tail_that_validates_is_rounded_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 tokens, the ends of the two documents among them: a tenth is 2.3."""
+    source, said = tmp_path / "short.jsonl", []
+    source.write_text('{"text": "abcdefghij"}\n{"text": "abcdefghijk"}\n')
+    monkeypatch.setattr(prep, "progress", lambda title: lambda *done: said.append((title, *done)))
     meta = run("text", tmp_path / "out", source=str(source), tokenizer="char")
-    assert meta["tokens"] == {"train": 18, "val": 3}
+    assert meta["tokens"] == {"train": 20, "val": 3} and meta["documents"] == 2
+    assert said == [
+        ("preparing text", "looking for characters", "found 11"),
+        ("preparing text", "tokenizing", "2 documents, 23 tokens"),
+    ]
 
 
 @pytest.mark.parametrize("dataset", ["text", "shakespeare_char"])

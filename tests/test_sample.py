@@ -55,6 +55,17 @@ def of(out: Path, *words: str, n: int = 40) -> tuple[str, ...]:
     return (f"--out_dir={out}", f"--max_new_tokens={n}", *words)
 
 
+def test_a_continuation_in_one_call(trained):
+    """Where the vocabulary lacks a character of the beginning, its first token stands there."""
+    model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(trained), device="cpu"))
+    first = tokenizer.decode([0])
+    for start, begin in (("\u20ac!", first), ("to", "to")):
+        text = texts.continuation(model, tokenizer, start, 9, seed=1, temperature=0)
+        idx = torch.tensor([tokenizer.encode(begin)])
+        (want,) = model.generate(idx, 9, temperature=0.0).tolist()
+        assert text == tokenizer.decode(want) and text.startswith(begin)
+
+
 # --- the same every time ---
 
 
