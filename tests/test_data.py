@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tracemalloc
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,6 +226,10 @@ def test_tinyshakespeare_out_of_reach_names_the_way_out(
     monkeypatch.setattr("urllib.request.urlopen", offline)
     told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
     assert "no network" in told and "--source=PATH" in told
+    half = unittest.mock.Mock(side_effect=http.client.IncompleteRead(b"To b"))
+    monkeypatch.setattr("urllib.request.urlopen", half)
+    told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
+    assert "IncompleteRead" in told and "--source=PATH" in told
 
 
 def test_tinyshakespeare_is_downloaded_once_and_looked_at(
@@ -236,8 +242,11 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     assert not list(tmp_path.rglob("*.txt"))
     monkeypatch.setattr(sources, "TINY_SHAKESPEARE_SHA256", sources.sha256(b"To be"))
     assert sources.tiny_shakespeare() == "To be"
+    (cached,) = tmp_path.rglob("*.txt")
+    cached.write_text("To b")
+    assert sources.tiny_shakespeare() == "To be"  # what was damaged is replaced
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("again"))
-    assert sources.tiny_shakespeare() == "To be"
+    assert sources.tiny_shakespeare() == cached.read_text() == "To be"
 
 
 # --- shakespeare ---

@@ -481,6 +481,14 @@ def test_where_there_is_no_room_for_the_tokens_every_few_have_a_number(show, pla
     assert [c[1] for c in drawn if c[0] == "fillText"] == [
         text for label in labels[::every] for text in (label, label)
     ]
+    # All of it is inside of the canvas, and would be with 256 tokens.
+    left, top, cell, wide, most = page.evaluate("""texts => {
+      const c = fresh(document.createElement("canvas"), 9, 9);
+      c.font = "bold 12px ui-monospace, monospace";
+      return [mapView.left, mapView.top, mapView.cell, parseFloat($("map").style.width),
+        Math.max(...texts.map(text => c.measureText(text).width))]; }""",
+      labels if every == 1 else ["255"])  # fmt: skip
+    assert left - 6 >= most and top - 11 >= 6 and wide >= left + 24.5 * cell + most / 2
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -1013,43 +1021,54 @@ def same_drawing(drawn: list[Any], want: list[tuple[Any, ...]]) -> None:
     assert got == expected
 
 
-def test_the_worked_row_adds_up(show, plain):
-    """The sum that the page works out from the scores gives the trace's l and m."""
-    page = show(plain)
-    head = traced(plain, 1, 2)
-    for done, step in enumerate(plain["tiles"]["steps"], 1):
-        page.evaluate("$('player-step').click()")
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_worked_row_adds_up(show, which, request):
+    """The numbers of the row are those of the trace, and its sum that of the scores."""
+    shown = request.getfixturevalue(which)
+    tiles, tokens = shown["tiles"], shown["about"]["tokens"]
+    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
+    page = show(shown)
+
+    def real(x: float) -> str:
+        return f"{x:.4f}".replace("inf", "∞").replace("-", "−")
+
+    for done, step in enumerate(tiles["steps"], 1):
         if step["skipped"]:
             continue
-        if done % 2:
-            page.evaluate("document.querySelector('#tile-rows tbody tr:last-child button').click()")
-        r, texts = page.evaluate("""[player.row,
-          [...document.querySelectorAll(".worked dd")].map(e => e.innerText)]""")
-        m, rescale, l, o = (t.replace("−", "-").replace("∞", "inf") for t in texts)
-        grew = head["m"][step["at"], r] > (
-            -np.inf if step["first"] else head["m"][step["at"] - 1, r]
+        heading, r, *lines = page.evaluate(f"""(() => {{
+          goTo({done});
+          chooseRow({done} % 2 ? 99 : 0);
+          return [document.querySelector("#worked h3").textContent, player.row,
+            ...[...document.querySelectorAll(".worked dd")].map(e => e.textContent)]; }})()""")
+        i, at = step["rows"][0] + r, step["at"]
+        assert r == (step["rows"][1] - step["rows"][0] - 1 if done % 2 else 0)
+        assert heading == f"Row of query {i}, “{tokens[i]['label']}”, worked"
+        m, l, o, rescale = (float(head[name][at, r]) for name in ("m", "l", "o_norm", "rescale"))
+        past = [s["at"] for s in tiles["steps"][: done - 1] if s["i"] == step["i"]]
+        past = [p for p in past if p is not None]
+        m_old, l_old, o_old = -np.inf, 0.0, 0.0
+        if past:
+            m_old, l_old, o_old = (float(head[name][past[-1], r]) for name in ("m", "l", "o_norm"))
+        scores = head["scores"][at, r, : step["cols"][1] - step["cols"][0]].astype(float)
+        scores = scores[np.isfinite(scores)]
+        assert m == max([m_old, *scores]) and l == pytest.approx(
+            rescale * l_old + np.exp(scores - m).sum(), rel=1e-5
         )
-        assert m.endswith(
-            "the first tile of the row" if step["first"]
-            else "a larger score came" if grew else "as before"
-        )  # fmt: skip
-        old, largest, new = map(float, re.match(r"max\((\S+), (\S+)\) = (\S+)", m).groups())  # type: ignore[union-attr]
-        assert new == max(old, largest) == pytest.approx(head["m"][step["at"], r], abs=5.1e-5)
-        factor, before, added, after = map(
-            float,
-            re.match(r"(\S+) × (\S+) \+ (\S+) = (\d+\.\d{4})", l).groups(),  # type: ignore[union-attr]
-        )
-        assert factor == pytest.approx(head["rescale"][step["at"], r], abs=5.1e-5)
-        assert after == pytest.approx(head["l"][step["at"], r], abs=5.1e-5)
-        assert factor * before + added == pytest.approx(after, abs=1e-3)
-        if not np.isinf(old):
-            assert f"= {factor:.4f}" in rescale
-        assert f"{head['o_norm'][step['at'], r]:.4f}" in o
-    last = len(head["out"]) - 1
-    # O divided by l is the output, in the trace that is shown.
-    r, at = last % plain["tiles"]["block_m"], plain["tiles"]["steps"][-1]["at"]
-    length = np.linalg.norm(head["out"][last])
-    assert head["o_norm"][at, r] / head["l"][at, r] == pytest.approx(length, abs=1e-5)
+        why = ("the first tile of the row" if step["first"]
+               else "a larger score came" if m > m_old else "as before")  # fmt: skip
+        top, added = max(scores, default=-np.inf), real(np.exp(scores - m).sum())
+        length = f" divided by l it is the output, of length {real(o / (l or 1))}" * step["last"]
+        assert lines == [
+            f"max({real(m_old)}, {real(top)}) = {real(m)} {why}",
+            "nothing was seen yet" if np.isinf(m) else f"e{real(m_old)} − "
+            + (f"({real(m)})" if m < 0 else real(m)) + f" = {real(rescale)}",
+            f"{real(rescale)} × {real(l_old)} + {added} = {real(l)} {added} is the sum of es − m "
+            f"over {plural(len(scores), 'visible score')}",
+            f"{real(rescale)} × old O + P̃ V; its length goes from {real(o_old)} to {real(o)}"
+            + length,
+        ]  # fmt: skip
+        if step["last"]:
+            assert o / l == pytest.approx(np.linalg.norm(head["out"][i]), abs=1e-5)
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -1540,6 +1559,9 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     ]:  # fmt: skip
         keys.press(key)
         assert page.evaluate(state) == want_, key
+    for key in ("Control+ArrowRight", "Meta+End", "Alt+ArrowRight"):  # the browser's own
+        keys.press(key)
+        assert page.evaluate(state) == [0, 0, False], key
     page.focus("#player-step")
     keys.press(" ")  # a button's own key: it does not play
     assert page.evaluate(state) == [1, 0, False]

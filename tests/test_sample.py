@@ -275,6 +275,11 @@ def test_a_pool_of_few_pages(trained):
     assert "with kv_cache=paged; got 9, dynamic" in refused(*of(trained, "--n_pages=9"))
 
 
+def test_the_pool_has_room_for_the_longest_wherever_it_stands(trained):
+    words = of(trained, "--start=a", f"--start={'to be ' * 3}", "--batch_size=1", n=2)
+    assert text_of(*words, "--kv_cache=paged") == text_of(*words)
+
+
 def test_json_lines(trained, tmp_path):
     words, out = of(trained, "--start=Ann", "--start=Bob", n=5), tmp_path / "out.jsonl"
     plain = text_of(*words)
