@@ -334,17 +334,25 @@ def test_memory_is_four_times_as_large_at_twice_the_length() -> None:
     assert round((4 * 512 * 64 + 512) * 4 / 1e6, 2) == tiled2  # Q, K, V, O and L, nothing else
 
 
+@pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("scores", [(1, 3, 2, 5, 4, 0), (3, 2, 1), (1000, 1001, 999), (7,)])
-def test_online_ends_at_softmax(scores) -> None:
-    text = figures.draw(["online", f"--scores={scores}", "--block=2"])
+def test_online_ends_at_softmax(scores, block) -> None:
+    text = figures.draw(["online", f"--scores={scores}", f"--block={block}"])
     s = torch.tensor(scores, dtype=torch.float64)
     out = s.softmax(0) @ torch.arange(1.0, len(s) + 1, dtype=torch.float64)
     assert text.count(f"{out:.6f}") == 2
     assert f"L = m + log l = {s.logsumexp(0):.4f}" in text
-    for n, row in enumerate(cells(text)):
-        seen = s[: 2 * n + 2]
-        assert row[1] == f"{seen.max():g}"
-        assert row[4] == f"{torch.exp(seen - seen.max()).sum():.4f}"
+    rows = cells(text)
+    assert len(rows) == -(-len(s) // block)
+    for n, row in enumerate(rows):
+        past, now = s[: block * n], s[block * n : block * (n + 1)]
+        seen = s[: block * (n + 1)]
+        p, factor = torch.exp(seen - seen.max()), torch.exp(past.amax() - seen.max()) if n else 0.0
+        assert row == [
+            ", ".join(f"{x:g}" for x in now), f"{seen.max():g}", f"{float(factor):.4f}",
+            f"{p[len(past) :].sum():.4f}", f"{p.sum():.4f}",
+            f"{p @ torch.arange(1.0, len(seen) + 1, dtype=torch.float64):.4f}",
+        ]  # fmt: skip
 
 
 def test_tiles_are_drawn_and_counted_as_they_are_visited() -> None:

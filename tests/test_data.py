@@ -592,6 +592,14 @@ def test_as_many_characters_as_uint16_holds_are_taken() -> None:
         prep._uint16([0], data.CharTokenizer([*characters, "\U0001f600"]))
 
 
+def test_the_end_of_a_document_is_behind_its_last_piece_alone() -> None:
+    letters = data.CharTokenizer([*"abc", ""], eot=3)
+    pieces = [(4, False, "ab"), (4, True, "c"), (5, True, "")]
+    found = prep._encode(letters, pieces)
+    assert [(i, ends) for i, ends, _ in found] == [(4, False), (4, True), (5, True)]
+    assert [np.frombuffer(ids, "<u2").tolist() for *_, ids in found] == [[0, 1], [2, 3], [3]]
+
+
 def test_the_tail_that_validates_is_rounded_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -797,6 +805,16 @@ def test_a_source_that_cannot_be_read(
     told = refusal("text", tmp_path / "out", source=str(source))
     assert words in told and "source" in told
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_the_column_that_is_not_there_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    import pyarrow.parquet
+
+    rows = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["a"]}), rows)
+    for key in ("text", "bodies"):
+        told = refusal("text", tmp_path / "out", source=str(rows), text_key=key)
+        assert told == f"{rows} has no column {key!r} but id, body; name it with --text_key"
 
 
 def test_the_row_without_a_text_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:

@@ -626,6 +626,7 @@ def test_the_model_is_told_as_it_is(show, which, request):
     shown = deepcopy(request.getfixturevalue(which))
     a = shown["about"]
     a["kernels"] = ["one", "two"] * (which == "plain")
+    a["segments"] = [0] * len(a["tokens"]) if which == "plain" else None
     page = show(shown)
     page.click("#about summary")
     names = page.locator("#about dt").all_inner_texts()

@@ -82,6 +82,25 @@ def test_the_table_in_the_docs_is_what_runs() -> None:
     assert written == hf_table.table(), "python -m docs.hf_table writes it anew"
 
 
+@pytest.mark.parametrize("off, wrong", [(1.9, []), (2.1, ["logits"]), (2.9, ["logits"]),
+                                        (3.1, ["logits", "weight"])])  # fmt: skip
+def test_logits_may_be_twice_as_far_off_as_eagers_and_gradients_three_times(
+    off, wrong, monkeypatch
+) -> None:
+    truth, plain = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3)
+    plain[1, 2] = -1.0  # eager is off by that
+    for name in ("logits", "weight"):
+        eagers = {torch.float32: {name: plain}, torch.float64: {name: truth}}
+        monkeypatch.setattr(hf_table, "eager", lambda *key, of=eagers: of[key[-1]])
+        got = torch.zeros(2, 3)
+        got[0, 1] = off
+        if name in wrong:
+            with pytest.raises(AssertionError, match=f"llama, full: {name} is off by {off}, allow"):
+                hf_table.check("llama", "full", {name: got})
+        else:
+            hf_table.check("llama", "full", {name: got})
+
+
 def test_a_line_of_the_table_says_which_kernels_do_not_run_and_why(monkeypatch) -> None:
     def cell(name: str, backend: str, case: str) -> str:
         alike = {"all": "", "none": "no", "each": f"no {backend}"}.get(name)
