@@ -1364,6 +1364,7 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "the GPU 'Voodoo' is not known" in refused(at, "--gpu=Voodoo", "--text")
     assert "fast_memory must hold a tile" in refused(at, "--fast_memory=5")
     assert "at most 16 processes can be shown, got 17" in refused(at, "--ring=17")
+    assert enter(explain.main, ["--device=cpu", at, "--ring=16", "--text"])[0] == 0
     assert "ring must be at least 1" in refused(at, "--ring=0")
     assert "block_m must be at least 1" in refused(at, "--block_m=0")
     assert "window must be at least 1" in refused(at, "--window=0")
