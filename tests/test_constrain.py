@@ -22,6 +22,7 @@ import data
 from core.settings import UserError
 from inference import constrain, json_schema
 from inference.constrain import Automaton
+from inference.sampling import SamplingParams, sample_step
 
 
 @dataclass
@@ -520,6 +521,18 @@ def test_references_and_every_combination_of_properties():
             assert automaton.accepts[at] == ("c" in keys), text
 
 
+def test_one_space_may_stand_between_any_two_signs_of_json():
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    schema = {"properties": {"a": numbers, "b": {"const": None}, "c": {"properties": {"d": {}}}}}
+    schema["properties"]["c"]["properties"]["d"] = numbers | {"maxItems": 0}
+    pattern = re.compile(json_schema.to_regex(schema))
+    signs = re.findall(r"\S+", '{ "a" : [ 1 , 2 ] , "b" : null , "c" : { "d" : [ ] } }')
+    assert pattern.fullmatch("".join(signs)) and pattern.fullmatch(" ".join(signs))
+    for n, gap in itertools.product(range(len(signs) + 1), (" ", "  ", "\t", "\n")):
+        text = "".join([*signs[:n], gap, *signs[n:]])
+        assert bool(pattern.fullmatch(text)) == (gap == " " and 0 < n < len(signs)), text
+
+
 @pytest.mark.parametrize("text", ["0", "-0", "12", "-3.50", "0.01", "1e5", "2E-07", "7.1e+3"])
 def test_numbers_are_those_of_json(text):
     pattern = re.compile(json_schema.to_regex({"type": "number"}))
@@ -539,6 +552,31 @@ def test_numbers_are_those_of_json(text):
 def test_a_pattern_that_cannot_be_used(pattern):
     with pytest.raises(UserError, match=re.escape(repr(pattern)) + ".*cannot be used"):
         constrain.regex(pattern, BYTES)
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 1}, {"top_p": 0.01}, {"temperature": 0.001}])
+def test_the_cuts_are_made_among_the_tokens_that_are_allowed(cuts):
+    """The likeliest token of those, whatever number is drawn."""
+    automaton = constrain.regex("[a-e]", BYTES)
+    logits = torch.randn(1, len(BYTES.tokens), generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(**{"temperature": 1.0, **cuts})
+    likeliest = ord("a") + int(logits[0, ord("a") : ord("f")].argmax())
+    for u in (0.0, 0.5, 0.999):
+        drawn = torch.tensor([u], dtype=torch.float64)
+        token, state, over = sample_step(logits, params, automaton, drawn, automaton.start([3]))
+        assert token.tolist() == [likeliest] != logits.argmax(1).tolist()
+        assert over is not None and over.tolist() == [True] and state is not None
+
+
+def test_a_schema_lets_every_number_of_items_be():
+    for low, high in ((0, None), (0, 1), (1, 1), (1, 3), (2, 3), (2, None), (3, 3)):
+        most = {} if high is None else {"maxItems": high}
+        numbers = {"type": "array", "items": {"type": "integer"}, "minItems": low, **most}
+        letters = {"type": "string", "minLength": low} | (most and {"maxLength": high})
+        for n in range(6):
+            for schema, text in ((numbers, json.dumps([7] * n)), (letters, f'"{"x" * n}"')):
+                fits = low <= n <= (5 if high is None else high)
+                assert bool(re.fullmatch(json_schema.to_regex(schema), text)) == fits, text
 
 
 def test_nothing_to_say():

@@ -215,6 +215,8 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> N
     assert "is out of date: <!-- figure: squares --n=3 -->" in capsys.readouterr().out
     course.write_text(text.replace("| 2 | 4  |", "| 2 | 4   |"), encoding="utf-8")
     assert build.main(["--check"]) == 1  # to the letter
+    course.write_text(text.replace("| 2 | 4  |\n", "| 2 | 4  |\n\n"), encoding="utf-8")
+    assert build.main(["--check"]) == 1  # and to the line break
 
 
 @pytest.mark.parametrize(
@@ -311,13 +313,14 @@ def test_a_mask_is_drawn_as_visible_has_it(words) -> None:
 
 
 def test_a_mask_with_segments() -> None:
-    drawn = figures.draw(["mask", "--Tq=2", "--Tk=4", "--segments=(7, 7, 7, 8)"]).splitlines()
-    assert [line.split() for line in drawn[1:-1]] == [
-        ["segment", "7", "7", "7", "8"],
-        ["k0", "k1", "k2", "k3"],
-        ["q0", "x", "x", "x", "."],
-        ["q1", ".", ".", ".", "x"],
+    drawn = figures.draw(["mask", "--Tq=2", "--Tk=4", "--segments=(8, 8, 8, 17)"]).splitlines()
+    assert drawn[1:-1] == [
+        "segment 8  8  8 17",
+        "       k0 k1 k2 k3",
+        "q0      x  x  x  .",
+        "q1      .  .  .  x",
     ]
+    assert "segment 2  1  1\n" in figures.draw(["mask", "--Tk=3", "--segments=(2, 1, 1)"])
 
 
 def test_memory_is_four_times_as_large_at_twice_the_length() -> None:
@@ -331,17 +334,25 @@ def test_memory_is_four_times_as_large_at_twice_the_length() -> None:
     assert round((4 * 512 * 64 + 512) * 4 / 1e6, 2) == tiled2  # Q, K, V, O and L, nothing else
 
 
+@pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("scores", [(1, 3, 2, 5, 4, 0), (3, 2, 1), (1000, 1001, 999), (7,)])
-def test_online_ends_at_softmax(scores) -> None:
-    text = figures.draw(["online", f"--scores={scores}", "--block=2"])
+def test_online_ends_at_softmax(scores, block) -> None:
+    text = figures.draw(["online", f"--scores={scores}", f"--block={block}"])
     s = torch.tensor(scores, dtype=torch.float64)
     out = s.softmax(0) @ torch.arange(1.0, len(s) + 1, dtype=torch.float64)
     assert text.count(f"{out:.6f}") == 2
     assert f"L = m + log l = {s.logsumexp(0):.4f}" in text
-    for n, row in enumerate(cells(text)):
-        seen = s[: 2 * n + 2]
-        assert row[1] == f"{seen.max():g}"
-        assert row[4] == f"{torch.exp(seen - seen.max()).sum():.4f}"
+    rows = cells(text)
+    assert len(rows) == -(-len(s) // block)
+    for n, row in enumerate(rows):
+        past, now = s[: block * n], s[block * n : block * (n + 1)]
+        seen = s[: block * (n + 1)]
+        p, factor = torch.exp(seen - seen.max()), torch.exp(past.amax() - seen.max()) if n else 0.0
+        assert row == [
+            ", ".join(f"{x:g}" for x in now), f"{seen.max():g}", f"{float(factor):.4f}",
+            f"{p[len(past) :].sum():.4f}", f"{p.sum():.4f}",
+            f"{p @ torch.arange(1.0, len(seen) + 1, dtype=torch.float64):.4f}",
+        ]  # fmt: skip
 
 
 def test_tiles_are_drawn_and_counted_as_they_are_visited() -> None:

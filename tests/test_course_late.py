@@ -444,3 +444,11 @@ def test_exercise_8_names_each_count(slip) -> None:
         return out, L, ex8.counts(S, block, threshold)[slip]
 
     assert ex8.COUNTS[slip] in complaint(ex8, SimpleNamespace(attend=attend))
+
+
+def test_a_statement_is_found_by_its_beginning(monkeypatch) -> None:
+    lines = ["assert m_i = l_i", "l_i = 1", "l_i = 2"]
+    monkeypatch.setattr(fused, "statements", lambda file, function: lines)
+    assert fused.statement("a.py", "f", "l_i =") == "l_i = 1"
+    with pytest.raises(UserError, match=r"no statement of f in a.py begins 'm_i ='"):
+        fused.statement("a.py", "f", "m_i =")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tracemalloc
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,6 +226,10 @@ def test_tinyshakespeare_out_of_reach_names_the_way_out(
     monkeypatch.setattr("urllib.request.urlopen", offline)
     told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
     assert "no network" in told and "--source=PATH" in told
+    half = unittest.mock.Mock(side_effect=http.client.IncompleteRead(b"To b"))
+    monkeypatch.setattr("urllib.request.urlopen", half)
+    told = refusal("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
+    assert "IncompleteRead" in told and "--source=PATH" in told
 
 
 def test_tinyshakespeare_is_downloaded_once_and_looked_at(
@@ -236,8 +242,11 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     assert not list(tmp_path.rglob("*.txt"))
     monkeypatch.setattr(sources, "TINY_SHAKESPEARE_SHA256", sources.sha256(b"To be"))
     assert sources.tiny_shakespeare() == "To be"
+    (cached,) = tmp_path.rglob("*.txt")
+    cached.write_text("To b")
+    assert sources.tiny_shakespeare() == "To be"  # what was damaged is replaced
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("again"))
-    assert sources.tiny_shakespeare() == "To be"
+    assert sources.tiny_shakespeare() == cached.read_text() == "To be"
 
 
 # --- shakespeare ---
@@ -583,12 +592,27 @@ def test_as_many_characters_as_uint16_holds_are_taken() -> None:
         prep._uint16([0], data.CharTokenizer([*characters, "\U0001f600"]))
 
 
-def test_the_tail_that_validates_is_rounded_up(tmp_path: Path) -> None:
-    """21 tokens, the end of the document among them: a tenth is 2.1."""
-    source = tmp_path / "short.txt"
-    source.write_text("abcdefghij" * 2)
+def test_the_end_of_a_document_is_behind_its_last_piece_alone() -> None:
+    letters = data.CharTokenizer([*"abc", ""], eot=3)
+    pieces = [(4, False, "ab"), (4, True, "c"), (5, True, "")]
+    found = prep._encode(letters, pieces)
+    assert [(i, ends) for i, ends, _ in found] == [(4, False), (4, True), (5, True)]
+    assert [np.frombuffer(ids, "<u2").tolist() for *_, ids in found] == [[0, 1], [2, 3], [3]]
+
+
+def test_the_tail_that_validates_is_rounded_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 tokens, the ends of the two documents among them: a tenth is 2.3."""
+    source, said = tmp_path / "short.jsonl", []
+    source.write_text('{"text": "abcdefghij"}\n{"text": "abcdefghijk"}\n')
+    monkeypatch.setattr(prep, "progress", lambda title: lambda *done: said.append((title, *done)))
     meta = run("text", tmp_path / "out", source=str(source), tokenizer="char")
-    assert meta["tokens"] == {"train": 18, "val": 3}
+    assert meta["tokens"] == {"train": 20, "val": 3} and meta["documents"] == 2
+    assert said == [
+        ("preparing text", "looking for characters", "found 11"),
+        ("preparing text", "tokenizing", "2 documents, 23 tokens"),
+    ]
 
 
 @pytest.mark.parametrize("dataset", ["text", "shakespeare_char"])
@@ -781,6 +805,16 @@ def test_a_source_that_cannot_be_read(
     told = refusal("text", tmp_path / "out", source=str(source))
     assert words in told and "source" in told
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_the_column_that_is_not_there_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
+    import pyarrow.parquet
+
+    rows = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["a"]}), rows)
+    for key in ("text", "bodies"):
+        told = refusal("text", tmp_path / "out", source=str(rows), text_key=key)
+        assert told == f"{rows} has no column {key!r} but id, body; name it with --text_key"
 
 
 def test_the_row_without_a_text_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:

@@ -960,6 +960,21 @@ def test_a_refused_backend_is_told():
         explained(strict, made("plain")[1])
 
 
+def test_every_kernel_that_ran_is_named(monkeypatch):
+    model = tiny()
+    real = model.attention
+
+    def chosen(*args: Any, **kwargs: Any) -> tuple[Resolution, Spec]:
+        resolution, spec = real(*args, **kwargs)
+        return replace(resolution, kernels=("one", "two")), spec
+
+    monkeypatch.setattr(model, "attention", chosen)
+    found = explained(model, made("plain")[1])
+    assert [found["about"]["kernels"], *(s["kernels"] for s in found["caches"]["steps"])] == [
+        ["one", "two"]
+    ] * 4
+
+
 # --- the prompt ---
 
 
@@ -1105,8 +1120,16 @@ def test_the_caches_in_characters(shape):
 def test_the_cost_table():
     found, text = document("plain")["costs"], render(document("plain"))
     lines = text[text.index("COST on") :].splitlines()
-    rows = [line.split() for line in lines if re.match(r" *[\d,]+ .* [mc]$", line)]
-    assert len(rows) == 11
+    start = next(n for n, line in enumerate(lines) if re.match(r" *64 .* [mc]$", line))
+    rows = [line.split() for line in lines[start : start + 11]]
+    names = [(word[0], word.end()) for word in re.finditer(r"\S+", lines[start - 1])]
+    assert [name for name, _ in names] == ["T", *["FLOPs", "bytes", "F/B", "time"] * 2]
+    assert [word.strip() for word in re.findall(r" +\S+", lines[start - 2])] == ["manual", "tiled"]
+    middle = [word.start() + len(word[0]) / 2 for word in re.finditer(r"\S+", lines[start - 2])]
+    ends = [end for _, end in names]  # each algorithm's name is above its four columns
+    assert ends[1] - 5 < middle[0] < ends[4] and ends[5] - 5 < middle[1] < ends[8]
+    last = lines[start + 10]  # right below each name is a number or its unit
+    assert all(last[end - 1] != " " and last[end : end + 1] in ("", " ") for end in ends)
     for words, row in zip(rows, found["rows"], strict=True):
         want = [f"{row['T']:,}"]
         for c in (row["manual"], row["tiled"]):
@@ -1342,6 +1365,7 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "the GPU 'Voodoo' is not known" in refused(at, "--gpu=Voodoo", "--text")
     assert "fast_memory must hold a tile" in refused(at, "--fast_memory=5")
     assert "at most 16 processes can be shown, got 17" in refused(at, "--ring=17")
+    assert enter(explain.main, ["--device=cpu", at, "--ring=16", "--text"])[0] == 0
     assert "ring must be at least 1" in refused(at, "--ring=0")
     assert "block_m must be at least 1" in refused(at, "--block_m=0")
     assert "window must be at least 1" in refused(at, "--window=0")

@@ -274,10 +274,17 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     about["refused"].append({"name": image, "why": [image]})
     for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
         token["text"] = token["label"] = image
+    static = caches["steps"][1]
+    static["cells"], static["holds"] = 321, static["holds"] + [-1] * (321 - static["cells"])
     page = show(shown)
     page.click("#player-to-end")
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
+    # A long token is shown by its position; and where there are many places they are small.
+    boxes, places = page.evaluate("""[["s", "className"], ["", "textContent"]].map(
+      ([s, what]) => [...document.querySelectorAll("#caches .cell" + s)].map(e => e[what]))""")
+    assert boxes == ["cells  numbered", "cells  many", "cells paged numbered"]
+    assert places == [str(p) if p >= 0 else "" for s in caches["steps"] for p in s["holds"]]
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-notes", "#tile-rows",
                  "#worked", "#cache-notes", "#cache-step", "#cost-about",
                  "#query-name"):  # fmt: skip
@@ -293,6 +300,28 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     (refused,) = said
     assert "Content Security Policy" in refused and "blocked" in refused
     said.clear()
+
+
+def test_numbers_as_people_read_them(show, plain):
+    said = {
+        "int": {"1234567.4": "1,234,567"},
+        "many": {'1, "process", "processes"': "1 process", '2, "process", "processes"':
+                 "2 processes", '1000, "tile"': "1,000 tiles", '0, "tile"': "0 tiles"},
+        "scaled": {'0, "B"': "0 B", '9.87, "B"': "9.9 B", '99.4, "B"': "99 B", '999.4, "B"':
+                   "999 B", '999.5, "B"': "1 kB", '12345, "B"': "12.3 kB", '3.5e15, "FLOP"':
+                   "3.5 PFLOP", '2e18, "B"': "2000 PB", '196608, "B", 1024': "192 KiB",
+                   '1000, "B", 1024': "1000 B", '1024 ** 3, "B", 1024': "1 GiB"},
+        "seconds": {"75": "75 s", "1": "1 s", "0.5": "500 ms", "0.001": "1 ms", "1.2345e-6":
+                    "1.23 µs", "9e-7": "900 ns", "4e-10": "0.4 ns"},
+        "real": {"NaN": "", "-Infinity": "−∞", "1/0": "∞", "-0.5": "−0.5000", "99999":
+                 "99999.0000", "-123456": "−1.2346e+5", "2.25, 1": "2.3"},
+        "clamp": {"-1, 0, 9": "0", "10, 0, 9": "9", "4, 0, 9": "4"},
+        "sci": {x: sci(float(x)) for x in ("0", "9.96e-8", "9.6e-4", "0.00123", "0.5", "7",
+                                           "1234", "98765", "2.5e-12")},
+    }  # fmt: skip
+    calls = {f"{name}({x})": text for name, each in said.items() for x, text in each.items()}
+    shown = show(plain).evaluate(f"[{', '.join(f'String({call})' for call in calls)}]")
+    assert [text.replace("\u00a0", " ") for text in shown] == list(calls.values())
 
 
 # ----------------------------------------------------------------------------- maps
@@ -380,6 +409,89 @@ def test_each_head_is_painted_pixel_by_pixel(show, which, request):
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_large_map_is_drawn_cell_by_cell(show, which, request):
+    """A cell that is seen has its colour, a hidden one lines, a later one nothing; around them the
+    tokens, and what is looked at in a frame."""
+    shown = deepcopy(request.getfixturevalue(which))
+    about, T = shown["about"], len(shown["about"]["tokens"])
+    segments = about["segments"] or [0] * T
+    about["tokens"][2]["label"] = "abcdefghij"  # of ten, one more than is written
+    about["tokens"][3]["label"] = "ab"
+    page = show(shown, device_scale_factor=2)
+    page.evaluate(RECORD)
+    query, key = T - 3, 4
+    drawn = json.loads(page.evaluate(f"logged(() => lookAt({query}, {key}))"))
+    cell, left, top, width, height = page.evaluate("""[mapView.cell, mapView.left, mapView.top,
+      parseFloat($("map").style.width), parseFloat($("map").style.height)]""")
+    size = cell * T
+    assert size / T > 12 and 1 < width - left - size < 4 and 1 < height - top - size < 4
+    want: list[tuple[Any, ...]] = [("scale", 2, 2), ("drawImage", left, top, size, size, 1)]
+    begins = [i for i in range(1, T) if segments[i] != segments[i - 1]]
+    for i in begins:
+        want.append(("strokeRect", left, top + i * cell, size, 0, "strong", 1, 1))
+        want.append(("strokeRect", left + i * cell, top, 0, size, "strong", 1, 1))
+    y = top + query * cell
+    want += [("strokeRect", left - 0.5, top - 0.5, size + 1, size + 1, "strong", 1, 1),
+             ("strokeRect", left, y, size, cell, "accent", 1, 2.5),
+             ("strokeRect", left + key * cell, y, cell, cell, "ink", 1, 2)]  # fmt: skip
+    hidden, points = [], []
+    for i in range(T):
+        seen = [visible(i, j, 0, about["window"], segments[i], segments[j]) for j in range(T)]
+        first = seen.index(True)
+        if first > 0:
+            want.append(("rect", left, top + i * cell, first * cell, cell, 1))
+            hidden += [[left + j * cell, top + i * cell, cell, cell] for j in range(first)]
+        for j in range(T):
+            w = weight(shown, about["layer"], about["head"], i, j) if seen[j] else None
+            points.append([left + (j + 0.7) * cell, top + (i + 0.3) * cell,
+                           None if w is None else int(255 * w**0.5 + 0.5), j > i])  # fmt: skip
+        label = "abcdefgh…" if i == 2 else about["tokens"][i]["label"]
+        row, column = "accent" if i == query else "muted", "ink" if i == key else "muted"
+        turned = len(label) > 1
+        want += [("fillText", label, left - 6, top + (i + 0.5) * cell, row, "right",
+                  *["bold"] * (i == query)),
+                 ("translate", left + (i + 0.5) * cell, top - 6),
+                 ("rotate", -np.pi / 2) if turned else ("translate", 0, -5),
+                 ("fillText", label, 0, 0, column, "left" if turned else "center",
+                  *["bold"] * (i == key))]  # fmt: skip
+    same_drawing(drawn, want)
+    assert page.evaluate(HATCHED, ["map", hidden, "fcfbf8"]) == [] and bool(hidden) == bool(begins)
+    wrong = page.evaluate(
+        """points => {
+      const c = new OffscreenCanvas($("map").width, $("map").height).getContext("2d",
+        { willReadFrequently: true });
+      c.drawImage($("map"), 0, 0);
+      const { data, width } = c.getImageData(0, 0, c.canvas.width, c.canvas.height);
+      return points.filter(([x, y, level, later]) => {
+        const at = 4 * (Math.floor(2 * y) * width + Math.floor(2 * x));
+        const [r, g, b, a] = data.slice(at, at + 4);
+        if (level === null) return later === (a > 0);
+        return a < 255 || [r, g, b].join() !== ramp.light[level].join(); }); }""",
+        points,
+    )
+    assert wrong == []
+
+
+@pytest.mark.parametrize("width, every", [(340, 5), (360, 1)])
+def test_where_there_is_no_room_for_the_tokens_every_few_have_a_number(show, plain, width, every):
+    page = show(plain, width)
+    page.evaluate(RECORD)
+    drawn = json.loads(page.evaluate("logged(drawMap)"))
+    labels = [t["label"] if every == 1 else str(i) for i, t in enumerate(plain["about"]["tokens"])]
+    assert [c[1] for c in drawn if c[0] == "fillText"] == [
+        text for label in labels[::every] for text in (label, label)
+    ]
+    # All of it is inside of the canvas, and would be with 256 tokens.
+    left, top, cell, wide, most = page.evaluate("""texts => {
+      const c = fresh(document.createElement("canvas"), 9, 9);
+      c.font = "bold 12px ui-monospace, monospace";
+      return [mapView.left, mapView.top, mapView.cell, parseFloat($("map").style.width),
+        Math.max(...texts.map(text => c.measureText(text).width))]; }""",
+      labels if every == 1 else ["255"])  # fmt: skip
+    assert left - 6 >= most and top - 11 >= 6 and wide >= left + 24.5 * cell + most / 2
+
+
+@pytest.mark.parametrize("which", ["plain", "windowed"])
 def test_what_the_maps_say_of_each_token_and_pair(show, which, request):
     shown = request.getfixturevalue(which)
     a, m = shown["about"], shown["maps"]
@@ -436,10 +548,14 @@ def test_what_the_maps_say_of_each_token_and_pair(show, which, request):
 
 
 @pytest.mark.parametrize("changes, why", [
-    ({"prompt": DOCUMENTS, "segments": "|"}, "hidden: in another document"),
-    ({"window": 25}, ""), ({"window": 24}, "hidden: outside the window")])  # fmt: skip
-def test_the_legend_names_what_hides_here(show, changes, why):
-    page = show(document(**changes))
+    (([0] * 9 + [1] * 16, None, 9), "hidden: in another document"), ((None, 25, 0), ""),
+    ((None, 24, 1), "hidden: outside the window")])  # fmt: skip
+def test_the_legend_names_what_hides_here(show, plain, changes, why):
+    segments, window, first = changes
+    shown = deepcopy(plain)
+    shown["about"] |= {"segments": segments, "window": window}
+    shown["maps"]["seen"][-1] = [first, 25]
+    page = show(shown)
     assert words(page, "#map-legend") == f"weight 01, by its square root{why}later: never seen"
 
 
@@ -507,8 +623,11 @@ def test_the_verdict_is_the_documents(show, plain):
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
 def test_the_model_is_told_as_it_is(show, which, request):
-    shown = request.getfixturevalue(which)
-    a, page = shown["about"], show(shown)
+    shown = deepcopy(request.getfixturevalue(which))
+    a = shown["about"]
+    a["kernels"] = ["one", "two"] * (which == "plain")
+    a["segments"] = [0] * len(a["tokens"]) if which == "plain" else None
+    page = show(shown)
     page.click("#about summary")
     names = page.locator("#about dt").all_inner_texts()
     facts = dict(zip(names, page.locator("#about dd").all_inner_texts(), strict=True))
@@ -522,7 +641,7 @@ def test_the_model_is_told_as_it_is(show, which, request):
         else "the last 6 tokens, itself included",
         "device": f"{a['device']}, float32, PyTorch {torch.__version__}",
         "attention": a["announced"],
-        "kernels": ", ".join(a["kernels"]) or "none by name",
+        "kernels": "one, two" if which == "plain" else "none by name",
     }  # fmt: skip
     lede = page.inner_text("#lede")
     assert "A GPT of 2 layers and 4 heads a layer, which share 2 key/value heads, with" in lede
@@ -768,94 +887,189 @@ def test_back_and_jumps_show_what_forward_showed(show, plain):
     assert page.evaluate(state) == seen[i * plain["tiles"]["n_cols"] + j + 1]
 
 
-def test_the_board_shows_the_scores_of_the_tiles_that_are_done(show, plain):
-    page = show(plain)
-    pixel = """n => {
-      const s = tiles.steps[n], sharp = devicePixelRatio || 1;
-      const at = ([a, b], from) => Math.round((from + ((a + b) / 2 + 0.25) * board.cell) * sharp);
-      const c = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-      c.drawImage($("matrix"), at(s.cols, board.left), at(s.rows, board.top), 1, 1, 0, 0, 1, 1);
-      return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3); }"""
-    sunk = page.evaluate("colour('sunk')").lstrip("#")
-    empty = [int(sunk[n : n + 2], 16) for n in (0, 2, 4)]
-    visited = [n for n, s in enumerate(plain["tiles"]["steps"]) if not s["skipped"]]
-    for n in visited[1:]:
-        page.evaluate(f"goTo({n})")
-        assert page.evaluate(pixel, n) == empty  # its turn comes next
-        page.evaluate(f"goTo({n + 1})")
-        assert page.evaluate(pixel, n) != empty
+@pytest.mark.parametrize("which", ["plain", "windowed"])
+def test_the_board_is_drawn_stroke_by_stroke(show, which, request):
+    """The tiles, those that are done with their scores; around them the blocks of Q, of K and V,
+    and of O: what is on the chip, and what is written."""
+    shown = request.getfixturevalue(which)
+    tiles, T = shown["tiles"], len(shown["about"]["tokens"])
+    M, B, rows, cols = (tiles[name] for name in ("block_m", "block_n", "n_rows", "n_cols"))  # type: ignore[literal-required]
+    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
+    page = show(shown, device_scale_factor=2)
+    page.evaluate(RECORD)
+    (left, top, cell, room), pixels, ramp = page.evaluate("""[
+      [board.left, board.top, board.cell, $("matrix").parentElement.clientWidth],
+      [...player.image.canvas.getContext("2d").getImageData(0, 0, T, T).data], ramp.light]""")
+    scores = np.full((T, T), np.nan)  # NaN: of no tile
+    for s in tiles["steps"]:
+        if not s["skipped"]:
+            (i, stop), (j, until) = s["rows"], s["cols"]
+            scores[i:stop, j:until] = head["scores"][s["at"], : stop - i, : until - j]
+    seen, got = np.isfinite(scores), np.array(pixels).reshape(T, T, 4)
+    share = (scores[seen] - scores[seen].min()) / np.ptp(scores[seen])
+    assert np.array_equal(got[..., 3], 255 * seen)
+    assert np.array_equal(got[seen][:, :3], np.array(ramp)[np.floor(255 * share + 0.5).astype(int)])
+    size = cell * T
+    assert left + size + 34 == pytest.approx(min(room, 560))  # pixels
+
+    def box(s: Any) -> list[float]:
+        (i, stop), (j, until) = s["rows"], s["cols"]
+        return [left + j * cell, top + i * cell, (until - j) * cell, (stop - i) * cell]
+
+    for done in range(len(tiles["steps"]) + 1):
+        drawn = json.loads(page.evaluate(f"player.row = 3; logged(() => goTo({done}))"))
+        now = tiles["steps"][done - 1] if done else None
+        past = [s for s in tiles["steps"][:done] if not s["skipped"]]
+        want: list[tuple[Any, ...]] = [("scale", 2, 2)]
+        for n, s in enumerate(tiles["steps"]):
+            x, y, w, h = box(s)
+            want.append(("strokeRect", round_(x) + 0.5, round_(y) + 0.5, round_(w), round_(h),
+                         "line", 1, 1))  # fmt: skip
+            if s["skipped"]:
+                want.append(("rect", x, y, w, h, 1 if n < done else 0.45))
+                continue
+            want.append(("fillRect", x, y, w, h, "paper" if n < done else "sunk", 1))
+            if n < done:
+                (i, stop), (j, until) = s["rows"], s["cols"]
+                want.append(("drawImage", j, i, until - j, stop - i, x, y, w, h,
+                             1 if n == done - 1 else 0.38))  # fmt: skip
+        read = now is not None and any(s["i"] == now["i"] for s in past)
+        ended = {s["i"] for s in past if s["last"]}
+        blocks = []
+        for i in range(rows):
+            y, h = top + i * M * cell, min(M, T - i * M) * cell
+            blocks.append((left - 22, y, 18, h, "accent" if read and i == now["i"] else "sunk", i))  # type: ignore[index]
+            blocks.append((left + size + 5, y, 18, h, "tiled" if i in ended else "sunk", i))
+        busy = now["j"] if now is not None and not now["skipped"] else None
+        for j in range(cols):
+            x, w = left + j * B * cell, min(B, T - j * B) * cell
+            blocks.append((x, top - 22, w, 18, "accent" if j == busy else "sunk", j))
+        for x, y, w, h, kind, name in blocks:
+            want.append(("fillRect", x, y, w, h, kind, 1))
+            want.append(("strokeRect", round_(x) + 0.5, round_(y) + 0.5, round_(w) - 1,
+                         round_(h) - 1, "strong", 1, 1))  # fmt: skip
+            ink = "muted" if kind == "sunk" else "paper"
+            want.append(("fillText", str(name), x + w / 2, y + h / 2 + 0.5, ink, "center"))
+        for name, x, y in (("Q", left - 13, top - 12), ("K, V", left + size / 2, top - 34),
+                           ("O", left + size + 14, top - 12),
+                           ("S = Q Kᵀ / √D, a tile at a time", left + size / 2,
+                            top + size + 12)):  # fmt: skip
+            want.append(("fillText", name, x, y, "ink", "center"))
+        if now is not None:
+            x, y, w, h = box(now)
+            want += [("strokeRect", x, y, w, h, kind, 1, wide)
+                     for kind, wide in (("paper", 6), ("accent", 3))]  # fmt: skip
+            if busy is not None:
+                r = min(3, now["rows"][1] - now["rows"][0] - 1)
+                want.append(("strokeRect", x, y + r * cell, w, cell, "ink", 1, 1.5))
+        same_drawing(drawn, want)
+    # A skipped tile is hatched to its last corner.
+    hatched = [box(s) for s in tiles["steps"] if s["skipped"]]
+    assert page.evaluate(HATCHED, ["matrix", hatched, "fcfbf8"]) == []
+
+
+# What is drawn from here on: the calls with the colours by name, as they are when they are made.
+RECORD = """() => {
+  const proto = CanvasRenderingContext2D.prototype, scratch = new OffscreenCanvas(1, 1);
+  const pen = scratch.getContext("2d"), names = {};
+  for (const name of ["ink", "muted", "accent", "tiled", "paper", "sunk", "strong", "line",
+    "hatch"]) {
+    pen.fillStyle = colour(name);
+    names[pen.fillStyle] = name;
+  }
+  let log = [];
+  window.logged = draws => { log = []; draws(); return JSON.stringify(log); };
+  const more = {
+    fillRect: c => [names[c.fillStyle], c.globalAlpha], drawImage: c => [c.globalAlpha],
+    strokeRect: c => [names[c.strokeStyle], c.globalAlpha, c.lineWidth],
+    rect: c => [c.globalAlpha], fillText: c => [names[c.fillStyle], c.textAlign],
+    scale: () => [], translate: () => [], rotate: () => [] };
+  for (const name of Object.keys(more)) {
+    const plain = proto[name];
+    proto[name] = function (...given) {
+      const at = given.filter(x => !(x instanceof HTMLCanvasElement));
+      const bold = name === "fillText" && this.font.startsWith("bold") ? ["bold"] : [];
+      if (this.canvas.id) log.push([name, ...at, ...more[name](this), ...bold]);
+      return plain.apply(this, given); };
+  } }"""
+
+# Of some boxes of a canvas those that have a corner of 8 x 8 pixels with nothing but paper in it.
+HATCHED = """([id, boxes, paper]) => {
+  const canvas = $(id), sharp = devicePixelRatio;
+  const c = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d",
+    { willReadFrequently: true });
+  c.fillStyle = "#" + paper;
+  c.fillRect(0, 0, canvas.width, canvas.height);
+  c.drawImage(canvas, 0, 0);
+  const plain = (x, y) => new Set(new Uint32Array(c.getImageData(
+    x * sharp, y * sharp, 8 * sharp, 8 * sharp).data.buffer)).size === 1;
+  return boxes.filter(([x, y, w, h]) => [x + 4, x + w - 12].some(
+    a => [y + 4, y + h - 12].some(b => plain(a, b)))); }"""
+
+
+def round_(x: float) -> int:
+    """Of a half the larger one, as Math.round()."""
+    return int(np.floor(x + 0.5))
+
+
+def same_drawing(drawn: list[Any], want: list[tuple[Any, ...]]) -> None:
+    """The same calls, in any order."""
+
+    def rounded(call: Any) -> tuple[Any, ...]:
+        return tuple(x if isinstance(x, str) else round(float(x), 3) + 0.0 for x in call)
+
+    got, expected = (sorted(map(rounded, calls), key=repr) for calls in (drawn, want))
+    assert got == expected
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_the_frame_of_the_board_shows_what_is_on_the_chip_and_what_is_written(show, which, request):
-    """The blocks of Q on the left, of K and V on top, of O on the right."""
+def test_the_worked_row_adds_up(show, which, request):
+    """The numbers of the row are those of the trace, and its sum that of the scores."""
     shown = request.getfixturevalue(which)
-    tiles = shown["tiles"]
+    tiles, tokens = shown["tiles"], shown["about"]["tokens"]
+    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
-    filled = """() => {
-      const { left, top, cell } = board, canvas = $("matrix"), sharp = devicePixelRatio || 1;
-      const c = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d",
-        { willReadFrequently: true });
-      c.drawImage(canvas, 0, 0);
-      const at = (x, y) => "#" + [...c.getImageData(x * sharp, y * sharp, 1, 1).data].slice(0, 3)
-        .map(v => v.toString(16).padStart(2, "0")).join("");
-      const name = seen => ["sunk", "accent", "tiled"].find(n => colour(n).trim() === seen);
-      const rows = [...Array(tiles.n_rows).keys()], cols = [...Array(tiles.n_cols).keys()];
-      return [rows.map(i => name(at(left - 18, top + i * M * cell + 4))),
-        cols.map(j => name(at(left + j * B * cell + 4, top - 18))),
-        rows.map(i => name(at(left + cell * T + 9, top + i * M * cell + 4)))]; }"""
-    for done in range(len(tiles["steps"]) + 1):
-        page.evaluate(f"goTo({done})")
-        now = tiles["steps"][done - 1] if done else None
-        past = [s for s in tiles["steps"][:done] if not s["skipped"]]
-        read = now is not None and any(s["i"] == now["i"] for s in past)
-        queries = ["accent" if read and i == now["i"] else "sunk" for i in range(tiles["n_rows"])]  # type: ignore[index]
-        busy = now["j"] if now is not None and not now["skipped"] else None
-        keys = ["accent" if j == busy else "sunk" for j in range(tiles["n_cols"])]
-        ended = {s["i"] for s in past if s["last"]}
-        outputs = ["tiled" if i in ended else "sunk" for i in range(tiles["n_rows"])]
-        assert page.evaluate(filled) == [queries, keys, outputs], done
 
+    def real(x: float) -> str:
+        return f"{x:.4f}".replace("inf", "∞").replace("-", "−")
 
-def test_the_worked_row_adds_up(show, plain):
-    """The sum that the page works out from the scores gives the trace's l and m."""
-    page = show(plain)
-    head = traced(plain, 1, 2)
-    for done, step in enumerate(plain["tiles"]["steps"], 1):
-        page.click("#player-step")
+    for done, step in enumerate(tiles["steps"], 1):
         if step["skipped"]:
             continue
-        if done % 2:
-            page.click("#tile-rows tbody tr:last-child button")
-        r = page.evaluate("player.row")
-        m, rescale, l, o = (
-            t.replace("−", "-").replace("∞", "inf")
-            for t in page.locator(".worked dd").all_inner_texts()
+        heading, r, *lines = page.evaluate(f"""(() => {{
+          goTo({done});
+          chooseRow({done} % 2 ? 99 : 0);
+          return [document.querySelector("#worked h3").textContent, player.row,
+            ...[...document.querySelectorAll(".worked dd")].map(e => e.textContent)]; }})()""")
+        i, at = step["rows"][0] + r, step["at"]
+        assert r == (step["rows"][1] - step["rows"][0] - 1 if done % 2 else 0)
+        assert heading == f"Row of query {i}, “{tokens[i]['label']}”, worked"
+        m, l, o, rescale = (float(head[name][at, r]) for name in ("m", "l", "o_norm", "rescale"))
+        past = [s["at"] for s in tiles["steps"][: done - 1] if s["i"] == step["i"]]
+        past = [p for p in past if p is not None]
+        m_old, l_old, o_old = -np.inf, 0.0, 0.0
+        if past:
+            m_old, l_old, o_old = (float(head[name][past[-1], r]) for name in ("m", "l", "o_norm"))
+        scores = head["scores"][at, r, : step["cols"][1] - step["cols"][0]].astype(float)
+        scores = scores[np.isfinite(scores)]
+        assert m == max([m_old, *scores]) and l == pytest.approx(
+            rescale * l_old + np.exp(scores - m).sum(), rel=1e-5
         )
-        grew = head["m"][step["at"], r] > (
-            -np.inf if step["first"] else head["m"][step["at"] - 1, r]
-        )
-        assert m.endswith(
-            "the first tile of the row" if step["first"]
-            else "a larger score came" if grew else "as before"
-        )  # fmt: skip
-        old, largest, new = map(float, re.match(r"max\((\S+), (\S+)\) = (\S+)", m).groups())  # type: ignore[union-attr]
-        assert new == max(old, largest) == pytest.approx(head["m"][step["at"], r], abs=5.1e-5)
-        factor, before, added, after = map(
-            float,
-            re.match(r"(\S+) × (\S+) \+ (\S+) = (\d+\.\d{4})", l).groups(),  # type: ignore[union-attr]
-        )
-        assert factor == pytest.approx(head["rescale"][step["at"], r], abs=5.1e-5)
-        assert after == pytest.approx(head["l"][step["at"], r], abs=5.1e-5)
-        assert factor * before + added == pytest.approx(after, abs=1e-3)
-        if not np.isinf(old):
-            assert f"= {factor:.4f}" in rescale
-        assert f"{head['o_norm'][step['at'], r]:.4f}" in o
-    last = len(head["out"]) - 1
-    # O divided by l is the output, in the trace that is shown.
-    r, at = last % plain["tiles"]["block_m"], plain["tiles"]["steps"][-1]["at"]
-    length = np.linalg.norm(head["out"][last])
-    assert head["o_norm"][at, r] / head["l"][at, r] == pytest.approx(length, abs=1e-5)
+        why = ("the first tile of the row" if step["first"]
+               else "a larger score came" if m > m_old else "as before")  # fmt: skip
+        top, added = max(scores, default=-np.inf), real(np.exp(scores - m).sum())
+        length = f" divided by l it is the output, of length {real(o / (l or 1))}" * step["last"]
+        assert lines == [
+            f"max({real(m_old)}, {real(top)}) = {real(m)} {why}",
+            "nothing was seen yet" if np.isinf(m) else f"e{real(m_old)} − "
+            + (f"({real(m)})" if m < 0 else real(m)) + f" = {real(rescale)}",
+            f"{real(rescale)} × {real(l_old)} + {added} = {real(l)} {added} is the sum of es − m "
+            f"over {plural(len(scores), 'visible score')}",
+            f"{real(rescale)} × old O + P̃ V; its length goes from {real(o_old)} to {real(o)}"
+            + length,
+        ]  # fmt: skip
+        if step["last"]:
+            assert o / l == pytest.approx(np.linalg.norm(head["out"][i]), abs=1e-5)
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -904,7 +1118,7 @@ def test_it_plays_pauses_and_plays_again(show, plain):
     page.locator("#difference").wait_for()
     assert page.get_attribute("#player-play", "aria-label") == "Play"
     assert page.evaluate("player.done") == N
-    page.select_option("#player-speed", "0.5")
+    page.evaluate("$('player-speed').selectedOptions[0].value = 1e-6")  # a step in 11 days
     page.click("#player-play")  # from the start again
     assert page.evaluate("[player.done, player.playing]") == [0, True]
     page.click("#player-play")
@@ -1294,6 +1508,7 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     page = show(plain)
     T, N = len(plain["about"]["tokens"]), len(plain["tiles"]["steps"])
     keys = page.keyboard
+    page.evaluate("$('player-speed').selectedOptions[0].value = 1e-6")  # a step in 11 days
     reached = []
     while not reached or reached[-1] != "ring-player-scrub":
         keys.press("Tab")
@@ -1345,6 +1560,9 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     ]:  # fmt: skip
         keys.press(key)
         assert page.evaluate(state) == want_, key
+    for key in ("Control+ArrowRight", "Meta+End", "Alt+ArrowRight"):  # the browser's own
+        keys.press(key)
+        assert page.evaluate(state) == [0, 0, False], key
     page.focus("#player-step")
     keys.press(" ")  # a button's own key: it does not play
     assert page.evaluate(state) == [1, 0, False]

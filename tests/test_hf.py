@@ -82,6 +82,44 @@ def test_the_table_in_the_docs_is_what_runs() -> None:
     assert written == hf_table.table(), "python -m docs.hf_table writes it anew"
 
 
+@pytest.mark.parametrize("off, wrong", [(1.9, []), (2.1, ["logits"]), (2.9, ["logits"]),
+                                        (3.1, ["logits", "weight"])])  # fmt: skip
+def test_logits_may_be_twice_as_far_off_as_eagers_and_gradients_three_times(
+    off, wrong, monkeypatch
+) -> None:
+    truth, plain = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3)
+    plain[1, 2] = -1.0  # eager is off by that
+    for name in ("logits", "weight"):
+        eagers = {torch.float32: {name: plain}, torch.float64: {name: truth}}
+        monkeypatch.setattr(hf_table, "eager", lambda *key, of=eagers: of[key[-1]])
+        got = torch.zeros(2, 3)
+        got[0, 1] = off
+        if name in wrong:
+            with pytest.raises(AssertionError, match=f"llama, full: {name} is off by {off}, allow"):
+                hf_table.check("llama", "full", {name: got})
+        else:
+            hf_table.check("llama", "full", {name: got})
+
+
+def test_a_line_of_the_table_says_which_kernels_do_not_run_and_why(monkeypatch) -> None:
+    def cell(name: str, backend: str, case: str) -> str:
+        alike = {"all": "", "none": "no", "each": f"no {backend}"}.get(name)
+        return alike if alike is not None else "slow" if backend in ("tiled", "sdpa") else ""
+
+    names = ("all", "none", "each", "some")
+    monkeypatch.setattr(hf_table, "cell", cell)
+    monkeypatch.setattr(hf_table, "MODELS", {name: {} for name in names})
+    monkeypatch.setattr(hf_table, "CASES", ("full", "packed"))
+    each = "all but manual [2], tiled [3], sdpa [4], triton [5]"
+    cells = ("all", "none [1]", each, "all but tiled [6], sdpa [6]")
+    assert hf_table.table().splitlines() == [
+        "| model | full | packed |", "|---|---|---|",
+        *(f"| {name} | {text} | {text} |" for name, text in zip(names, cells)), "",
+        "[1] refused: no", *(f"[{n}] refused: no {b}" for n, b in enumerate(BACKENDS, 2)),
+        "[6] refused: slow",
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_the_oldest_transformers() -> None:
     folder = os.environ.get("NANOATTN_OLD_TRANSFORMERS")

@@ -55,6 +55,17 @@ def of(out: Path, *words: str, n: int = 40) -> tuple[str, ...]:
     return (f"--out_dir={out}", f"--max_new_tokens={n}", *words)
 
 
+def test_a_continuation_in_one_call(trained):
+    """Where the vocabulary lacks a character of the beginning, its first token stands there."""
+    model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(trained), device="cpu"))
+    first = tokenizer.decode([0])
+    for start, begin in (("\u20ac!", first), ("to", "to")):
+        text = texts.continuation(model, tokenizer, start, 9, seed=1, temperature=0)
+        idx = torch.tensor([tokenizer.encode(begin)])
+        (want,) = model.generate(idx, 9, temperature=0.0).tolist()
+        assert text == tokenizer.decode(want) and text.startswith(begin)
+
+
 # --- the same every time ---
 
 
@@ -523,6 +534,8 @@ def test_samples_share_their_prompts_pages(bpe, tmp_path):
     assert text_of(*words, "--kv_cache=paged") == texts and len(set(texts)) == 3
     _, _, err = enter(sample.main, ["--device=cpu", "--kv_cache=paged", *words])
     assert "5 of 9 pages in use at most, 2 saved by sharing" in err
+    words_ = [*words[:2], "--start=a", words[2], "--batch_size=1"]  # the longest is the last
+    assert text_of(*words_, "--kv_cache=paged") == text_of(*words_)
     said = refused(*words, "--kv_cache=paged", "--n_pages=3")
     assert "prompt 0 needs 3 pages of 16 tokens, for its 25 tokens and 9 new ones" in said
 
