@@ -568,6 +568,9 @@ def test_a_beta_comes_before_its_release_and_after_earlier_betas() -> None:
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"dropout": 1.0}, "dropout must be in [0, 1), got 1.0"),
     ({"dropout": -0.1}, "got -0.1"), ({"dropout": float("nan")}, "got nan"),
+    ({"cache": "paged"}, "page_size belongs to the 'paged' cache, got page_size=None and"),
+    ({"page_size": 16}, "got page_size=16 and cache='none'"),
+    ({"cache": "paged", "page_size": 0}, "page_size must be at least 1, got 0"),
     ({"cache": "ring"}, "cache must be one of none, dynamic, static, paged, got 'ri")])  # fmt: skip
 def test_a_spec_that_nobody_could_honour_is_an_error(changes, words) -> None:
     with pytest.raises(ValueError) as e:
