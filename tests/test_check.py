@@ -578,6 +578,8 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     ("def f():\n  return [\n", "line 2: SyntaxError:"),
     ("import sys\nsys.exit('bye')", "line 2: SystemExit: bye"),
     ("import no_such_thing", "line 1: ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("raise ImportError('none', name='attention')",  # as from where pip has installed it
+     "line 1: ImportError: none; import it as nanoattn"),
 ])  # fmt: skip
 def test_a_file_that_is_no_backend_is_told_in_a_sentence(text, why, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
@@ -587,6 +589,7 @@ def test_a_file_that_is_no_backend_is_told_in_a_sentence(text, why, tmp_path: Pa
     with pytest.raises(attention.BackendUnavailable) as e:
         attention.get(str(path))
     assert str(e.value).startswith(f"attention kernel '{path}' cannot be used: {why}")
+    assert ("import it as" in str(e.value)) == ("import it as" in why)
     assert "\n" not in str(e.value)
 
 

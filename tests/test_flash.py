@@ -1151,6 +1151,10 @@ def test_torch_calls_only_a_flash_attn_4_of_its_day(
     monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch, "__version__", torch_)
     monkeypatch.setattr(flash_impl, "import_version", lambda package: found)
+    monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA3", Handle)
+    for impl in ("FA3", "FA2"):  # whatever flash-attn-4 is there
+        flash_impl.use_flash_impl(impl)
+        assert flash_impl.flash_impl() == impl
     if works:
         flash_impl.use_flash_impl("FA4")
         assert flash_impl.flash_impl() == "FA4"

@@ -381,6 +381,13 @@ def test_the_profiler_is_quiet(capfd) -> None:
     assert out == "" and err == "heard\n"
 
 
+@pytest.mark.parametrize("said, line", [
+    ("one", "one"), ("one\ntwo", "one"), ("\n  one\ntwo\n", "one"), ("", "KeyboardInterrupt"),
+    (" \n", "KeyboardInterrupt")])  # fmt: skip
+def test_the_first_line_of_a_message_is_never_empty(said: str, line: str) -> None:
+    assert system.first_line(KeyboardInterrupt(said)) == line
+
+
 def test_what_mutes_a_descriptor_leaves_none_open(capfd) -> None:
     def opened() -> list[int]:
         return [n for n in range(256) if os.path.exists(f"/dev/fd/{n}")]
