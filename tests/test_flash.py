@@ -1236,12 +1236,16 @@ def test_a_band_is_all_that_is_visible_and_every_row_of_it_sees_a_key() -> None:
 
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("window", [None, 9])
-def test_parts_make_the_whole(name, window, installed) -> None:
+def test_parts_make_the_whole(name, window, installed, monkeypatch) -> None:
+    load, loaded = flash._load, set()
+    monkeypatch.setattr(flash, "_load", lambda p, hub: [loaded.add(p.module), load(p, hub)][1])
     D = 20 if name == "flash_attn_2" else 32
     for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):
         spec = Spec(4, Hkv, D, "float16", window=window, lse=True, **more)
         promises.in_parts(BACKENDS[name], spec, "cpu")
     assert not probe(BACKENDS[name], Spec(4, 2, 32, "float16", window=window, lse=True), "cpu").why
+    modules = {"2": "flash_attn", "3": "flash_attn_interface", "4": "flash_attn.cute"}
+    assert loaded == {modules[name[-1]]}  # forward and backward: the others may not be there
 
 
 def test_parts_take_no_segments_and_the_newest_generation_comes_first() -> None:
