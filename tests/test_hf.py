@@ -371,6 +371,8 @@ def test_what_is_not_known_is_refused(asked: dict[str, Any], why: str) -> None:
     call = {"module": torch.nn.Linear(1, 1), "query": q, "key": kv, "value": kv,
             "attention_mask": mask, "position_ids": torch.arange(4), "new": None}  # fmt: skip
     assert hf._attend("manual", Policy(), **call)[0].shape == (1, 4, 4, 8)
+    hf._attend("manual", Policy(), **call, s_aux=torch.zeros(4, requires_grad=True))
+    assert [spec.grad for spec in hf._ran[call["module"]]] == [False, True]  # of sinks alone too
     with pytest.raises(BackendUnavailable, match=why):
         hf._attend("manual", Policy(), **call | asked)
 

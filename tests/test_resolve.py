@@ -103,6 +103,7 @@ def test_a_strict_auto_on_apples_metal_is_no_error() -> None:
     assert runs("auto", FP32, APPLE, STRICT) == "manual"
     with pytest.raises(BackendUnavailable, match="Apple's Metal"):
         resolve("sdpa", FP32, APPLE, STRICT)
+    assert runs("sdpa", FP32, APPLE, replace(STRICT, mps_sdpa=True)) == "sdpa"
 
 
 def test_cpu() -> None:
