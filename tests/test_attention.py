@@ -443,6 +443,28 @@ def test_the_yardstick_is_the_formula(name: str) -> None:
             assert float((a - b).abs().max()) <= 1e-11 * max(1, float(b.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["equal", "equal-gqa-113x203", "dominant", "dominant-gqa-113x203",
+                                  "overflow", "sinks", "sinks-large4", "97"])  # fmt: skip
+def test_the_scores_of_a_case_are_of_its_kind(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    q, k = (t.double() for t in matrix.draw(case, "float16")[:2])
+    dots = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(case.H // case.Hkv, dim=2))
+    scores = dots / case.D**0.5
+    one = scores[..., case.Tk // 2]
+    if case.kind == "equal":
+        assert torch.equal(scores, scores[..., :1].expand_as(scores)) and scores.std() > 0.5
+    elif case.kind == "dominant":
+        rest = torch.cat([scores[..., : case.Tk // 2], scores[..., case.Tk // 2 + 1 :]], dim=-1)
+        assert one.min() > 200 and one.min() > 4 * rest.max() > 4
+    elif name == "overflow":
+        assert dots.abs().max() > torch.finfo(torch.float16).max > 2 * scores.abs().max()
+    elif case.sinks:  # neither nothing nor all of a row
+        found = torch.sigmoid(matrix.sinks(case, "float64") - scores[:, :, -1].logsumexp(-1))
+        assert ((found > 1e-3) & (found < 0.9)).any()
+    else:
+        assert 0.9 < scores.std() < 1.1
+
+
 def test_the_oracle_reads_the_right_key_value_head() -> None:
     """Four query heads over two key/value heads: 0 and 1 read the first, 2 and 3 the second."""
     q, k = torch.randn(1, 3, 4, 2), torch.randn(1, 3, 2, 2)

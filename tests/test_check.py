@@ -185,12 +185,13 @@ def sent(t: Any) -> Any:
 def once_more(q: Any, k: Any, v: Any, spec: Spec, at: list[int], n: int, **more: Any) -> Any:
     """The n-th call gives other bits."""
     at.append(0)
-    return MANUAL(q, k, v, spec, **more) + 1e-3 * (len(at) == n)
+    return MANUAL(q, k, v, spec, **more) * (1 + 1e-6 * (len(at) == n))
 
 
 def other_gradient(q: Any, k: Any, v: Any, spec: Spec, at: list[int], **more: Any) -> Any:
     at.append(0)
-    return MANUAL(q, k, v, spec, **more) + 1e-3 * (len(at) == 2) * sent(q)
+    out = MANUAL(q, k, v, spec, **more)
+    return out + 1e-6 * (len(at) == 2) * (out - out.detach())
 
 
 def longer(t: Any) -> bool:
@@ -482,12 +483,25 @@ def test_the_script_asks_the_same_question(name: str, dtype: str) -> None:
     assert asked == item.spec and (item.case is None or given["case"] == item.case)
 
 
-def test_a_check_leaves_the_random_state_alone(monkeypatch) -> None:
-    monkeypatch.setattr(check, "items", lambda *_: [asked_alone("the same mask again")])
+def test_the_script_of_each_promise_finds_that_one() -> None:
+    asked = list(items(["float16"]))
+    assert len({item.name for item in asked}) == len(asked)  # it is asked for by its name
+    for item in (item for item in asked if item.case is None):
+        given: dict[str, Any] = {}
+        exec(check.script("manual", item, "cpu", "").partition("\nprint(")[0], given)
+        assert given["promise"].name == item.name and given["promise"].spec == item.spec
+
+
+def test_a_check_says_how_far_it_is_and_leaves_the_random_state_alone(monkeypatch) -> None:
+    asked = [asked_alone("the same mask again"), asked_alone("1")]
+    monkeypatch.setattr(check, "items", lambda *_: asked)
     torch.manual_seed(11)
-    before = torch.get_rng_state()
-    assert check.check("manual", ["cpu"], ["float32"]).total == check.Count(1)
-    assert torch.equal(before, torch.get_rng_state())
+    before, told = torch.get_rng_state(), []
+    report = check.check("manual", ["cpu"], ["float32"], watch=lambda *now: told.append(now))
+    assert report.total == check.Count(2) and torch.equal(before, torch.get_rng_state())
+    assert told == [
+        (0, 2, "the same mask again, float32, cpu"), (1, 2, "1, float32, cpu"), (2, 2, "done")
+    ]  # fmt: skip
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
@@ -564,6 +578,8 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     ("def f():\n  return [\n", "line 2: SyntaxError:"),
     ("import sys\nsys.exit('bye')", "line 2: SystemExit: bye"),
     ("import no_such_thing", "line 1: ModuleNotFoundError: No module named 'no_such_thing'"),
+    ("raise ImportError('none', name='attention')",  # as from where pip has installed it
+     "line 1: ImportError: none; import it as nanoattn"),
 ])  # fmt: skip
 def test_a_file_that_is_no_backend_is_told_in_a_sentence(text, why, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
@@ -573,6 +589,7 @@ def test_a_file_that_is_no_backend_is_told_in_a_sentence(text, why, tmp_path: Pa
     with pytest.raises(attention.BackendUnavailable) as e:
         attention.get(str(path))
     assert str(e.value).startswith(f"attention kernel '{path}' cannot be used: {why}")
+    assert ("import it as" in str(e.value)) == ("import it as" in why)
     assert "\n" not in str(e.value)
 
 

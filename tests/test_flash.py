@@ -1151,6 +1151,10 @@ def test_torch_calls_only_a_flash_attn_4_of_its_day(
     monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch, "__version__", torch_)
     monkeypatch.setattr(flash_impl, "import_version", lambda package: found)
+    monkeypatch.setitem(torch.nn.attention._registry._FLASH_ATTENTION_IMPLS, "FA3", Handle)
+    for impl in ("FA3", "FA2"):  # whatever flash-attn-4 is there
+        flash_impl.use_flash_impl(impl)
+        assert flash_impl.flash_impl() == impl
     if works:
         flash_impl.use_flash_impl("FA4")
         assert flash_impl.flash_impl() == "FA4"
@@ -1232,12 +1236,16 @@ def test_a_band_is_all_that_is_visible_and_every_row_of_it_sees_a_key() -> None:
 
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("window", [None, 9])
-def test_parts_make_the_whole(name, window, installed) -> None:
+def test_parts_make_the_whole(name, window, installed, monkeypatch) -> None:
+    load, loaded = flash._load, set()
+    monkeypatch.setattr(flash, "_load", lambda p, hub: [loaded.add(p.module), load(p, hub)][1])
     D = 20 if name == "flash_attn_2" else 32
     for Hkv, more in ((4, {}), (2, {"scale": 0.4, "softcap": 3.0})):
         spec = Spec(4, Hkv, D, "float16", window=window, lse=True, **more)
         promises.in_parts(BACKENDS[name], spec, "cpu")
     assert not probe(BACKENDS[name], Spec(4, 2, 32, "float16", window=window, lse=True), "cpu").why
+    modules = {"2": "flash_attn", "3": "flash_attn_interface", "4": "flash_attn.cute"}
+    assert loaded == {modules[name[-1]]}  # forward and backward: the others may not be there
 
 
 def test_parts_take_no_segments_and_the_newest_generation_comes_first() -> None:

@@ -286,6 +286,12 @@ def test_the_lists_are_those_of_visible(window) -> None:
             assert mask.shape[-2:] == (Tq, Tk)
 
 
+def test_segments_are_padded_to_the_least_power_of_two_of_tiles() -> None:
+    for Tk in range(1, 1026):
+        B, size = flex.room(torch.zeros(3, Tk))
+        assert (B, size) == (3, min(s for s in (128, 256, 512, 1024, 2048) if s >= Tk))
+
+
 def test_documents_skip_the_tiles_between_them() -> None:
     segments = (torch.arange(1024) // 256).expand(1, 1024)
     mask = block_mask(1024, 1024, None, segments, CPU)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -408,6 +409,8 @@ def test_what_is_not_known_is_refused(asked: dict[str, Any], why: str) -> None:
     call = {"module": torch.nn.Linear(1, 1), "query": q, "key": kv, "value": kv,
             "attention_mask": mask, "position_ids": torch.arange(4), "new": None}  # fmt: skip
     assert hf._attend("manual", Policy(), **call)[0].shape == (1, 4, 4, 8)
+    hf._attend("manual", Policy(), **call, s_aux=torch.zeros(4, requires_grad=True))
+    assert [spec.grad for spec in hf._ran[call["module"]]] == [False, True]  # of sinks alone too
     with pytest.raises(BackendUnavailable, match=why):
         hf._attend("manual", Policy(), **call | asked)
 
@@ -627,6 +630,22 @@ def test_one_query_is_never_taken_for_causal_without_a_mask() -> None:
     for Tq in (1, 2):
         hf._mask("nanoattn:sdpa", sdpa_mask, batch_size=1, kv_length=6, q_length=Tq)
     assert asked == [False, True]
+
+
+def test_a_kernel_gets_segments_for_each_row_of_a_mask_of_one(monkeypatch) -> None:
+    """Of the caller's own mask, (1, 1, T, T) for all rows: a kernel reads (B, Tk)."""
+    i, shapes = torch.arange(6), []
+    seen = visible(i[:, None], i, 0, None, i[:, None] // 3, i // 3)[None, None]
+
+    def attend(q: Tensor, *_: Any, segments: Tensor) -> Tensor:
+        shapes.append(tuple(segments.shape))
+        return q
+
+    chosen = SimpleNamespace(backend=SimpleNamespace(attend=attend))
+    monkeypatch.setattr(hf, "_choose", lambda *_: chosen)
+    x = torch.zeros(2, 4, 6, 8)
+    hf._attend("manual", Policy(), torch.nn.Linear(1, 1), x, x, x, seen)
+    assert shapes == [(2, 6)]
 
 
 def test_which_queries_are_tokens_where_the_keys_begin_later() -> None:

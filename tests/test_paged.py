@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from attention import (
 from attention import paged as kernels
 from attention.paged import gather
 from attention.spec import DTYPES
-from attention.views import PagedView
+from attention.views import PagedView, filled_cache
 from inference.cache import PagedCache
 from inference.pages import OutOfPages
 
@@ -244,6 +245,22 @@ def test_sinks_join_the_runs_once(splits) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("run, device", [*PATHS, pytest.param(by_formula, "cpu", id="formula")])
+def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, device) -> None:
+    """All of them and the sink are -60,000: a mask of, say, -1e4 would be the largest."""
+    T, spec = 7, replace(SPEC, n_head=2, n_kv_head=1, head_dim=4, sinks=True)
+    q = torch.full((1, T, 2, 4), -30_000.0, device=device)
+    v = torch.arange(T, device=device)[None, :, None, None].expand(1, T, 1, 4).float()
+    k_pages, v_pages, view = filled_cache(torch.ones_like(v), v, spec)
+    sinks = torch.full((2,), -60_000.0, device=device)
+    for i in range(T):
+        reads = k_pages, v_pages, view([i], [1])
+        stored = SimpleNamespace(append=lambda *_, reads=reads: reads)
+        out = run(q[:, :1], v[:, :1], v[:, :1], spec, cache=stored, sinks=sinks)
+        want = i * (i + 1) / 2 / (i + 2)  # 0 to i, and the sink without a value
+        assert out.flatten().tolist() == pytest.approx([want] * 8)
+
+
 def test_opcheck() -> None:
     from attention import paged_kernels
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from attention import (
     probe,
     promises,
     select,
+    system,
 )
 
 SPEC = Spec(4, 2, 32, "float32")
@@ -377,6 +379,26 @@ def test_the_profiler_is_quiet(capfd) -> None:
     print("heard", file=sys.stderr)
     out, err = capfd.readouterr()
     assert out == "" and err == "heard\n"
+
+
+@pytest.mark.parametrize("said, line", [
+    ("one", "one"), ("one\ntwo", "one"), ("\n  one\ntwo\n", "one"), ("", "KeyboardInterrupt"),
+    (" \n", "KeyboardInterrupt")])  # fmt: skip
+def test_the_first_line_of_a_message_is_never_empty(said: str, line: str) -> None:
+    assert system.first_line(KeyboardInterrupt(said)) == line
+
+
+def test_what_mutes_a_descriptor_leaves_none_open(capfd) -> None:
+    def opened() -> list[int]:
+        return [n for n in range(256) if os.path.exists(f"/dev/fd/{n}")]
+
+    before = opened()
+    for _ in range(3):
+        with pytest.raises(KeyError), system.no_stderr():
+            os.write(2, b"muted")
+            raise KeyError
+    os.write(2, b"heard")
+    assert opened() == before and capfd.readouterr().err == "heard"
 
 
 # --- a static cache ---

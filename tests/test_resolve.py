@@ -103,6 +103,7 @@ def test_a_strict_auto_on_apples_metal_is_no_error() -> None:
     assert runs("auto", FP32, APPLE, STRICT) == "manual"
     with pytest.raises(BackendUnavailable, match="Apple's Metal"):
         resolve("sdpa", FP32, APPLE, STRICT)
+    assert runs("sdpa", FP32, APPLE, replace(STRICT, mps_sdpa=True)) == "sdpa"
 
 
 def test_cpu() -> None:
@@ -568,6 +569,9 @@ def test_a_beta_comes_before_its_release_and_after_earlier_betas() -> None:
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"dropout": 1.0}, "dropout must be in [0, 1), got 1.0"),
     ({"dropout": -0.1}, "got -0.1"), ({"dropout": float("nan")}, "got nan"),
+    ({"cache": "paged"}, "page_size belongs to the 'paged' cache, got page_size=None and"),
+    ({"page_size": 16}, "got page_size=16 and cache='none'"),
+    ({"cache": "paged", "page_size": 0}, "page_size must be at least 1, got 0"),
     ({"cache": "ring"}, "cache must be one of none, dynamic, static, paged, got 'ri")])  # fmt: skip
 def test_a_spec_that_nobody_could_honour_is_an_error(changes, words) -> None:
     with pytest.raises(ValueError) as e:
@@ -605,11 +609,14 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_kernels.py").write_text(f"raise ImportError({text!r})\n")
     (tmp_path / "half_kernels.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / "plain_kernels.py").write_text("")
-    here = Machine.here("cpu", ["broken_kernels", "half_kernels", "plain_kernels"])
+    (tmp_path / "like_kernels.py").write_text("import like\n")
+    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels"]
+    here = Machine.here("cpu", names)
     assert here.packages == {
         "broken_kernels": f"ImportError: {text}",
         "half_kernels": "ModuleNotFoundError: No module named 'no_such_package_anywhere'",
         "plain_kernels": "unknown version",
+        "like_kernels": "ModuleNotFoundError: No module named 'like'",
     }
     for name, reason in (("broken_kernels", text), ("half_kernels", "No module named")):
         [got] = made_up(Caps(packages=(name,))).why_not(ANY, here)

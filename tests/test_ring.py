@@ -374,6 +374,22 @@ def test_one_process_needs_no_torch_distributed(monkeypatch) -> None:
     attention(Ring(), "tiled", CASES[1], matrix.draw(CASES[1], "float32"), "float32")
 
 
+def test_what_is_known_of_a_row_is_joined_in_float64() -> None:
+    """With scores of hundreds a float32 L is wrong by 1e-5, and with it each weight of a block."""
+    ring, most, tiles = Ring(), [], []
+    case = Case("64-large", 64, 64, D=64, size=30)
+    seen = torch.full((2, 2, 64), -torch.inf, dtype=torch.float64)
+
+    def look(_step: int, I: slice, _J: slice, L_ij: Tensor, _O: Tensor, L: Tensor) -> None:
+        seen[..., I] = torch.logaddexp(seen[..., I], L_ij.double())
+        most.append(float((L[..., I] - seen[..., I]).abs().max()))
+        tiles.append(float(seen[..., I].max()))
+
+    ring.on_tile = look  # type: ignore[method-assign]
+    attention(ring, "sdpa_flash", case, matrix.draw(case, "float32"), "float32")
+    assert len(most) == 3 and max(most) < 1e-9 and max(tiles) > 500
+
+
 def test_queries_and_keys_of_other_lengths_than_shards_have() -> None:
     attend, spec = Ring().attend(BACKENDS["tiled"]), Spec(2, 2, 8, "float32", lse=True)
     q = torch.randn(1, 5, 2, 8)

@@ -81,4 +81,12 @@ def test_the_backward_of_products_takes_as_many_heads_as_fit_and_one_at_least(
     elements, monkeypatch
 ) -> None:
     monkeypatch.setattr(sdpa_bmm, "ELEMENTS", elements)
+    real, heads = torch.bmm, []
+
+    def bmm(*args: Tensor, out: Tensor) -> Tensor:
+        heads.append(len(out))
+        return real(*args, out=out)
+
+    monkeypatch.setattr(torch, "bmm", bmm)
     matrix.check(sdpa_bmm.BACKEND, Case("gqa", 97, 97, H=4, window=16), "bfloat16")
+    assert heads == [n for n in ([1] * 8 if elements == 1 else [3, 3, 2]) for _ in range(3)]

@@ -17,11 +17,13 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 
 import attention
+from attention import alias
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -211,6 +213,38 @@ def test_two_versions_in_one_process_are_an_error(python: str, tmp_path: Path) -
     assert run.returncode == 1
     said = run.stderr.splitlines()[-1]
     assert said.startswith("ImportError: nanoattn was imported from ") and str(tmp_path) in said
+
+
+def test_the_other_name_is_of_this_package_and_of_nothing_else(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    sys.modules["attention_of_others"] = ModuleType("attention_of_others")
+    made = alias.Alias("attention", "elsewhere")
+    ours = {
+        n.partition(".")[2]: m for n, m in sys.modules.items() if f"{n}.".startswith("attention.")
+    }
+    there = {n.partition(".")[2]: m for n, m in sys.modules.items() if n.startswith("elsewhere")}
+    assert there == ours and there[""] is attention
+    assert made.find_spec("elsewhere.oracle") is not None
+    for name in ("elsewhere.no_such_file", "elsewheres.oracle", "attention.oracle", "oracle"):
+        assert made.find_spec(name) is None
+
+
+@pytest.mark.parametrize("change", ["other text", "a file more", "a file less"])
+def test_another_version_that_came_first_is_an_error(change, tmp_path: Path, monkeypatch) -> None:
+    for path in (ROOT / "attention").glob("*.py"):
+        shutil.copy(path, tmp_path)
+    if change == "a file less":
+        (tmp_path / "sdpa.py").unlink()
+    else:
+        with open(tmp_path / ("sdpa.py" if change == "other text" else "more.py"), "a") as file:
+            file.write("# another version\n")
+    other = ModuleType("nanoattn")
+    other.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "nanoattn", other)
+    before = [*sys.meta_path]
+    with pytest.raises(ImportError, match=f"nanoattn was imported from {tmp_path}, and attention"):
+        alias.share()
+    assert sys.meta_path == before
 
 
 OPERATORS = """
