@@ -1224,3 +1224,13 @@ def test_sizes_that_are_none_of_ours_are_named(monkeypatch):
         monkeypatch.setattr(against_nanogpt.sys, "argv", ["x", f"--sizes={sizes}"])
         with pytest.raises(UserError, match=f"sizes must be some of a, b and c, got '{sizes}'"):
             against_nanogpt.main()
+
+
+@pytest.mark.parametrize("tf32, dtype, tflops", [
+    (False, "float32", 19.5), (True, "float32", 156), (True, "bfloat16", 312), (True, "auto", 312),
+])  # fmt: skip
+def test_a_gpu_that_is_not_here_has_the_peak_of_what_is_asked_for(tf32, dtype, tflops) -> None:
+    config = BenchConfig(train=TrainConfig(dtype=dtype, tf32=tf32))
+    used, peak, (bandwidth, _) = modes.datasheet(config, "NVIDIA A100-SXM4-80GB", "--gpu")
+    assert used == ("bfloat16" if dtype == "auto" else dtype)
+    assert (peak.tflops, bandwidth) == (tflops, 2039e9)

@@ -708,3 +708,8 @@ def test_peaks_and_bandwidths_are_of_the_same_devices():
     devices = [*KNOWN, *TURING_AND_BEFORE]
     assert all(datasheet_bandwidth(name) for name in devices)
     assert not any(datasheet_bandwidth(name) for name in UNKNOWN)
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert profiling.union([]) == 0
+    assert profiling.union([(8, 9), (0, 5), (1, 2), (3, 4), (5, 6)]) == 7

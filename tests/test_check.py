@@ -492,6 +492,14 @@ def test_the_script_of_each_promise_finds_that_one() -> None:
         assert given["promise"].name == item.name and given["promise"].spec == item.spec
 
 
+def test_only_in_training_are_there_gradients() -> None:
+    phases = ("training", "evaluation", "chunked prefill", "decode")
+    asked = [(item, p) for item in items(["float32"]) for p in phases if p in item.name]
+    assert {p for _, p in asked} == set(phases) and len(asked) > 20
+    for item, phase in asked:
+        assert item.spec.grad == (phase == "training"), item.name
+
+
 def test_a_check_says_how_far_it_is_and_leaves_the_random_state_alone(monkeypatch) -> None:
     asked = [asked_alone("the same mask again"), asked_alone("1")]
     monkeypatch.setattr(check, "items", lambda *_: asked)

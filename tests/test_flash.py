@@ -1230,6 +1230,11 @@ def test_a_band_is_all_that_is_visible_and_every_row_of_it_sees_a_key() -> None:
             rows, cols = I.stop - I.start, J.stop - J.start
             at, j = torch.arange(rows)[:, None] + cols - rows, torch.arange(cols)
             got[I, J] = (j <= at + right) & (j >= at - left)
+            for package in (flash.FA2, flash.FA3, flash.FA4):  # as arguments, the same
+                asked = flash._in_band(package, rows, cols, left, right)
+                low, high = (x if x != package.unbounded else 99 for x in asked["window"])
+                high = 0 if asked["causal"] else high
+                assert torch.equal(got[I, J], (j <= at + high) & (j >= at - low))
             assert got[I].any(dim=1).all()
         assert torch.equal(got, want), (Tq, Tk, offset, window)
 

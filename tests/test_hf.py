@@ -368,6 +368,8 @@ def test_packing_is_looked_at_again_when_positions_or_mask_change() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="begin anew"):
             hf._check_packing(positions, proof)
+    with pytest.raises(ValueError, match="begin anew"):  # a text of one token, and another
+        hf._check_packing(torch.tensor([[0, 0]]), Proof(2, 2))
     with torch.inference_mode():
         hf._check_packing(torch.arange(6)[None], proof)
 

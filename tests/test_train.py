@@ -1354,3 +1354,13 @@ def test_the_switches_of_the_process() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("setting, field", [
+    ("attention_fallback", "fallback"), ("attention_hub_kernels", "hub_kernels"),
+    ("allow_mps_sdpa", "mps_sdpa"),
+])  # fmt: skip
+def test_each_setting_of_the_choice_reaches_the_policy(setting, field) -> None:
+    off = dict.fromkeys(("attention_fallback", "attention_hub_kernels", "allow_mps_sdpa"), False)
+    policy = asdict(TrainConfig(**{**off, setting: True}).policy)
+    assert [name for name, on in policy.items() if on] == [field]
