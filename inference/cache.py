@@ -327,7 +327,7 @@ class PagedCache(Cache):
                                              page 3   row 1's tokens 4 .. 7
                                              page 5   tokens 0 .. 3 of both: a shared prompt
 
-        cache = PagedCache(12, 12, 64, n_pages=1025)
+        cache = PagedCache(12, 12, 64, n_pages=1025, page_size=4)
         a, b = cache.pool.new(), cache.pool.new()       two sequences
         step = cache.reserve([a, b], [6, 9])            their prompts have 6 and 9 tokens
 
@@ -337,7 +337,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
-                 n_pages: int, page_size: int = 16, dtype: torch.dtype = torch.float32,
+                 n_pages: int, page_size: int, dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.pool = PagePool(n_pages, page_size)
         shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)

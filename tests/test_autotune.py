@@ -703,3 +703,25 @@ def test_on_cuda_what_does_not_fit_is_dropped(log, monkeypatch) -> None:
     T = 2**17  # manual's scores alone: 16 heads of 2^34 numbers, 512 GiB in half precision
     fastest(Spec(16, 16, 64, "bfloat16", grad=False), "cuda", (1, T, T))
     assert "out of memory" in line(log, "manual")
+
+
+def test_on_cuda_the_time_is_between_two_events_around_the_calls(monkeypatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.calls = done.count("call")
+            done.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert done[-1] == "wait", "the device has not come to the events"
+            return 2500.0 * (end.calls - self.calls)  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(autotune, "synchronize", lambda device: done.append("wait"))
+    took = autotune.seconds(lambda: done.append("call"), torch.device("cuda"), 3)
+    assert took == 2.5 and done == ["wait", "event", *["call"] * 3, "event", "wait"]

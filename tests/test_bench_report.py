@@ -496,6 +496,8 @@ def test_all_that_a_record_says_of_its_run():
     assert facts["software"] == "torch 2.13.0, python 3.11.7, Linux 6"
     assert facts["bandwidth"] == "3,210 GB/s (measured: copies of 1 GB)"
     assert facts["rounds"] == "5 rounds, each in new processes; warm-up: each text once"
+    del made["fresh_rounds"]  # as in old records
+    assert dict(records.facts(made))["rounds"] == "5 rounds; warm-up: each text once"
     made["settings"] |= {"steps": 200, "seeds": 3}
     assert dict(records.facts(made | {"mode": "converge"}))["rounds"].startswith(
         "200 steps, 3 seeds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -29,6 +30,7 @@ from attention import (
     manual,
     packages,
     probe,
+    probing,
     promises,
     select,
     system,
@@ -451,3 +453,15 @@ def test_a_kernel_that_rounds_otherwise_once_is_not_taken_for_one_that_leaks() -
         backend = dataclasses.replace(BACKENDS["manual"], attend=attend)
         with nullcontext() if right else pytest.raises(AssertionError, match="moved"):
             promises.canary("evaluation", backend, spec, "cpu")
+
+
+def test_a_look_for_leaks_leaves_the_inputs_as_they_were() -> None:
+    """It changes the last token; what is compared afterwards is of the inputs as drawn."""
+    draw = torch.Generator().manual_seed(0)
+    inputs, seg = probing._inputs(SPEC, "cpu", 8, 8, draw)
+    before = [t.clone() for t in inputs]
+    run = functools.partial(probing._run, manual.attend)
+    assert probing.leakage(run, inputs, seg, SPEC) == 0
+    assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
+    ahead = functools.partial(probing._run, lambda q, k, v, *a, **m: q + v.flip(1).mean(2, True))
+    assert probing.leakage(ahead, inputs, seg, SPEC) > 0

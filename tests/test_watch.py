@@ -22,6 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from killing import LIMIT_S, Job, gone, losses, member, prove
 from processes import free_port
 from test_train import argv, make_data, run
@@ -741,3 +742,18 @@ def test_a_node_comes_and_is_lost(training, tmp_path, monkeypatch):
 @pytest.mark.parametrize("again", [False, True])
 def test_nothing_is_lost_by_kills_at_random_moments(tmp_path, again):
     prove(tmp_path, kills=2, processes=2, restarts=again, seed=random.randrange(10**6), steps=200)
+
+
+def test_the_watch_has_a_connection_of_its_own(monkeypatch) -> None:
+    """The group's store waits as long as an operation may take; other stores are taken as is."""
+    group = dist.TCPStore("localhost", 0, is_master=True)
+    wrapped = dist.PrefixStore("b", dist.PrefixStore("a", group))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: wrapped)
+    own = watch.Watch._connect(SimpleNamespace(beat=0.5))
+    assert isinstance(own, dist.TCPStore) and (own.host, own.port) == (group.host, group.port)
+    assert own is not group and own.timeout.total_seconds() == 10 * watch.LOST * 0.5
+    own.set("x", "1")
+    assert group.get("x") == b"1"
+    local = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: local)
+    assert watch.Watch._connect(SimpleNamespace(beat=0.5)) is local
