@@ -89,6 +89,20 @@ def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
     assert model == pytest.approx(5 * 16 * a_token, rel=1e-12)
 
 
+def test_the_bytes_of_each_part_by_hand():
+    """Float32, grouped heads: 80 tokens of 32 features, 16 of them keys' or values', 77 words."""
+    config = GPTConfig(16, 77, 3, 4, 32, 2, bias=False)
+    parts = work(config, 5, 1, "float32", clip=False)
+    weights = 32 * 64 + 32 * 32 + 2 * 32 * 128
+    through = (32 + 64) + (32 + 32) + 2 * (32 + 128)  # features into and out of a block's products
+    each = 80 * through * 4 * 3 + weights * (3 * 4)  # 3 passes; weights twice, gradient once
+    assert parts["linear"].bytes == 3 * each
+    assert parts["head and loss"].bytes == 3 * 80 * 32 * 4 + 77 * 32 * 12
+    assert parts["attention"].bytes == 3 * 80 * 4 * (6 * 32 + 6 * 16)
+    assert parts["norms and elementwise"].bytes == 7 * 80 * 32 * 4 * 8
+    assert parts["embedding"].bytes == 80 * 32 * (4 + 8) + 8 * 32 * 77
+
+
 def test_what_makes_a_part_longer():
     config = GPTConfig(16, 77, 3, 4, 32, bias=False)
     base = work(config, 8, 1, "bfloat16", clip=False)

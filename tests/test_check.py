@@ -500,6 +500,26 @@ def test_only_in_training_are_there_gradients() -> None:
         assert item.spec.grad == (phase == "training"), item.name
 
 
+def test_a_promise_is_asked_what_its_name_says() -> None:
+    for item in (item for item in items(["float32"]) if item.case is None):
+        name, spec = item.name, item.spec
+        paged = re.search(r"paged by (\d+)", name)
+        cache = "paged" if paged else next((c for c in ("static", "dynamic") if c in name), "none")
+        assert (spec.cache, spec.page_size) == (cache, int(paged[1]) if paged else None), name
+        assert spec.head_dim % 16 == 0, name  # or some kernels would never be asked
+        assert spec.lse == ("in parts" in name) and spec.compiled == ("compiled" in name), name
+        assert spec.segments == ("segments" in name or "padding" in name), name
+        scaled = "scale" in name
+        assert (spec.scale, spec.softcap) == ((0.5, 4.0) if scaled else (None, None)), name
+        assert spec.sinks == ("sinks" in name), name
+        dropped = any(word in name for word in ("share", "same mask", "with dropout"))
+        assert (spec.dropout > 0) == dropped and item.deterministic == ("same bits" in name), name
+        window = re.search(r", window (\d+)", name)
+        assert spec.window == (int(window[1]) if window else None), name
+        heads = re.search(r", (\d+) heads over (\d+)", name)
+        assert not heads or (str(spec.n_head), str(spec.n_kv_head)) == heads.groups(), name
+
+
 def test_a_check_says_how_far_it_is_and_leaves_the_random_state_alone(monkeypatch) -> None:
     asked = [asked_alone("the same mask again"), asked_alone("1")]
     monkeypatch.setattr(check, "items", lambda *_: asked)

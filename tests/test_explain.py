@@ -691,6 +691,8 @@ def test_a_cell_holds_the_token_that_is_said(shape, monkeypatch):
         assert len(set(positions)) == len(positions) and set(seen_positions) <= set(positions)
         if step["kind"] != "dynamic" or window is None:
             assert sorted(positions) == [*range(T)]
+        else:  # no more than a later token sees
+            assert sorted(positions) == [*range(max(0, T - window), T)]
         for c, p in stored:
             for cached, plain in ((buffer.k, calls[0].k), (buffer.v, calls[0].v)):
                 close = {"rtol": 0.02, "atol": 0.02} if half else {"rtol": 1e-4, "atol": 1e-5}

@@ -152,6 +152,8 @@ def test_the_page_holds_the_document_and_escapes_it(plain):
     assert page.count("<script") == page.count("</script>") == 2
     assert "window.taken = 1</script>" not in page
     assert render(hostile) == page
+    about = {**plain["about"], "prompt": " a\n" + "b" * 99}
+    assert f"<title>Attention at work: a {'b' * 78}</title>" in render({**plain, "about": about})
     with pytest.raises(ValueError):
         render({**plain, "caches": {**plain["caches"], "allowed": float("nan")}})
 

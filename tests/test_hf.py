@@ -83,6 +83,17 @@ def test_the_table_in_the_docs_is_what_runs() -> None:
     assert written == hf_table.table(), "python -m docs.hf_table writes it anew"
 
 
+def test_the_table_is_written_between_its_marks(tmp_path: Path, monkeypatch) -> None:
+    begin, end = hf_table.MARKS
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{begin}old\n{end}after\n", encoding="utf-8")
+    monkeypatch.setattr(hf_table, "PAGE", page)
+    monkeypatch.setattr(hf_table, "table", lambda: "new\n")
+    for _ in range(2):
+        hf_table.main()
+        assert page.read_text(encoding="utf-8") == f"before\n{begin}new\n{end}after\n"
+
+
 @pytest.mark.parametrize("off, wrong", [(1.9, []), (2.1, ["logits"]), (2.9, ["logits"]),
                                         (3.1, ["logits", "weight"])])  # fmt: skip
 def test_logits_may_be_twice_as_far_off_as_eagers_and_gradients_three_times(

@@ -236,6 +236,7 @@ def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> 
         us(tokens(T=6))
     with pytest.raises(UserError, match=r"block_size can be at most 16 with .*, got 17"):
         GPT.from_pretrained(str(tmp_path), block_size=17)
+    assert GPT.from_pretrained(str(tmp_path), block_size=16).config.block_size == 16
     for bad in (0, 6):
         with pytest.raises(ValueError, match=f"can only be cropped, from 5; got {bad}"):
             us.crop_block_size(bad)

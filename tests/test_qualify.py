@@ -819,6 +819,9 @@ def test_what_nvidia_smi_says_is_understood() -> None:
         time.sleep(0.05)
     assert seen == {"held_down_by": ["heat (hardware)", "its power cap"], "celsius": 88.0,
                     "watts": 700.1}  # fmt: skip
+    with machine.watched(lambda query: [["0x0", "40", "[N/A]"]]) as seen:
+        pass
+    assert seen == {"held_down_by": [], "celsius": 40.0, "watts": 0.0}
     with machine.watched(lambda query: []) as seen:
         pass
     assert seen == {}

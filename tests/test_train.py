@@ -756,6 +756,7 @@ def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
     assert f"model: {N + (V + 16) * C:,} parameters, {N + V * C:,} without positions\n" in r.out
     seconds = (6 * (N + V * C) + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
     assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more\n" in r.out
+    assert "\npeak: 0.001 TFLOP/s (--peak_tflops)\n" in r.out
     r = run(data_dir, tmp_path / "days", **knobs | {"max_iters": 1, "peak_tflops": 1e-9})
     assert "days, in practice more; config/train_shakespeare_cpu.py takes minutes\n" in r.out
 

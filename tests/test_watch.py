@@ -574,6 +574,7 @@ def test_processes_meet_past_what_the_dead_have_left(monkeypatch):
             assert not any(store.check(["key"]) for store, _, _ in met)
             met[0][0].set("key", str(attempt))
             assert [store.get("key") for store, _, _ in met] == [str(attempt).encode()] * 3
+    server.delete_key("hello/1")  # one that has not come at all
     here.rank = 0
     with pytest.raises(UserError, match=r"of 3 processes \[1, 2\] have not joined"):
         restarts.meet(0.1)
