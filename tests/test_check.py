@@ -506,6 +506,7 @@ def test_a_promise_is_asked_what_its_name_says() -> None:
         paged = re.search(r"paged by (\d+)", name)
         cache = "paged" if paged else next((c for c in ("static", "dynamic") if c in name), "none")
         assert (spec.cache, spec.page_size) == (cache, int(paged[1]) if paged else None), name
+        assert cache == "none" or not spec.grad, name
         assert spec.head_dim % 16 == 0, name  # or some kernels would never be asked
         assert spec.lse == ("in parts" in name) and spec.compiled == ("compiled" in name), name
         assert spec.segments == ("segments" in name or "padding" in name), name
