@@ -305,7 +305,7 @@ def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) ->
             runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
         for note in () if row.why else row.notes:
             notes.setdefault(note, []).append(row.name)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if runs.row_count:
         console.print("", runs, sep="\n")
     for note, names in notes.items():

@@ -146,7 +146,7 @@ def test_long_reasons_stand_below_one_another_and_are_not_cut(capsys) -> None:
     why = (f"package 'flash_attn' is installed but does not import ({path}: undefined symbol: _Z)",
            "it takes float16 and bfloat16, not float32 (--dtype=bfloat16)")  # fmt: skip
     rows = [cli.Row("flash_attn_2", "", why, notes=("of what does not run",)),
-            cli.Row("sdpa", "", (), ("flash",), 1.0, 2.0, 1e-3, ("of what runs",))]  # fmt: skip
+            cli.Row("sdpa", "", (), ("of[f16]",), 1.0, 2.0, 1e-3, ("of what runs",))]  # fmt: skip
     cli.show(
         rows, Spec(2, 2, 16, "float32"), Machine("cuda", "GPU", (9, 0)), cli.Options(batch_size=1)
     )
@@ -155,6 +155,7 @@ def test_long_reasons_stand_below_one_another_and_are_not_cut(capsys) -> None:
     assert path in "".join(line[14:].strip() for line in lines)
     assert f"{'':14}{why[1]}" in [line.rstrip() for line in lines]
     assert "compute capability 9.0" in lines[0]
+    assert any(line.startswith("sdpa ") and " of[f16] " in line for line in lines)
     assert "- sdpa: of what runs" in lines and not any("of what does not" in x for x in lines)
 
 

@@ -748,11 +748,8 @@ def test_what_lies_ahead_is_said_before_the_first_step(data_dir, tmp_path):
     """6 N + 12 L H Q T FLOPs a token, 64 tokens a step, at a peak of 1 GFLOP/s."""
     knobs = {"max_iters": 3, "peak_tflops": 1e-3, "n_layer": 2, "n_embd": 128, "batch_size": 64}
     r = run(data_dir, tmp_path / "out", **knobs)
-    N, C, V = (
-        2 * 12 * 128**2 + 128 * (2 * 2 + 1),
-        128,
-        checkpoint.load(checkpoint.latest(tmp_path / "out")).config().vocab_size,
-    )
+    V, C = checkpoint.load(checkpoint.latest(tmp_path / "out")).config().vocab_size, 128
+    N = 2 * 12 * C**2 + C * (2 * 2 + 1)  # two blocks' products, and five norms
     assert f"model: {N + (V + 16) * C:,} parameters, {N + V * C:,} without positions\n" in r.out
     seconds = (6 * (N + V * C) + 12 * 2 * 128 * 16) * 64 * 16 * 3 / 1e9
     assert f"3 steps: at the peak rate {seconds:.0f} s, in practice more\n" in r.out
