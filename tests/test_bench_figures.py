@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import platform
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -532,6 +533,18 @@ def test_the_memory_of_a_process_is_what_linux_says(tmp_path, monkeypatch):
     assert machine.memory(CPU, peak=False) == 1000 * 1024
 
 
+def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatch):
+    done: list[str] = []
+    held = {"max_memory_allocated": 9, "memory_allocated": 5, "memory_reserved": 7}
+    for name, number in held.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, n=number: n)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    gpu = torch.device("cuda", 0)
+    assert (machine.memory(gpu), machine.memory(gpu, peak=False)) == (9, 5)
+    assert machine.empty_cache(gpu, keep=True) == 7 + machine.CONTEXT and not done
+    assert machine.empty_cache(gpu) == 7 + machine.CONTEXT and done == ["emptied"]
+
+
 def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monkeypatch):
     files(tmp_path, meminfo="MemTotal: 9 kB\nMemAvailable:   5000000 kB\n")
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
@@ -918,6 +931,7 @@ def test_a_record_says_what_is_missing_in_it():
     none = {"status": "stopped", "mode": "train", "backend": "c", "point": {}, "why": ["x"]}
     made = bench.content([full])
     assert made["complete"] is True and "incomplete" not in made
+    assert made["seconds"] > 0 and bench.began + made["seconds"] <= time.perf_counter()
     made = bench.content([full, part, none], "it is being written")
     assert made["complete"] is False
     assert made["incomplete"] == (

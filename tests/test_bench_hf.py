@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import in_process
@@ -12,7 +13,7 @@ import pytest
 import torch
 from test_bench import SMALL, job, last_line, run
 
-from bench import hf
+from bench import candidates, hf
 from bench.job import Job
 from bench.verify import verify
 from core.flops import flops_per_token
@@ -92,7 +93,9 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too():
     for tied in (True, False):
         config = transformers.GPT2Config(**sizes, tie_word_embeddings=tied)
         model = transformers.GPT2LMHeadModel(config)
-        assert hf.parameters(model) == block + 2 * 8 + 32 * 8  # the last norm, the head
+        N = block + 2 * 8 + 32 * 8  # the last norm, the head
+        who = SimpleNamespace(model=model, job=SimpleNamespace(hf="here"))
+        assert hf.parameters(model) == candidates.parameters(who) == N
 
 
 def test_no_dropout_of_a_config_is_left_that_was_not_asked_for():

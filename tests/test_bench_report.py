@@ -293,6 +293,11 @@ def test_what_is_no_record_is_refused(tmp_path):
     (tmp_path / "record.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="no record that can be read"):
         records.read(tmp_path)
+    made = content(TRAIN)
+    for other in ([made], {**made, "format": 3}, {"format": made["format"], "row": []}):
+        (tmp_path / "record.json").write_text(json.dumps(other), encoding="utf-8")
+        with pytest.raises(UserError, match=r"is no record of bench_mfu\.py's"):
+            records.read(tmp_path)
 
 
 def test_a_records_folder_tells_date_device_and_name(tmp_path):

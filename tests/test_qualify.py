@@ -784,9 +784,12 @@ def test_the_page_says_what_is_wrong_here() -> None:
     no = {**row, "status": "unavailable", "why": ["no"]}  # which has no round to be noisy
     bad = {"backend": "flash_attn_4", "right": 3, "wrong": 1, "refused": 0, "not_reached": 7,
            "failures": [{"case": "large", "dtype": "bfloat16", "why": "dq is off"}]}  # fmt: skip
+    nothing = {"backend": "paged", "right": 0, "wrong": 0, "refused": 9, "not_reached": 0,
+               "failures": []}  # fmt: skip
     stages: list[dict[str, Any]] = [
         {"name": "machine", "status": "done", "record": {"busy": ["GPU 0 was in use"]}},
-        {"name": "proof", "status": "cut", "why": "its time was over", "record": {"rows": [bad]}},
+        {"name": "proof", "status": "cut", "why": "its time was over",
+         "record": {"rows": [bad, nothing]}},
         {"name": "training", "status": "done", "watched":
          {"held_down_by": ["heat (hardware)", "its power cap"]},
          "record": {"rows": [row, no, no], "answers": ["MFU: x."]}},
