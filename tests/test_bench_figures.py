@@ -511,10 +511,13 @@ def test_the_times_of_a_text(monkeypatch):
     found = worker.round(ask)
     assert found["first_ms"] == pytest.approx(10) and found["ms"] == pytest.approx(20)
     assert found["cache_bytes"] == 55
+    N = 64 * 32 + 12 * 32 * 32 + 3 * 32
+    assert found["shape"] == {"B": 3, "P": 5, "new_tokens": 4, "parameters": N}
+    worker.int8 = 99
+    assert worker.round(ask)["shape"] == {**found["shape"], "int8_parameters": 99}
     # by hand: 1 layer of 2 heads of 16, float32, keys and values
     assert worker.about["token_bytes"] == 2 * 1 * 2 * 16 * 4
-    gains = 3 * 32
-    assert worker.about["weight_bytes"] == 4 * (64 * 32 + 12 * 32 * 32 + gains)
+    assert worker.about["weight_bytes"] == 4 * N  # the gains too
 
 
 # ----------------------------------------------------------------------------- the machine
@@ -531,6 +534,8 @@ def test_the_memory_of_a_process_is_what_linux_says(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "STATUS", tmp_path / "status")
     assert machine.memory(CPU) == 3000 * 1024
     assert machine.memory(CPU, peak=False) == 1000 * 1024
+    monkeypatch.setattr(machine, "trim", lambda: files(tmp_path, status="VmHWM: 9 kB\nVmRSS: 2 kB"))
+    assert machine.empty_cache(CPU) == 2 * 1024  # of now, and after what was freed is given back
 
 
 def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatch):

@@ -136,6 +136,7 @@ def test_a_name_of_the_hub_has_one_slash(tmp_path, monkeypatch):
     with pytest.raises(UserError) as told:
         hf.read(str(tmp_path / "x"))
     assert "no network" not in str(told.value) and len(asked) == 2  # it is no matter of the hub
+    assert "config.json" in str(told.value)
 
 
 def test_a_lie_about_the_model_is_refused(trained):
