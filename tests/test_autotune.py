@@ -346,8 +346,11 @@ def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None
         clock.now += 1e-3
         return manual.attend(q, k, v, spec, **kw)
 
+    select, shapes = autotune.select, []
+    monkeypatch.setattr(autotune, "select", lambda *a, shape: shapes.append(shape) or select(*a))
     only(monkeypatch, sdpa=notes)
     fastest(dataclasses.replace(SPEC, grad=False, segments=True), "cpu", (5, 1, 300))
+    assert set(shapes) == {(5, 300)}  # sequences, and tokens of each
     assert ((5, 1, 2, 16), (5, 300, 1, 16), (5, 300, 1, 16), (5, 300)) in seen
     assert "fastest: forward of one attention call, batch 5, 1 queries and 300 keys" in said(log)
 

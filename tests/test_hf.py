@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,13 +244,19 @@ def causal(T: int = 6) -> Tensor:
 AT = torch.arange(6)
 PREFIX = causal()
 PREFIX[:, :3, :3] = True
-HOLE = causal()
-HOLE[:, 3:, 2] = False
+HOLE = causal().repeat(2, 1, 1)
+HOLE[1, 3:, 2] = False
+AHEAD = causal().repeat(2, 1, 1)
+AHEAD[1, 2, 4] = True
 REFUSED: dict[str, tuple[Tensor, str]] = {
     "bidirectional": (torch.ones(1, 1, 6, 6, dtype=torch.bool), "not causal"),
     "prefix": (PREFIX[:, None], "not causal"),
     "strictly causal": (causal().tril(-1)[:, None], "more than causal"),
-    "a key is hidden": (HOLE[:, None], "more than causal"),
+    "a query sees ahead": (AHEAD[:, None], "not causal: query 2 of 6 sees key 4 of 6"),
+    "a key is hidden": (
+        HOLE[:, None],
+        "more than causal and segments: query 3 of row 1 sees key 0",
+    ),
     "a mask for each head": (causal()[:, None].expand(1, 2, 6, 6), "shape"),
     "2-D": (torch.ones(1, 6), "shape"),
     "a bias": (torch.where(causal(), -0.5, -torch.inf)[:, None], "a bias"),
@@ -435,6 +441,21 @@ def test_a_model_that_never_calls_is_refused_when_it_is_built() -> None:
     assert "computes its attention itself" in cell("bloom", "triton", "full")
 
 
+def test_a_file_that_only_imports_an_attention_class_is_no_model_of_its_own(monkeypatch) -> None:
+    """As where somebody derives a class from one of transformers."""
+    config = build("llama", "eager").config
+    config._attn_implementation = "nanoattn:manual"
+    file = ModuleType("somebodys")
+    monkeypatch.setitem(sys.modules, "somebodys", file)
+    names = {"__module__": "somebodys"}
+    vars(file)["LlamaAttention"] = transformers.models.llama.modeling_llama.LlamaAttention
+    derived = type("Derived", (transformers.LlamaForCausalLM,), names)
+    derived(config)
+    vars(file)["MyAttention"] = type("MyAttention", (torch.nn.Module,), names)
+    with pytest.raises(BackendUnavailable, match=r"Derived cannot run .*: MyAttention computes"):
+        derived(config)
+
+
 def test_a_model_that_never_calls_is_found_out_later_too() -> None:
     model = build("bloom", "eager")
     model.config._attn_implementation = "nanoattn:manual"
@@ -520,8 +541,11 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
         hf_table.check(name, "left-padded", {"logits": joined})
 
 
-def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
+def test_a_token_after_a_static_cache_without_any_mask_of_the_callers(monkeypatch) -> None:
     """The places yet to be filled are hidden from it, and those that are filled are not."""
+    select, shapes = hf.select, []
+    monkeypatch.setattr(hf, "select", lambda *a, shape: shapes.append(shape) or select(*a))
+    hf._kernels.clear()
     model = build("llama", "nanoattn:manual")
     old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
     kept = transformers.StaticCache(config=model.config, max_cache_len=32, **old)
@@ -533,6 +557,7 @@ def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
             more: dict[str, Any] = {"cache_position": at} if old else {}
             logits.append(model(part, past_key_values=kept, **more).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), want)
+    assert shapes == [(2, 10), (2, 9)]  # sequences and keys, of the prompt and of a token
 
 
 # --- choosing, reports, and how models are used ---

@@ -261,6 +261,27 @@ def test_versions_of_torch() -> None:
     assert runs("auto", FP32, full(OLD)) == runs("flex", FP32, full(OLD)) == "manual"
 
 
+SDPA = {"sdpa": "2.1", "sdpa_flash": "2.3", "sdpa_math": "2.3"}
+CUDA = SDPA | {"sdpa_efficient": "2.3", "sdpa_cudnn": "2.5", "flex": "2.5", "triton": "2.5"}
+
+
+@pytest.mark.parametrize("machine, spec, least", [
+    (H100, BF16, CUDA), (H100, FP32, CUDA), (TITAN, FP16, CUDA), (TITAN, FP32, CUDA),
+    (H100, SUNK, CUDA | {"flex": "2.9"}),
+    (TITAN, replace(SUNK, dtype="float16"), CUDA | {"flex": "2.9"}),
+    (CPU, FP16, SDPA | {"flex": "2.6", "triton": "2.5", "sdpa_bmm": "2.3"}),
+    (APPLE, FP16, {"sdpa": "2.1", "sdpa_math": "2.3", "flex": "2.13"}),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_the_least_torch_of_each_kernel(machine, spec, least) -> None:
+    """Of those that PyTorch brings, the release that brought them there."""
+    old = replace(full(machine, torch="1.13"), interpreted=machine is CPU)
+    refused = {name: [r for r in b.why_not(spec, old) if r.kind == "torch"]
+               for name, b in BACKENDS.items()}  # fmt: skip
+    assert {n: str(r[0]) for n, r in refused.items() if r} == {
+        name: f"it needs torch >= {release}, this is 1.13" for name, release in least.items()
+    }
+
+
 def test_a_package_that_does_not_import_is_refused_in_its_own_words() -> None:
     text = "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"
     there = replace(A100, packages={"flash_attn": text})
@@ -593,6 +614,14 @@ def test_this_machine_knows_the_switch_for_deterministic_algorithms(mode, found)
         assert Machine.here("cpu").deterministic is found
     finally:
         torch.set_deterministic_debug_mode("default")
+
+
+def test_matrix_units_are_what_pytorch_says_of_the_processor(monkeypatch) -> None:
+    for told, found in (({"amx_bf16": True}, True), ({"amx_bf16": False, "avx2": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert Machine.here("cpu").matrix_units is found
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older releases
+    assert Machine.here("cpu").matrix_units is False
 
 
 def test_only_1_asks_for_tritons_interpreter(monkeypatch) -> None:
