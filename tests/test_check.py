@@ -522,6 +522,34 @@ def test_a_promise_is_asked_what_its_name_says() -> None:
         assert not heads or (str(spec.n_head), str(spec.n_kv_head)) == heads.groups(), name
 
 
+def test_every_question_asks_the_kernel_for_what_its_spec_says() -> None:
+    """Spec, shapes and options of the first call; after it no question goes on."""
+
+    class Asked(Exception):
+        pass
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+        wants = item.spec.dropout * ("share" not in item.name)  # first without, to compare with
+        assert spec == replace(item.spec, dropout=wants), item.name
+        heads = [spec.n_head, spec.n_kv_head, spec.n_kv_head]
+        assert [t.shape[-2] for t in (q, k, v)] == heads and k.shape == v.shape, item.name
+        assert {(t.shape[-1], t.dtype) for t in (q, k, v)} == {(spec.head_dim, torch.float32)}
+        given = {name: more.get(name) is not None for name in ("segments", "sinks", "cache")}
+        cached = spec.cache in ("static", "paged")
+        assert given == {"segments": spec.segments, "sinks": spec.sinks, "cache": cached}, item.name
+        assert q.requires_grad == (spec.grad and not spec.lse), item.name
+        raise Asked
+
+    def forward(q: Any, k: Any, v: Any, spec: Spec, _offset: int, segments: Any) -> Any:
+        return attend(q, k, v, spec, segments=segments)
+
+    backend = replace(get("manual"), attend=attend, partial=Partial(forward, forward))
+    for item in items(["float32"]):
+        if not item.spec.compiled:
+            with pytest.raises(Asked):
+                item.ask(backend, item.spec, "cpu")
+
+
 def test_a_check_says_how_far_it_is_and_leaves_the_random_state_alone(monkeypatch) -> None:
     asked = [asked_alone("the same mask again"), asked_alone("1")]
     monkeypatch.setattr(check, "items", lambda *_: asked)

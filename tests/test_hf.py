@@ -661,12 +661,14 @@ def test_one_query_is_never_taken_for_causal_without_a_mask() -> None:
     """It would mean every key, also those that a static cache has yet to fill."""
     asked = []
 
-    def sdpa_mask(*, allow_is_causal_skip: bool, **_: Any) -> Tensor:
+    def sdpa_mask(*, allow_is_causal_skip: bool, **more: Any) -> Tensor:
         asked.append(allow_is_causal_skip)
+        assert "allow_is_bidirectional_skip" not in more  # None would be taken for causal
         return visible(torch.arange(Tq)[:, None], torch.arange(6), 6 - Tq)[None, None]
 
     for Tq in (1, 2):
-        hf._mask("nanoattn:sdpa", sdpa_mask, batch_size=1, kv_length=6, q_length=Tq)
+        asks = {"batch_size": 1, "kv_length": 6, "q_length": Tq}
+        hf._mask("nanoattn:sdpa", sdpa_mask, **asks, allow_is_bidirectional_skip=True)
     assert asked == [False, True]
 
 

@@ -261,6 +261,21 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, de
         assert out.flatten().tolist() == pytest.approx([want] * 8)
 
 
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
+    """256 values of 400 add up to more than float16 holds before they are divided by 256."""
+    from attention import paged_kernels
+
+    v = torch.full((1, 256, 1, 16), 400.0, dtype=torch.float16, device=KERNEL_DEVICE)
+    spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=16, page_size=64, dtype="float16")
+    k_pages, v_pages, view = filled_cache(0 * v, v, spec)
+    at = view([255], [1])
+    reads = at.page_table, at.start, at.count, None, 0, 0.25, None, splits
+    q = torch.ones(1, 1, 2, 16, dtype=torch.float16, device=KERNEL_DEVICE)
+    assert (paged_kernels.decode(q, k_pages, v_pages, *reads) == 400).all()
+
+
 def test_opcheck() -> None:
     from attention import paged_kernels
 
