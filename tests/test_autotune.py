@@ -372,6 +372,45 @@ def test_sinks_are_a_parameter_of_the_call(grad) -> None:
     assert autotune.draw(SPEC, torch.device("cpu"), SHAPE).sinks is None
 
 
+@pytest.mark.parametrize("cache, Tq", [("none", 9), ("dynamic", 1), ("static", 1), ("paged", 1)])
+def test_all_that_is_drawn_has_the_dtype_that_is_asked(cache, Tq) -> None:
+    spec = Spec(2, 1, 16, "float16", grad=cache == "none", cache=cache, sinks=True,
+                page_size=4 if cache == "paged" else None)  # fmt: skip
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, Tq, 9))
+    past = inputs.past or ()
+    assert len(past) == 2 * (cache != "none") and inputs.sinks is not None
+    assert {t.dtype for t in (inputs.qkv, *past, inputs.sinks, inputs.dout)} == {torch.float16}
+
+
+def test_a_call_is_sampled_for_a_second_in_samples_of_five_milliseconds(monkeypatch) -> None:
+    """3 to 100 samples, of 1 to 20 calls each, as many as the first look promised."""
+    asked: dict[str, list[int]] = {}
+
+    def seconds(call: Callable[[], Any], device: torch.device, n: int = 1) -> float:
+        name, took = call()
+        asked.setdefault(name, []).append(n)
+        return took
+
+    monkeypatch.setattr(autotune, "seconds", seconds)
+    once = {"instant": 1e-5, "quick": 1.6e-3, "slower": 1e-3, "slow": 0.03, "long": 0.4}
+    took = once | {"slower": 0.011}
+    calls: Any = {name: lambda at=(name, s): at for name, s in took.items()}
+    assert autotune.race(calls, once, torch.device("cpu")) == pytest.approx(took)
+    assert {name: (len(n), {*n}) for name, n in asked.items()} == {
+        "instant": (100, {20}), "quick": (100, {3}), "slower": (19, {5}), "slow": (34, {1}),
+        "long": (3, {1})}  # fmt: skip
+
+
+@pytest.mark.parametrize("times, least", [
+    ((9, 0.4, 0.3, 0.5), 0.3), ((9, 0.6, 0.5), 0.5), ((9, 2.0), 2.0)])  # fmt: skip
+def test_the_first_look_leaves_out_the_first_call_and_ends_after_a_second(
+    times, least, monkeypatch
+) -> None:
+    left = list(times)
+    monkeypatch.setattr(autotune, "seconds", lambda call, device: left.pop(0))
+    assert autotune.warmed_up(lambda: None, torch.device("cpu")) == least and left == []
+
+
 def test_segments_are_two_documents() -> None:
     spec = dataclasses.replace(SPEC, segments=True)
     segments = autotune.draw(spec, torch.device("cpu"), (2, 6, 6)).segments

@@ -435,6 +435,28 @@ def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
     matrix.check(attention.get("manual"), case, "float32")  # which has the inputs as they were
 
 
+def test_who_declares_no_order_is_not_asked_for_the_same_bits() -> None:
+    backend = replace(get("manual"), caps=(attention.Caps(deterministic=False),))
+    item, here = asked_alone(f"the same bits{HEADS}"), attention.Machine.here("cpu")
+    (why,) = check.judge(backend, item, here, "cpu").why
+    assert isinstance(why, Refusal) and why.kind == "deterministic"
+    assert check.judge(backend, asked_alone("gqa"), here, "cpu").verdict == "right"
+
+
+def test_the_devices_that_are_asked(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert check.read(["manual"]).devices == ["cpu", "cuda"]
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert check.read(["manual", f"--device={device}"]).devices == [device]
+    for device in ("cuda:2", "cpu:1", "mps", "gpu"):
+        with pytest.raises(SystemExit):
+            check.read(["manual", f"--device={device}"])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert check.read(["manual"]).devices == ["cpu", "cuda", "mps"]
+
+
 def test_without_a_backward_pass_a_refusal_still_has_every_reason() -> None:
     """Only what is refused for want of a backward pass alone is asked forward."""
     caps = attention.Caps(grad=False, window=False)

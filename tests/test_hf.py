@@ -352,6 +352,8 @@ def test_only_our_attention_can_read_a_mask() -> None:
         lambda: scores.masked_fill(mask, 0.0),
         lambda: torch.where(mask, scores, 0.0),
         lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
+        lambda: torch.nn.functional.scaled_dot_product_attention(*[scores] * 3, attn_mask=mask),
+        lambda: torch.where(condition=mask, input=scores, other=scores),
         lambda: scores.masked_fill(~mask[:, :, :, :4], 0.0),
     ]
     for use in uses:  # what is made of a mask is ours all the same
@@ -389,6 +391,13 @@ def test_packing_is_looked_at_again_when_positions_or_mask_change() -> None:
         hf._check_packing(torch.tensor([[0, 0]]), Proof(2, 2))
     with torch.inference_mode():
         hf._check_packing(torch.arange(6)[None], proof)
+    # Of two texts that the mask tells apart the second one is two.
+    apart = Proof(6, 6, segments=torch.tensor([[1, 1, 2, 2, 2, 2]]))
+    two, three = torch.tensor([[0, 1, 0, 1, 2, 3]]), torch.tensor([[0, 1, 0, 1, 0, 1]])
+    hf._check_packing(two, apart)
+    for positions, proof in ((two, Proof(6, 6)), (three, apart)):
+        with pytest.raises(ValueError, match="begin anew"):
+            hf._check_packing(positions, proof)
 
 
 # --- refusals, and models that never call ---
@@ -573,7 +582,7 @@ def test_falling_back_is_loud_and_may_be_forbidden(caplog: pytest.LogCaptureFixt
         run(model, "full")
     text = caplog.text
     assert "flash_attn_2 requested but" in text and "Falling back to 'sdpa'" in text
-    assert "Attention backend: sdpa" in text
+    assert "kernel: flash (CPU)) without gradients" in text
     assert "flash_attn_2 refused" in str(hf.report(model))
     hf.register(policy=Policy(fallback=False))
     with pytest.raises(BackendUnavailable, match="flash_attn_2"):
@@ -591,7 +600,37 @@ def test_report_says_for_each_layer_what_ran() -> None:
     assert (first.window, first.segments, first.cache, calls) == (7, True, "none", 1)
     assert chosen.backend.name == "sdpa" and chosen.kernels == ("flash (CPU)",)
     assert sum(n for *_, n in more) == hf_table.NEW - 1
-    assert "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), 1 calls" in str(layers)
+    lines = [line for line in str(layers).splitlines() if line.startswith("model.layers.1.")]
+    said = "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), {} calls, float32, inference, {}"
+    assert lines == [said.format(1, "segments, window 7"), said.format(3, "with a cache")]
+    nobody = hf.Layer("encoder", ())
+    assert str(hf.Report([nobody, layers[1]])) == "\n".join(["encoder: NOT CALLED", *lines])
+
+
+def test_a_report_has_a_layer_of_any_name_that_ran() -> None:
+    x = torch.zeros(1, 2, 4, 8)
+    layer = torch.nn.Linear(1, 1)
+    mask = Mask.of(Proof(4, 4), "nanoattn:manual", (1, 1, 4, 4))
+    hf._attend("manual", Policy(), layer, x, x, x, mask, dropout=0.5, scaling=0.25, softcap=3.0)
+    (only,) = hf.report(torch.nn.Sequential(torch.nn.ReLU(), layer))
+    assert str(only) == ("1: manual (kernel: plain operators), 1 calls, float32, inference, scale "
+                         "0.25, softcap 3, dropout 0.5")  # fmt: skip
+
+
+def test_fastest_measures_what_a_model_may_ask_of_it(monkeypatch) -> None:
+    """Not training with fewer queries than keys, for which it has no call."""
+    monkeypatch.setattr(hf, "announce", lambda *_: None)
+    for name in ("fastest", "select"):
+        monkeypatch.setattr(hf, name, lambda *_, name=name, **__: name)
+    spec = Spec(2, 2, 16, "float32")
+    for grad, Tq, taken in ((True, 9, "fastest"), (True, 3, "select"), (False, 3, "fastest")):
+        hf._kernels.clear()
+        asked = replace(spec, grad=grad)
+        chosen: Any = hf._choose("fastest", asked, torch.device("cpu"), Policy(), (1, Tq, 9))
+        assert chosen == taken
+        chosen = hf._choose("sdpa", asked, torch.device("cpu"), Policy(), (1, Tq, 9))
+        assert chosen == "select"
+    hf._kernels.clear()
 
 
 @pytest.mark.slow
