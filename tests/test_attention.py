@@ -485,6 +485,8 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
                        (plain.out[:, :5], "out has shape")):  # fmt: skip
         with pytest.raises(AssertionError, match=words):
             oracle.check(oracle.Result(out), plain, truth, torch.bfloat16)
+    with pytest.raises(AssertionError, match="out of plain PyTorch is not finite: no yardstick"):
+        oracle.check(plain, oracle.Result(plain.out / 0), truth, torch.bfloat16)
     with pytest.raises(AssertionError, match="dk is off"):
         dk = truth.dk + 0.1
         got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)

@@ -188,6 +188,9 @@ def test_the_backward_pass_is_in_the_second_time_alone(monkeypatch) -> None:
         asked = cli.Options(device="cpu", batch_size=1, seq_len=1, kv_cache=cache)  # type: ignore
         row = cli.measure(BACKENDS["manual"], asked.spec("float32"), Machine.here("cpu"), asked)
         assert row.why == () and (row.forward_ms, row.forward_backward_ms) == times
+    broken = replace(BACKENDS["manual"], attend=lambda *_, **__: 1 / 0)
+    row = cli.measure(broken, asked.spec("float32"), Machine.here("cpu"), asked)
+    assert row.why == ("it failed when it was tried (ZeroDivisionError: division by zero)",)
 
 
 def test_deterministic_is_the_switch_of_this_process(monkeypatch, capsys) -> None:

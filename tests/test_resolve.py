@@ -638,14 +638,17 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_kernels.py").write_text(f"raise ImportError({text!r})\n")
     (tmp_path / "half_kernels.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / "plain_kernels.py").write_text("")
+    (tmp_path / "no_driver.py").write_text("raise RuntimeError('no driver')\n")
     (tmp_path / "like_kernels.py").write_text("import like\n")
-    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels"]
+    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels",
+             "no_driver"]  # fmt: skip
     here = Machine.here("cpu", names)
     assert here.packages == {
         "broken_kernels": f"ImportError: {text}",
         "half_kernels": "ModuleNotFoundError: No module named 'no_such_package_anywhere'",
         "plain_kernels": "unknown version",
         "like_kernels": "ModuleNotFoundError: No module named 'like'",
+        "no_driver": "RuntimeError: no driver",
     }
     for name, reason in (("broken_kernels", text), ("half_kernels", "No module named")):
         [got] = made_up(Caps(packages=(name,))).why_not(ANY, here)
