@@ -448,7 +448,8 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
         replace(ANY, cache="paged", page_size=128), "a multiple of 256, not 128"),
     "hub_kernels": ({}, {"hub_kernels": True}, ANY, "(--attention_hub_kernels=True)"),
     "interpreted": ({}, {"interpreted": True}, ANY, "(TRITON_INTERPRET=1)"),
-    "packages": ({"packages": ("there",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
+    "packages": (
+        {"packages": ("there>=1.0",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
 }  # fmt: skip
 
 
