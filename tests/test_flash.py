@@ -1051,6 +1051,12 @@ def test_versions_that_a_package_does_not_say(tmp_path, monkeypatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-name\nVersion: 3.0.0\n")
     (info / "RECORD").write_text("said_elsewhere.py,,\nsaid_itself.py,,\n")
     (info / "top_level.txt").write_text("said_elsewhere\nsaid_itself\n")
+    for other in ("another", "zebra"):  # beside it, as flash-attn and flash-attn-4 are
+        beside = tmp_path / f"{other}-9.0.dist-info"
+        beside.mkdir()
+        (beside / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {other}\nVersion: 9.0\n")
+        (beside / "RECORD").write_text("said_elsewhere/cute.py,,\n")
+        (beside / "top_level.txt").write_text("said_elsewhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     names = ["said_elsewhere", "said_nowhere", "said_itself"]
     assert Machine.here("cpu", names).packages == {
