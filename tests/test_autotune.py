@@ -747,6 +747,15 @@ def test_on_cuda_what_does_not_fit_is_dropped(log, monkeypatch) -> None:
     assert "out of memory" in line(log, "manual")
 
 
+def test_a_clock_waits_for_the_device_that_works(monkeypatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
+    for device in ("cpu", "cuda:1", "mps"):
+        autotune.synchronize(torch.device(device))
+    assert waited == [torch.device("cuda:1"), "mps"]
+
+
 def test_on_cuda_the_time_is_between_two_events_around_the_calls(monkeypatch) -> None:
     done: list[str] = []
 
