@@ -173,7 +173,8 @@ def measure(backend: Backend, spec: Spec, machine: Machine, options: Options) ->
     device = str(pick_device(options.device))
     slow = autotune.only_interpreted(backend, spec, machine)
     # The probe holds all scores in float64: only as long as needed to see the kernel.
-    tried = probe(backend, spec, device, T=min(options.seq_len, 64 if slow else 512))
+    T = 64 if slow else min(max(options.seq_len, 64), 512)
+    tried = probe(backend, spec, device, T)
     if tried.why:
         return replace(row, why=tried.why)
     row = replace(row, kernels=kernel_names(tried), error=tried.error)

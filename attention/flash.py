@@ -155,7 +155,7 @@ def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slic
     W = max(offset + Tq, 1) if window is None else window
     I = slice(max(0, -offset), min(Tq, Tk + W - 1 - offset))
     J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset))
-    if I.start >= I.stop or J.start >= J.stop:
+    if J.start >= J.stop:  # so it is where no query sees a key
         return None
     right = offset + I.stop - J.stop
     return I, J, W - 1 - right, right

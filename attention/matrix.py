@@ -229,7 +229,7 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad
         AssertionError: an error larger than oracle.check allows, a query that sees no key and gave
             no zeros, or an input that changed; the text says which tensor, where and by how much.
     """
-    spec = case.spec(dtype, grad=grad, **asked)
+    spec = case.spec(dtype, **asked)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
     before = [t.clone() for t in (q, k, v, dout)]
     leaves = [t.requires_grad_(grad) for t in (q, k, v)]

@@ -52,7 +52,7 @@ def get(name: str) -> Backend:
     if own.is_file(name):
         return own.load(name, _BY_ANY_NAME, RULES)
     if name not in _BY_ANY_NAME:
-        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES], n=1)
+        near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES])
         hint = f"did you mean {near[0]!r}? " if near else ""
         known = ", ".join([*RULES, *_BY_ANY_NAME])
         raise ValueError(f"unknown attention backend {name!r}; {hint}known: {known}")

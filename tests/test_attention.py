@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -179,6 +180,23 @@ def test_the_cases_have_what_is_promised_and_the_sample_every_kind() -> None:
     every = set().union(*map(facets, CASES))
     lost = every - set().union(*(facets(by_name[name]) for name in SAMPLE))
     assert not lost
+
+
+def test_a_case_is_what_its_name_says() -> None:
+    for c in CASES:
+        name = f"{c.name}x{c.name}" if c.name.isdigit() else c.name
+        lengths = re.search(r"\d+x\d+", name)
+        assert not lengths or lengths[0] == f"{c.Tq}x{c.Tk}", c
+        for word, there in (("gqa", 1 < c.Hkv < c.H), ("mqa", c.Hkv == 1 < c.H)):
+            assert there or word not in c.name, c
+        for word in ("packed", "padded", "split", "BHTD", "mixed", "equal", "dominant"):
+            assert word in (c.segments, c.layout, c.kind) or word not in c.name, c
+        for word in ("window", "scale", "softcap", "sinks"):
+            assert bool(getattr(c, word)) == (word in c.name), c
+        for word, value in (("window", c.window), ("D", c.D), ("large", c.size)):
+            number = re.search(rf"\b{word}(\d+)", c.name)
+            assert not number or int(number[1]) == value, c
+        assert c.size >= 4 or "large" not in c.name, c
 
 
 def test_the_draws_are_the_same_each_time() -> None:
@@ -485,6 +503,8 @@ def test_the_policy_refuses_nan_and_errors_beyond_it() -> None:
                        (plain.out[:, :5], "out has shape")):  # fmt: skip
         with pytest.raises(AssertionError, match=words):
             oracle.check(oracle.Result(out), plain, truth, torch.bfloat16)
+    with pytest.raises(AssertionError, match="out of plain PyTorch is not finite: no yardstick"):
+        oracle.check(plain, oracle.Result(plain.out / 0), truth, torch.bfloat16)
     with pytest.raises(AssertionError, match="dk is off"):
         dk = truth.dk + 0.1
         got = oracle.Result(plain.out, plain.dq, dk.bfloat16(), plain.dv)

@@ -5,6 +5,7 @@ The tables are measured in float64 where they may be: flex, which takes seconds 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -157,6 +158,50 @@ def test_long_reasons_stand_below_one_another_and_are_not_cut(capsys) -> None:
     assert "compute capability 9.0" in lines[0]
     assert any(line.startswith("sdpa ") and " of[f16] " in line for line in lines)
     assert "- sdpa: of what runs" in lines and not any("of what does not" in x for x in lines)
+
+
+def test_all_that_was_asked_is_said(capsys) -> None:
+    asked = {"n_head": 8, "head_dim": 32, "seq_len": 96, "batch_size": 3, "window": 64}
+    options = cli.Options(
+        **asked, n_kv_head=2, dropout=0.25, segments=True, scale=0.5, softcap=20.0, sinks=True,
+        lse=True, kv_cache="paged", page_size=16, compiled=True)  # fmt: skip
+    machine = Machine("cuda", "GPU", (9, 0), "2.13.0", "12.8", deterministic=True)
+    cli.say_where(machine, options.spec("float16"), options)
+    assert " ".join(capsys.readouterr().out.split()) == (
+        "GPU (cuda), compute capability 9.0, torch 2.13.0, CUDA 12.8 batch 3, 96 tokens, 8 heads "
+        "over 2 key/value heads of 32, float16, causal, window 64, dropout 0.25, 2 segments, scale "
+        "0.5, softcap 20, sinks, in parts, inference, paged cache of 16, one query, deterministic, "
+        "compiled"
+    )
+    options = cli.Options(**asked | {"window": None})
+    cli.say_where(Machine("cpu", "A"), options.spec("float32"), options)
+    assert " ".join(capsys.readouterr().out.split()) == (
+        "A (cpu), torch 0 batch 3, 96 tokens, 8 heads of 32, float32, causal"
+    )
+
+
+def test_the_backward_pass_is_in_the_second_time_alone(monkeypatch) -> None:
+    """Also of a single token, for which the probe would be too short."""
+    monkeypatch.setattr(cli, "work", lambda backend, spec, inputs: spec.grad)
+    monkeypatch.setattr(cli, "median_ms", lambda backward, device: 3.0 if backward else 1.0)
+    for cache, times in (("none", (1.0, 3.0)), ("static", (1.0, None))):
+        asked = cli.Options(device="cpu", batch_size=1, seq_len=1, kv_cache=cache)  # type: ignore
+        row = cli.measure(BACKENDS["manual"], asked.spec("float32"), Machine.here("cpu"), asked)
+        assert row.why == () and (row.forward_ms, row.forward_backward_ms) == times
+    broken = replace(BACKENDS["manual"], attend=lambda *_, **__: 1 / 0)
+    row = cli.measure(broken, asked.spec("float32"), Machine.here("cpu"), asked)
+    assert row.why == ("it failed when it was tried (ZeroDivisionError: division by zero)",)
+
+
+def test_deterministic_is_the_switch_of_this_process(monkeypatch, capsys) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # put back as it was
+    cli.main(["manual", *SMALL])
+    assert told == [] and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    cli.main(["manual", *SMALL, "--deterministic"])
+    assert told == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_running_out_of_memory_is_a_reason(monkeypatch) -> None:

@@ -346,8 +346,11 @@ def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None
         clock.now += 1e-3
         return manual.attend(q, k, v, spec, **kw)
 
+    select, shapes = autotune.select, []
+    monkeypatch.setattr(autotune, "select", lambda *a, shape: shapes.append(shape) or select(*a))
     only(monkeypatch, sdpa=notes)
     fastest(dataclasses.replace(SPEC, grad=False, segments=True), "cpu", (5, 1, 300))
+    assert set(shapes) == {(5, 300)}  # sequences, and tokens of each
     assert ((5, 1, 2, 16), (5, 300, 1, 16), (5, 300, 1, 16), (5, 300)) in seen
     assert "fastest: forward of one attention call, batch 5, 1 queries and 300 keys" in said(log)
 
@@ -367,6 +370,45 @@ def test_sinks_are_a_parameter_of_the_call(grad) -> None:
     assert seen[0].shape == (spec.n_head,) and seen[0].requires_grad == grad
     assert Noted.backwards == grad  # its gradient is timed too
     assert autotune.draw(SPEC, torch.device("cpu"), SHAPE).sinks is None
+
+
+@pytest.mark.parametrize("cache, Tq", [("none", 9), ("dynamic", 1), ("static", 1), ("paged", 1)])
+def test_all_that_is_drawn_has_the_dtype_that_is_asked(cache, Tq) -> None:
+    spec = Spec(2, 1, 16, "float16", grad=cache == "none", cache=cache, sinks=True,
+                page_size=4 if cache == "paged" else None)  # fmt: skip
+    inputs = autotune.draw(spec, torch.device("cpu"), (3, Tq, 9))
+    past = inputs.past or ()
+    assert len(past) == 2 * (cache != "none") and inputs.sinks is not None
+    assert {t.dtype for t in (inputs.qkv, *past, inputs.sinks, inputs.dout)} == {torch.float16}
+
+
+def test_a_call_is_sampled_for_a_second_in_samples_of_five_milliseconds(monkeypatch) -> None:
+    """3 to 100 samples, of 1 to 20 calls each, as many as the first look promised."""
+    asked: dict[str, list[int]] = {}
+
+    def seconds(call: Callable[[], Any], device: torch.device, n: int = 1) -> float:
+        name, took = call()
+        asked.setdefault(name, []).append(n)
+        return took
+
+    monkeypatch.setattr(autotune, "seconds", seconds)
+    once = {"instant": 1e-5, "quick": 1.6e-3, "slower": 1e-3, "slow": 0.03, "long": 0.4}
+    took = once | {"slower": 0.011}
+    calls: Any = {name: lambda at=(name, s): at for name, s in took.items()}
+    assert autotune.race(calls, once, torch.device("cpu")) == pytest.approx(took)
+    assert {name: (len(n), {*n}) for name, n in asked.items()} == {
+        "instant": (100, {20}), "quick": (100, {3}), "slower": (19, {5}), "slow": (34, {1}),
+        "long": (3, {1})}  # fmt: skip
+
+
+@pytest.mark.parametrize("times, least", [
+    ((9, 0.4, 0.3, 0.5), 0.3), ((9, 0.6, 0.5), 0.5), ((9, 2.0), 2.0)])  # fmt: skip
+def test_the_first_look_leaves_out_the_first_call_and_ends_after_a_second(
+    times, least, monkeypatch
+) -> None:
+    left = list(times)
+    monkeypatch.setattr(autotune, "seconds", lambda call, device: left.pop(0))
+    assert autotune.warmed_up(lambda: None, torch.device("cpu")) == least and left == []
 
 
 def test_segments_are_two_documents() -> None:
@@ -703,6 +745,15 @@ def test_on_cuda_what_does_not_fit_is_dropped(log, monkeypatch) -> None:
     T = 2**17  # manual's scores alone: 16 heads of 2^34 numbers, 512 GiB in half precision
     fastest(Spec(16, 16, 64, "bfloat16", grad=False), "cuda", (1, T, T))
     assert "out of memory" in line(log, "manual")
+
+
+def test_a_clock_waits_for_the_device_that_works(monkeypatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
+    for device in ("cpu", "cuda:1", "mps"):
+        autotune.synchronize(torch.device(device))
+    assert waited == [torch.device("cuda:1"), "mps"]
 
 
 def test_on_cuda_the_time_is_between_two_events_around_the_calls(monkeypatch) -> None:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -434,6 +435,28 @@ def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
     matrix.check(attention.get("manual"), case, "float32")  # which has the inputs as they were
 
 
+def test_who_declares_no_order_is_not_asked_for_the_same_bits() -> None:
+    backend = replace(get("manual"), caps=(attention.Caps(deterministic=False),))
+    item, here = asked_alone(f"the same bits{HEADS}"), attention.Machine.here("cpu")
+    (why,) = check.judge(backend, item, here, "cpu").why
+    assert isinstance(why, Refusal) and why.kind == "deterministic"
+    assert check.judge(backend, asked_alone("gqa"), here, "cpu").verdict == "right"
+
+
+def test_the_devices_that_are_asked(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert check.read(["manual"]).devices == ["cpu", "cuda"]
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert check.read(["manual", f"--device={device}"]).devices == [device]
+    for device in ("cuda:2", "cpu:1", "mps", "gpu"):
+        with pytest.raises(SystemExit):
+            check.read(["manual", f"--device={device}"])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert check.read(["manual"]).devices == ["cpu", "cuda", "mps"]
+
+
 def test_without_a_backward_pass_a_refusal_still_has_every_reason() -> None:
     """Only what is refused for want of a backward pass alone is asked forward."""
     caps = attention.Caps(grad=False, window=False)
@@ -465,11 +488,9 @@ def test_the_report_counts_each_kind_and_keeps_the_first_script(monkeypatch) -> 
         "float32, cpu": check.Count(1, 2, 3), "grouped heads": check.Count(1, 1),
         "gradients": check.Count(1), "canary": check.Count(0, 1, 2)}  # fmt: skip
     assert report.refusals == {"it takes float16": 1, "it has no window": 3}
+    assert report.total == check.Count(1, 2, 3)
     assert [f["what"] for f in report.failures] == ["gqa", second.name]
     assert report.script.startswith("# gqa, float32: out is off\n") and report.code == 1
-    rows = {line.split("  ")[0]: line.split()[-3:] for line in check.text(report).splitlines()}
-    assert rows["float32, cpu"] == rows["in all"] == ["1", "2", "3"]
-    assert (rows["canary"], rows["gradients"]) == (["-", "1", "2"], ["1", "-", "-"])
 
 
 @pytest.mark.parametrize("name, dtype", [("the same mask again", "float16"), ("gqa", "bfloat16")])
@@ -506,7 +527,7 @@ def test_a_promise_is_asked_what_its_name_says() -> None:
         paged = re.search(r"paged by (\d+)", name)
         cache = "paged" if paged else next((c for c in ("static", "dynamic") if c in name), "none")
         assert (spec.cache, spec.page_size) == (cache, int(paged[1]) if paged else None), name
-        assert cache == "none" or not spec.grad, name
+        assert not (spec.grad and (cache != "none" or "behind" in name)), name
         assert spec.head_dim % 16 == 0, name  # or some kernels would never be asked
         assert spec.lse == ("in parts" in name) and spec.compiled == ("compiled" in name), name
         assert spec.segments == ("segments" in name or "padding" in name), name
@@ -521,16 +542,87 @@ def test_a_promise_is_asked_what_its_name_says() -> None:
         assert not heads or (str(spec.n_head), str(spec.n_kv_head)) == heads.groups(), name
 
 
+def test_every_question_asks_the_kernel_for_what_its_spec_says() -> None:
+    """Spec, shapes and options of the first call; after it no question goes on."""
+
+    class Asked(Exception):
+        pass
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **more: Any) -> Any:
+        wants = item.spec.dropout * ("share" not in item.name)  # first without, to compare with
+        assert spec == replace(item.spec, dropout=wants), item.name
+        heads = [spec.n_head, spec.n_kv_head, spec.n_kv_head]
+        assert [t.shape[-2] for t in (q, k, v)] == heads and k.shape == v.shape, item.name
+        assert {(t.shape[-1], t.dtype) for t in (q, k, v)} == {(spec.head_dim, torch.float32)}
+        given = {name: more.get(name) is not None for name in ("segments", "sinks", "cache")}
+        cached = spec.cache in ("static", "paged")
+        assert given == {"segments": spec.segments, "sinks": spec.sinks, "cache": cached}, item.name
+        assert q.requires_grad == (spec.grad and not spec.lse), item.name
+        raise Asked
+
+    def forward(q: Any, k: Any, v: Any, spec: Spec, _offset: int, segments: Any) -> Any:
+        return attend(q, k, v, spec, segments=segments)
+
+    backend = replace(get("manual"), attend=attend, partial=Partial(forward, forward))
+    for item in items(["float32"]):
+        if not item.spec.compiled:
+            with pytest.raises(Asked):
+                item.ask(backend, item.spec, "cpu")
+
+
 def test_a_check_says_how_far_it_is_and_leaves_the_random_state_alone(monkeypatch) -> None:
     asked = [asked_alone("the same mask again"), asked_alone("1")]
     monkeypatch.setattr(check, "items", lambda *_: asked)
     torch.manual_seed(11)
     before, told = torch.get_rng_state(), []
-    report = check.check("manual", ["cpu"], ["float32"], watch=lambda *now: told.append(now))
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=iter((5.0, 8.5)).__next__))
+    report = check.check("eager", ["cpu"], ["float32"], watch=lambda *now: told.append(now))
     assert report.total == check.Count(2) and torch.equal(before, torch.get_rng_state())
+    assert (report.name, report.backend, report.seconds) == ("eager", "manual", 3.5)
+    assert not report.quick and report.machine == {"cpu": attention.Machine.here("cpu").name}
     assert told == [
         (0, 2, "the same mask again, float32, cpu"), (1, 2, "1, float32, cpu"), (2, 2, "done")
     ]  # fmt: skip
+
+
+def test_progress_is_a_bar_in_a_terminal_and_else_a_line_every_ten_seconds(
+    monkeypatch, capsys
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = check.progress()
+    for now[0] in (9.9, 10.1, 20.0, 20.2):
+        watch(int(now[0]), 40, "gqa")
+    assert capsys.readouterr().err == "10 of 40: gqa\n20 of 40: gqa\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    watch(10, 40, "gqa, float32, cpu" + "." * 40)
+    watch(40, 40, "done")
+    bar = "#" * 7 + " " * 23  # a quarter of 30
+    text = "gqa, float32, cpu" + "." * 23  # 40 in all
+    assert capsys.readouterr().err == f"\r\x1b[K[{bar}] 10/40 {text}\r\x1b[K"
+
+
+def test_a_report_is_a_table_then_refusals_then_the_verdict() -> None:
+    report = check.Report("mine.py", "mine", "a draft", {"cpu": "A", "cuda": "B"}, "2.13", True,
+                          check.Count(3, 12, 1), {"canary": check.Count(1, 12), "window":
+                          check.Count(2), "float32, cpu": check.Count(3, 12, 1)},
+                          {"no": 1, "never": 20}, seconds=7.6)  # fmt: skip
+    head = ["mine (a draft)", "cpu: A; cuda: B; torch 2.13", "",
+            "              passed  failed  refused",
+            "window             2       -        -", "canary             1      12        -",
+            "float32, cpu       3      12        1", "in all             3      12        1",
+            "", "Refused, as its Caps declare:", "     1  no", "    20  never"]  # fmt: skip
+    end = "All that it declares is right. Without --quick more is asked. 8 s."
+    assert check.text(report).splitlines() == [*head, "", end]
+    assert check.text(replace(report, quick=False)).endswith("declares is right. 8 s.")
+    found = [{"what": f"c{n}", "dtype": "float32", "device": "cpu", "why": "off"}
+             for n in range(12)]  # fmt: skip
+    wrong = replace(report, failures=found, script="import this", refusals={})
+    assert check.text(wrong).splitlines() == [
+        *head[:-4], "", "12 of 15 failed:", *(f"  c{n}, float32, cpu: off" for n in range(10)),
+        "  and 2 more (--json has all)", "", "The first as a script:", "", "import this",
+    ]  # fmt: skip
+    assert "more (--json" not in check.text(replace(wrong, failures=found[:10]))
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:

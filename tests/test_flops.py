@@ -187,7 +187,8 @@ def test_the_datasheet_of_a_device(name) -> None:
     assert plain is not None and tf32_ is not None
     # A TF32 product runs at half the rate of a half precision one. A table that took the sparse
     # figure for one of the two would show here, for sparse is twice dense.
-    assert tf32_.tflops == pytest.approx(NAMES[name] / 2, rel=0.02)
+    rounded = {"NVIDIA A30": 82, "NVIDIA L4": 60, "NVIDIA L40S": 183}  # as their sheets have it
+    assert tf32_.tflops == pytest.approx(rounded.get(name, NAMES[name] / 2), abs=0.26)
     assert (plain.tflops, datasheet_bandwidth(name)) == (
         RATES[name][1], (RATES[name][2] * 1e9, found.source))  # fmt: skip
     assert datasheet_peak(name, "float64") is None

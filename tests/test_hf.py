@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,13 +244,19 @@ def causal(T: int = 6) -> Tensor:
 AT = torch.arange(6)
 PREFIX = causal()
 PREFIX[:, :3, :3] = True
-HOLE = causal()
-HOLE[:, 3:, 2] = False
+HOLE = causal().repeat(2, 1, 1)
+HOLE[1, 3:, 2] = False
+AHEAD = causal().repeat(2, 1, 1)
+AHEAD[1, 2, 4] = True
 REFUSED: dict[str, tuple[Tensor, str]] = {
     "bidirectional": (torch.ones(1, 1, 6, 6, dtype=torch.bool), "not causal"),
     "prefix": (PREFIX[:, None], "not causal"),
     "strictly causal": (causal().tril(-1)[:, None], "more than causal"),
-    "a key is hidden": (HOLE[:, None], "more than causal"),
+    "a query sees ahead": (AHEAD[:, None], "not causal: query 2 of 6 sees key 4 of 6"),
+    "a key is hidden": (
+        HOLE[:, None],
+        "more than causal and segments: query 3 of row 1 sees key 0",
+    ),
     "a mask for each head": (causal()[:, None].expand(1, 2, 6, 6), "shape"),
     "2-D": (torch.ones(1, 6), "shape"),
     "a bias": (torch.where(causal(), -0.5, -torch.inf)[:, None], "a bias"),
@@ -346,6 +352,8 @@ def test_only_our_attention_can_read_a_mask() -> None:
         lambda: scores.masked_fill(mask, 0.0),
         lambda: torch.where(mask, scores, 0.0),
         lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
+        lambda: torch.nn.functional.scaled_dot_product_attention(*[scores] * 3, attn_mask=mask),
+        lambda: torch.where(condition=mask, input=scores, other=scores),
         lambda: scores.masked_fill(~mask[:, :, :, :4], 0.0),
     ]
     for use in uses:  # what is made of a mask is ours all the same
@@ -383,6 +391,13 @@ def test_packing_is_looked_at_again_when_positions_or_mask_change() -> None:
         hf._check_packing(torch.tensor([[0, 0]]), Proof(2, 2))
     with torch.inference_mode():
         hf._check_packing(torch.arange(6)[None], proof)
+    # Of two texts that the mask tells apart the second one is two.
+    apart = Proof(6, 6, segments=torch.tensor([[1, 1, 2, 2, 2, 2]]))
+    two, three = torch.tensor([[0, 1, 0, 1, 2, 3]]), torch.tensor([[0, 1, 0, 1, 0, 1]])
+    hf._check_packing(two, apart)
+    for positions, proof in ((two, Proof(6, 6)), (three, apart)):
+        with pytest.raises(ValueError, match="begin anew"):
+            hf._check_packing(positions, proof)
 
 
 # --- refusals, and models that never call ---
@@ -433,6 +448,21 @@ def test_a_model_that_never_calls_is_refused_when_it_is_built() -> None:
         build("bloom", "nanoattn:manual")
     build("bloom", "eager")  # nobody else is asked anything
     assert "computes its attention itself" in cell("bloom", "triton", "full")
+
+
+def test_a_file_that_only_imports_an_attention_class_is_no_model_of_its_own(monkeypatch) -> None:
+    """As where somebody derives a class from one of transformers."""
+    config = build("llama", "eager").config
+    config._attn_implementation = "nanoattn:manual"
+    file = ModuleType("somebodys")
+    monkeypatch.setitem(sys.modules, "somebodys", file)
+    names = {"__module__": "somebodys"}
+    vars(file)["LlamaAttention"] = transformers.models.llama.modeling_llama.LlamaAttention
+    derived = type("Derived", (transformers.LlamaForCausalLM,), names)
+    derived(config)
+    vars(file)["MyAttention"] = type("MyAttention", (torch.nn.Module,), names)
+    with pytest.raises(BackendUnavailable, match=r"Derived cannot run .*: MyAttention computes"):
+        derived(config)
 
 
 def test_a_model_that_never_calls_is_found_out_later_too() -> None:
@@ -520,8 +550,11 @@ def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
         hf_table.check(name, "left-padded", {"logits": joined})
 
 
-def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
+def test_a_token_after_a_static_cache_without_any_mask_of_the_callers(monkeypatch) -> None:
     """The places yet to be filled are hidden from it, and those that are filled are not."""
+    select, shapes = hf.select, []
+    monkeypatch.setattr(hf, "select", lambda *a, shape: shapes.append(shape) or select(*a))
+    hf._kernels.clear()
     model = build("llama", "nanoattn:manual")
     old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
     kept = transformers.StaticCache(config=model.config, max_cache_len=32, **old)
@@ -533,6 +566,7 @@ def test_a_token_after_a_static_cache_without_any_mask_of_the_callers() -> None:
             more: dict[str, Any] = {"cache_position": at} if old else {}
             logits.append(model(part, past_key_values=kept, **more).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), want)
+    assert shapes == [(2, 10), (2, 9)]  # sequences and keys, of the prompt and of a token
 
 
 # --- choosing, reports, and how models are used ---
@@ -548,7 +582,7 @@ def test_falling_back_is_loud_and_may_be_forbidden(caplog: pytest.LogCaptureFixt
         run(model, "full")
     text = caplog.text
     assert "flash_attn_2 requested but" in text and "Falling back to 'sdpa'" in text
-    assert "Attention backend: sdpa" in text
+    assert "kernel: flash (CPU)) without gradients" in text
     assert "flash_attn_2 refused" in str(hf.report(model))
     hf.register(policy=Policy(fallback=False))
     with pytest.raises(BackendUnavailable, match="flash_attn_2"):
@@ -566,7 +600,37 @@ def test_report_says_for_each_layer_what_ran() -> None:
     assert (first.window, first.segments, first.cache, calls) == (7, True, "none", 1)
     assert chosen.backend.name == "sdpa" and chosen.kernels == ("flash (CPU)",)
     assert sum(n for *_, n in more) == hf_table.NEW - 1
-    assert "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), 1 calls" in str(layers)
+    lines = [line for line in str(layers).splitlines() if line.startswith("model.layers.1.")]
+    said = "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), {} calls, float32, inference, {}"
+    assert lines == [said.format(1, "segments, window 7"), said.format(3, "with a cache")]
+    nobody = hf.Layer("encoder", ())
+    assert str(hf.Report([nobody, layers[1]])) == "\n".join(["encoder: NOT CALLED", *lines])
+
+
+def test_a_report_has_a_layer_of_any_name_that_ran() -> None:
+    x = torch.zeros(1, 2, 4, 8)
+    layer = torch.nn.Linear(1, 1)
+    mask = Mask.of(Proof(4, 4), "nanoattn:manual", (1, 1, 4, 4))
+    hf._attend("manual", Policy(), layer, x, x, x, mask, dropout=0.5, scaling=0.25, softcap=3.0)
+    (only,) = hf.report(torch.nn.Sequential(torch.nn.ReLU(), layer))
+    assert str(only) == ("1: manual (kernel: plain operators), 1 calls, float32, inference, scale "
+                         "0.25, softcap 3, dropout 0.5")  # fmt: skip
+
+
+def test_fastest_measures_what_a_model_may_ask_of_it(monkeypatch) -> None:
+    """Not training with fewer queries than keys, for which it has no call."""
+    monkeypatch.setattr(hf, "announce", lambda *_: None)
+    for name in ("fastest", "select"):
+        monkeypatch.setattr(hf, name, lambda *_, name=name, **__: name)
+    spec = Spec(2, 2, 16, "float32")
+    for grad, Tq, taken in ((True, 9, "fastest"), (True, 3, "select"), (False, 3, "fastest")):
+        hf._kernels.clear()
+        asked = replace(spec, grad=grad)
+        chosen: Any = hf._choose("fastest", asked, torch.device("cpu"), Policy(), (1, Tq, 9))
+        assert chosen == taken
+        chosen = hf._choose("sdpa", asked, torch.device("cpu"), Policy(), (1, Tq, 9))
+        assert chosen == "select"
+    hf._kernels.clear()
 
 
 @pytest.mark.slow
@@ -617,11 +681,6 @@ def test_activation_checkpointing() -> None:
     assert hf.report(model)[0].ran[0][2] == 2  # forward, and again in the backward
 
 
-def test_importing_attention_does_not_import_transformers() -> None:
-    code = "import sys, attention; assert 'transformers' not in sys.modules; attention.hf.names()"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'transformers>=4.53'"):
@@ -636,12 +695,14 @@ def test_one_query_is_never_taken_for_causal_without_a_mask() -> None:
     """It would mean every key, also those that a static cache has yet to fill."""
     asked = []
 
-    def sdpa_mask(*, allow_is_causal_skip: bool, **_: Any) -> Tensor:
+    def sdpa_mask(*, allow_is_causal_skip: bool, **more: Any) -> Tensor:
         asked.append(allow_is_causal_skip)
+        assert "allow_is_bidirectional_skip" not in more  # None would be taken for causal
         return visible(torch.arange(Tq)[:, None], torch.arange(6), 6 - Tq)[None, None]
 
     for Tq in (1, 2):
-        hf._mask("nanoattn:sdpa", sdpa_mask, batch_size=1, kv_length=6, q_length=Tq)
+        asks = {"batch_size": 1, "kv_length": 6, "q_length": Tq}
+        hf._mask("nanoattn:sdpa", sdpa_mask, **asks, allow_is_bidirectional_skip=True)
     assert asked == [False, True]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -259,6 +260,25 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, de
         out = run(q[:, :1], v[:, :1], v[:, :1], spec, cache=stored, sinks=sinks)
         want = i * (i + 1) / 2 / (i + 2)  # 0 to i, and the sink without a value
         assert out.flatten().tolist() == pytest.approx([want] * 8)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
+    """Values that add up to more than float16 holds before they are divided by their weights, and
+    scores of 128 and 128.5, which it does not tell apart in units of log 2."""
+    from attention import paged_kernels
+
+    v = torch.full((1, 256, 1, 16), 800.0, dtype=torch.float16, device=KERNEL_DEVICE)
+    v[:, 128:] = 400
+    k = torch.where(v == 800, 1.0, 1 + 2**-8).half()
+    spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=16, page_size=64, dtype="float16")
+    k_pages, v_pages, view = filled_cache(k, v, spec)
+    at = view([255], [1])
+    reads = at.page_table, at.start, at.count, None, 0, 8.0, None, splits
+    q = torch.ones(1, 1, 2, 16, dtype=torch.float16, device=KERNEL_DEVICE)
+    got = paged_kernels.decode(q, k_pages, v_pages, *reads).flatten().tolist()
+    assert got == pytest.approx([(800 + 400 * math.e**0.5) / (1 + math.e**0.5)] * 32, rel=1e-3)
 
 
 def test_opcheck() -> None:

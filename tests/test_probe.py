@@ -301,11 +301,12 @@ def test_a_broken_backend_is_refused_with_a_telling_reason(
 
 @pytest.mark.parametrize("cache", ["none", "static", "paged"])
 def test_a_leak_of_the_future_is_found_however_small(cache) -> None:
-    """The numbers are within the tolerance; the canary alone tells."""
+    """In the last two rows alone, within the tolerance: only the canary tells."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        out = real.attend(q, k, v, spec, **kw)
-        return out * (1 + v.mean() * 64 * torch.finfo(torch.float32).eps)
+        out = real.attend(q, k, v, spec, **kw).clone()
+        out[:, -2:] *= 1 + v.mean() * 64 * torch.finfo(torch.float32).eps
+        return out
 
     real = BACKENDS["paged" if cache == "paged" else "manual"]
     spec = Spec(4, 2, 32, "float32", grad=False, cache=cache,

@@ -126,11 +126,7 @@ def test_auto_trains_with_batched_products_where_a_cpu_has_matrix_units() -> Non
 
 def test_torch_before_sdpa() -> None:
     assert runs("auto", FP32, OLD) == "manual"
-    assert why("sdpa", FP32, OLD) == ["it needs torch >= 2.1, this is 1.13.1"]
     assert list(resolve("sdpa_flash", FP32, OLD).rejected) == ["sdpa_flash", "sdpa"]
-    assert why("sdpa_cudnn", BF16, replace(H100, torch="2.4.1")) == [
-        "it needs torch >= 2.5, this is 2.4.1"
-    ]
 
 
 # --- with every package installed ---
@@ -259,6 +255,27 @@ def test_versions_of_torch() -> None:
     assert "it needs torch >= 2.5, this is 2.4.1" in why("flex", BF16, old)
     assert runs("flex", BF16, old) == "sdpa"
     assert runs("auto", FP32, full(OLD)) == runs("flex", FP32, full(OLD)) == "manual"
+
+
+SDPA = {"sdpa": "2.1", "sdpa_flash": "2.3", "sdpa_math": "2.3"}
+CUDA = SDPA | {"sdpa_efficient": "2.3", "sdpa_cudnn": "2.5", "flex": "2.5", "triton": "2.5"}
+
+
+@pytest.mark.parametrize("machine, spec, least", [
+    (H100, BF16, CUDA), (H100, FP32, CUDA), (TITAN, FP16, CUDA), (TITAN, FP32, CUDA),
+    (H100, SUNK, CUDA | {"flex": "2.9"}),
+    (TITAN, replace(SUNK, dtype="float16"), CUDA | {"flex": "2.9"}),
+    (CPU, FP16, SDPA | {"flex": "2.6", "triton": "2.5", "sdpa_bmm": "2.3"}),
+    (APPLE, FP16, {"sdpa": "2.1", "sdpa_math": "2.3", "flex": "2.13"}),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_the_least_torch_of_each_kernel(machine, spec, least) -> None:
+    """Of those that PyTorch brings, the release that brought them there."""
+    old = replace(full(machine, torch="1.13"), interpreted=machine is CPU)
+    refused = {name: [r for r in b.why_not(spec, old) if r.kind == "torch"]
+               for name, b in BACKENDS.items()}  # fmt: skip
+    assert {n: str(r[0]) for n, r in refused.items() if r} == {
+        name: f"it needs torch >= {release}, this is 1.13" for name, release in least.items()
+    }
 
 
 def test_a_package_that_does_not_import_is_refused_in_its_own_words() -> None:
@@ -427,7 +444,8 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], Spec, str]] = {
         replace(ANY, cache="paged", page_size=128), "a multiple of 256, not 128"),
     "hub_kernels": ({}, {"hub_kernels": True}, ANY, "(--attention_hub_kernels=True)"),
     "interpreted": ({}, {"interpreted": True}, ANY, "(TRITON_INTERPRET=1)"),
-    "packages": ({"packages": ("there",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
+    "packages": (
+        {"packages": ("there>=1.0",)}, {"packages": ("gone",)}, ANY, "'gone' is not installed"),
 }  # fmt: skip
 
 
@@ -595,6 +613,14 @@ def test_this_machine_knows_the_switch_for_deterministic_algorithms(mode, found)
         torch.set_deterministic_debug_mode("default")
 
 
+def test_matrix_units_are_what_pytorch_says_of_the_processor(monkeypatch) -> None:
+    for told, found in (({"amx_bf16": True}, True), ({"amx_bf16": False, "avx2": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert Machine.here("cpu").matrix_units is found
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older releases
+    assert Machine.here("cpu").matrix_units is False
+
+
 def test_only_1_asks_for_tritons_interpreter(monkeypatch) -> None:
     for text, found in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("TRITON_INTERPRET", text)
@@ -609,14 +635,17 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_kernels.py").write_text(f"raise ImportError({text!r})\n")
     (tmp_path / "half_kernels.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / "plain_kernels.py").write_text("")
+    (tmp_path / "no_driver.py").write_text("raise RuntimeError('no driver')\n")
     (tmp_path / "like_kernels.py").write_text("import like\n")
-    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels"]
+    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels",
+             "no_driver"]  # fmt: skip
     here = Machine.here("cpu", names)
     assert here.packages == {
         "broken_kernels": f"ImportError: {text}",
         "half_kernels": "ModuleNotFoundError: No module named 'no_such_package_anywhere'",
         "plain_kernels": "unknown version",
         "like_kernels": "ModuleNotFoundError: No module named 'like'",
+        "no_driver": "RuntimeError: no driver",
     }
     for name, reason in (("broken_kernels", text), ("half_kernels", "No module named")):
         [got] = made_up(Caps(packages=(name,))).why_not(ANY, here)
@@ -636,7 +665,8 @@ def test_the_contract_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_import_attention_leaves_the_compiler_alone() -> None:
+def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second or more to import, for a run that may compile nothing."""
-    script = "import sys, attention; sys.exit('torch._dynamo' in sys.modules)"
+    heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
+    script = f"import sys, attention; attention.hf.names(); assert {heavy}"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -454,6 +454,21 @@ def test_a_segment_goes_on_across_the_positions_between_keys_and_queries() -> No
     assert last is not None and last.tolist() == [[0, 13, 13]]
 
 
+def test_borders_of_a_pair_are_the_interval_that_each_row_and_each_key_sees() -> None:
+    """Keys and queries are two pieces of one line of segments, wherever they lie on it."""
+    line = torch.tensor([0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5], dtype=torch.int32)
+    for Tq, Tk, offset, at in itertools.product(range(1, 5), range(1, 4), range(-4, 5), (4, 5, 6)):
+        i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
+        seg_q, seg_k = line[at + offset :][:Tq], line[at:][:Tk]
+        seen = visible(i, j, offset, None, seg_q[:, None], seg_k)
+        pair = seg_q[None], seg_k[None]
+        first, last = triton_flash.borders_of_pair(pair, Tk, offset)
+        assert first is not None and last is not None
+        causal = j <= i + offset
+        assert torch.equal(seen, causal & (j >= first[0][:, None])), (pair, offset)
+        assert torch.equal(seen, causal & (i + offset <= last[0])), (pair, offset)
+
+
 def test_aligned_parts_are_all_visible_pairs() -> None:
     for Tq, Tk, offset in itertools.product(range(1, 6), range(1, 6), range(-7, 8)):
         times = torch.zeros(Tq, Tk)

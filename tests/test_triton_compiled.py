@@ -5,6 +5,7 @@ Triton and the ptxas in its package make machine code for any GPU on any machine
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -37,6 +38,16 @@ def shared_bytes(kernel: str, tile: Tile, capability: tuple[int, int], head_dim:
         + stages * vectors
         + through
     )
+
+
+def test_no_product_of_float32_is_made_in_tf32() -> None:
+    """Triton's default where there are tensor cores, which the interpreter does not know."""
+    for name, number in (("triton_kernels", 9), ("paged_kernels", 2)):
+        source = Path(triton_kernels.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
+        products = [ast.unparse(n) for n in calls if ast.unparse(n.func) == "tl.dot"]
+        assert len(products) == number
+        assert all("input_precision='ieee'" in text for text in products)
 
 
 def test_every_tile_of_the_tables_is_a_power_of_two_and_fits_its_shared_memory() -> None:
