@@ -503,6 +503,12 @@ def test_the_parts_of_an_attention_call_by_made_up_stamps():
     assert found["backward_ms"] == pytest.approx(found["ms"] - 2)
 
 
+def test_the_flops_of_a_token_are_counted_once_however_many_sequences():
+    one, three = (training.Reference(job("reference", "", batch_size=n)).about for n in (1, 3))
+    assert one["flops_per_token"] == three["flops_per_token"] > 0
+    assert one["loss"] != three["loss"] == pytest.approx(math.log(64), rel=0.05)  # their mean
+
+
 def test_the_times_of_a_text(monkeypatch):
     worker = decoding.Decoding(job("decode", "sdpa"))
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: 100.0)
@@ -695,6 +701,24 @@ def test_every_record_that_was_ever_committed_can_still_be_compared(folder, caps
     assert len(lines) == len(ok - held_against) > 0
     assert all("1.000" in line for line in lines)
     assert records.title(content) and records.sections(content) and records.facts(content)
+
+
+def test_which_rows_two_records_are_held_against():
+    """Third-party code at the point, else anywhere in the mode, else manual at the point."""
+    here, there = (("T", 16),), (("T", 32),)
+    rows_ = [("train", "nanogpt", here), ("train", "hf_sdpa", there), ("train", "manual", here),
+             ("kernel", "manual", here), ("kernel", "sdpa", here)]  # fmt: skip
+    new: Any = {"machine": {"packages": {"transformers": "5.1"}}}
+    old: Any = {"machine": {"packages": {"transformers": "5.0"}}}
+
+    def held(mode: str, at: Any, b: Any = new) -> list[Any]:
+        return compare.baselines((mode, "triton", at), rows_, new, b)
+
+    assert held("train", here) == [rows_[0]] and held("train", there) == [rows_[1]]
+    assert held("train", there, old) == [rows_[0]]  # another transformers is other code
+    assert held("train", (("T", 64),)) == rows_[:2]
+    assert held("kernel", here) == [rows_[3]]
+    assert held("kernel", there) == held("decode", here) == []
 
 
 def test_a_row_of_the_comparison_with_nanogpt_by_hand():

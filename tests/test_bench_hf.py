@@ -108,6 +108,8 @@ def test_no_dropout_of_a_config_is_left_that_was_not_asked_for():
             told = Job(job("train", "auto", dropout=asked))
             model = hf.build(told, config.to_dict(), "eager")
             assert [getattr(model.config, name) for name in of] == [asked] * len(of)
+            who: Any = candidates.build("hf=eager", told)  # with the sizes of our own model
+            assert [getattr(who.model.config, name) for name in names["gpt2"]] == [asked] * 3
 
 
 def test_the_weights_are_float32_whatever_the_config_says():
