@@ -46,6 +46,7 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
     def run(linear: object, dtype: torch.dtype) -> list[torch.Tensor]:
         ts = [t.detach().to(dtype).requires_grad_() for t in (x, w, b) if t is not None]
         y = linear(ts[0], ts[1], ts[2] if bias else None)  # type: ignore[operator]
+        assert (linear is cpu_matmul.linear) == ("_Linear" in y.grad_fn.name())
         return [y.detach(), *torch.autograd.grad(y, ts, dy.to(dtype))]
 
     fast, plain = run(cpu_matmul.linear, torch.float32), run(F.linear, torch.float32)

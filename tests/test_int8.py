@@ -54,8 +54,14 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, int8.FEW_ROWS, int8.FEW_ROWS + 1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_is_that_of_the_widened_weights(rows: int, dtype: torch.dtype) -> None:
+def test_the_product_is_that_of_the_widened_weights(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice the error of plain bfloat16, which rounds the same inputs and outputs."""
+    kernel, read = torch.ops.aten._weight_int8pack_mm, []
+    monkeypatch.setattr(
+        torch.ops.aten, "_weight_int8pack_mm", lambda x, *a: read.append(len(x)) or kernel(x, *a)
+    )
     torch.manual_seed(0)
     x = torch.randn(rows, 1, 256).to(dtype)
     q, scale = int8.quantize(torch.randn(100, 256))
@@ -64,6 +70,7 @@ def test_the_product_is_that_of_the_widened_weights(rows: int, dtype: torch.dtyp
     truth = x.double() @ wide.t()
     got = int8.int8_linear(x, q, scale, bias)
     assert got.dtype == dtype and got.shape == (rows, 1, 100)
+    assert read == ([rows] if rows <= 16 else [])  # no weight is widened for a decode step
     plain = x.bfloat16() @ wide.bfloat16().t()
     allowed = 2 * (plain.double() - truth).abs().max() + 2**-8 * truth.abs().max()
     assert (got.double() - bias.double() - truth).abs().max() <= allowed

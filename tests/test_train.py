@@ -1190,7 +1190,7 @@ def test_a_training_on_the_cpu_begins_in_bfloat16_where_it_is_faster(amx, n_embd
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     setup = runtime.Setup.of(torch.device("cpu"), "auto", n_embd=n_embd)
     assert runtime.dtype_name(setup.dtype) == taken and why in setup.why_dtype
-    line = next((n for n in setup.report() if n.startswith("dtype: ")), "")
+    line = next((n for n in setup.report(1) if n.startswith("dtype: ")), "")
     assert line == (f"dtype: {taken} ({setup.why_dtype})" if why else "")
     named = runtime.Setup.of(torch.device("cpu"), "float32", n_embd=n_embd)
     assert named.dtype is torch.float32 and not named.why_dtype
@@ -1287,6 +1287,7 @@ def test_cuda_graphs_are_refused_under_gradient_accumulation(
     assert replace(setup, compile=off).compiled(module, micro_steps) is module
     if not refused:
         setup.compiled(module, micro_steps)
+        setup.compiled(module)  # of one batch, as in the bench
         return
     with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
         setup.compiled(module, micro_steps)
