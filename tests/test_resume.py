@@ -21,6 +21,7 @@ import torch
 from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
+import train
 from core import flops, metrics
 from core.distributed import DistInfo
 from core.restarts import mark_begun
@@ -257,6 +258,26 @@ def test_dropout_is_drawn_by_the_seed_of_the_run_where_its_states_are_of_no_use(
     assert seeds[0] + 1 == seeds[1]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_gpus_random_state_is_saved_and_given_back(in_background, out, monkeypatch):
+    """That of the process's own GPU, from which a thread that writes copies too."""
+    given, current, own = [], [], torch.device("cuda", 3)
+    state = torch.tensor([7], dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state * device.index)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *at: given.append(at))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    loaded = checkpoint.resumed(read(TrainConfig, ["--init_from=resume", f"--out_dir={out}"]))
+    r = train.set_up(loaded, DistInfo(torch.device("cpu")))
+    r.distributed, r.step = DistInfo(own), 11
+    r.config = replace(r.config, async_checkpoint=in_background)
+    checkpoint.save_run(r, None)
+    checkpoint.finish(r)
+    saved = checkpoint.load(checkpoint.latest(out))
+    assert saved.step == 11
+    checkpoint.restore(saved, r.model, r.optimizer, r.scaler, 1, r.distributed)
+    assert given == [(torch.tensor([21]), own)] and current == [own] * in_background
+
+
 def test_a_run_whose_steps_are_done_says_so(out):
     before = (out / "metrics.jsonl").read_bytes()
     r = resume(out)
@@ -385,14 +406,23 @@ def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
     assert "tokenizer" in said or "vocabulary" in said
 
 
-def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
-    """A resume after it must not go on with the run before it."""
+def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkeypatch):
+    """A resume after it must not go on with the run before it, which is moved when all processes
+    are ready: one may fail, or read its weights there."""
+    order = []
+
+    def note(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: order.append(name) or does(*given)
+
+    for place, name in ((train, "set_up"), (DistInfo, "gather"), (checkpoint, "set_aside")):
+        monkeypatch.setattr(place, name, note(name, getattr(place, name)))
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
     aside = out / "earlier-1"
     assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
     assert [p.name for p in checkpoint.folders(aside)] == steps
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
+    assert order[:3] == ["set_up", "gather", "set_aside"]
     assert list(fresh.losses()) == [1, 2, 3, 4]
     assert checkpoint.load(checkpoint.latest(out)).step == 4
     r = resume(out, "--max_iters=6")
