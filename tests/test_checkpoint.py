@@ -622,10 +622,10 @@ def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
         got = checkpoint.init_model(str(source), dropout=0.5)
         assert bool((got.transformer.wte.weight == want).all()) and got.config.dropout == 0.5
         assert checkpoint.tokenizer_meta(str(source)) == {"name": "char"}
-    checkpoint.save_hf(model, tmp_path / "hf")
-    got = checkpoint.init_model(str(tmp_path / "hf")).eval()
+    checkpoint.save_hf(model, hf := tmp_path / "new" / "hf")
+    got = checkpoint.init_model(str(hf)).eval()
     torch.testing.assert_close(got(idx)[0], model(idx)[0])
-    for source in (tmp_path / "hf", path, Path("gpt2")):
+    for source in (hf, path, Path("gpt2")):
         assert checkpoint.tokenizer_meta(str(source)) is None
 
 

@@ -227,8 +227,11 @@ def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
-               "--learning_rate=1e-5", "--decay_lr=False")  # fmt: skip
+               "--learning_rate=1e-5", "--decay_lr=False", "--dropout=0.25",
+               "--attention_backend=manual", "--attention_window=8")  # fmt: skip
     assert r.code == 0
+    model = checkpoint.load(checkpoint.latest(out)).config()
+    assert (model.dropout, model.attention_backend, model.attention_window) == (0.25, "manual", 8)
     (groups,) = seen
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
     assert all(tuple(g["betas"]) == (0.7, 0.8) and g["lr"] == 1e-5 for g in groups)
