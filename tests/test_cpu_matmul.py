@@ -97,6 +97,12 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
         assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_products_of_bfloat16_are_pytorchs_own(grad: bool) -> None:
+    x, w = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16().requires_grad_(grad)
+    assert torch.equal(cpu_matmul.linear(x, w, None), F.linear(x, w))
+
+
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
     before = torch.get_float32_matmul_precision()
     cpu_matmul.matmul(torch.ones(2, 3), torch.ones(3, 2))

@@ -1215,6 +1215,33 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
     assert r.code == 0 and ", float32, 1 process" in r.out
 
 
+def test_what_a_gpu_is_asked(monkeypatch):
+    """By stand-ins: its memory, its name, to be waited for, whose flash kernel it is to take."""
+    gpu, asked = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {gpu: 7}[device])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {gpu: "NVIDIA X"}[device])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: asked.append("mps"))
+    monkeypatch.setattr(runtime, "use_flash_impl", asked.append)
+    assert runtime.peak_memory(gpu) == 7
+    for device, waits in ((gpu, [gpu]), (torch.device("mps"), ["mps"]), (torch.device("cpu"), [])):
+        assert runtime.now(device) > 0 and asked == waits
+        asked.clear()
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name == "triton" else name)
+    assert runtime.Setup.of(gpu, compile=None, n_embd=768).report(8) == [
+        "device: cuda:1 (NVIDIA X), bfloat16, 8 processes",
+        "compile: off (package 'triton' is not installed (pip install triton))",
+    ]
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name)
+    compiled = runtime.Setup.of(gpu, "float16", compile=None, compile_mode="max-autotune")
+    assert compiled.report(1)[1:] == ["compile: on (mode max-autotune)"]
+    for impl in ("FA2", "FA3"):
+        plain = runtime.Setup.of(torch.device("cpu"), compile=False, sdpa_flash_impl=impl)
+        assert plain.report(1)[-1] == "compile: off (--compile=False)"
+    assert asked == ["FA2", "FA2", "FA3"]  # a CPU's only to say that it has none
+
+
 def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -1270,6 +1297,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def test_a_run_on_the_cpu_keeps_freed_memory(data_dir, tmp_path, monkeypatch) -> None:
     called = []
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.sys, "platform", "darwin")
+        assert runtime.keep_freed_memory() is False  # its malloc has no such numbers
     monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.append(True))
     assert run(data_dir, tmp_path, max_iters=1).code == 0 and called == [True]
 
