@@ -80,7 +80,9 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
     torch.manual_seed(0)
     x, w, b = torch.randn(1, 1, 70), torch.randn(9, 70), torch.randn(9) if bias else None
     batches: list[int] = []
-    bmm, baddbmm = torch.bmm, torch.baddbmm
+    onednn: list[int] = []
+    bmm, baddbmm, matmul = torch.bmm, torch.baddbmm, cpu_matmul.matmul
+    monkeypatch.setattr(cpu_matmul, "matmul", lambda a, b: onednn.append(len(a)) or matmul(a, b))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "bmm", lambda x, y: batches.append(len(x)) or bmm(x, y))
     monkeypatch.setattr(
@@ -90,10 +92,12 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
     apart = torch.stack([x, x], dim=-1)[..., 0], torch.stack([w, w], dim=-1)[..., 0]
     for x_, w_ in ((x, w), (apart[0], w), (x, apart[1])):  # and neighbours that are not in memory
         batches.clear()
+        onednn.clear()
         with torch.no_grad():
             got = cpu_matmul.linear(x_, w_, b)
         split = threads in (3, 9) and w_ is w  # 9 rows are no 2 equal parts
         assert batches == ([threads] if split else [])
+        assert onednn == ([1] if threads > 1 and not split else [])  # MKL's would take one thread
         assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
 
 

@@ -1351,8 +1351,9 @@ def test_a_compiled_run_checks_its_mode_and_takes_no_onednn(
     monkeypatch.setattr(runtime.Setup, "compiled", note)
     monkeypatch.setattr(runtime, "decide_compile", lambda *given: runtime.Decision(True))
     monkeypatch.setattr(torch, "compile", lambda model, **how: model)
-    r = run(data_dir, tmp_path, max_iters=1, onednn=True, gradient_accumulation_steps=2)
+    r = run(data_dir, tmp_path, max_iters=7, onednn=True, gradient_accumulation_steps=2)
     assert r.code == 0 and asked == [("default", 2)]
+    assert [row["iter"] for row in r.rows if "ms" in row] == [6, 7]  # in five it is compiled
     assert "oneDNN for float32 products: off (a compiled training step" in r.out
 
 
