@@ -314,6 +314,11 @@ def test_another_model_is_refused(out):
         had = was.n_head if name == "n_kv_head" else getattr(was, name)
         there = f"has {name}={had}, which cannot be changed to {value} (command line)"
         assert str(checkpoint.latest(out)) in said and there in said, said
+    settings = checkpoint.latest(out) / "settings.json"
+    shared = settings.read_text().replace('"n_kv_head": null', '"n_kv_head": 1')
+    settings.write_text(shared)
+    said = refusal(resume(out, "--max_iters=12", "--n_kv_head=none"))  # which is as many as heads
+    assert "has n_kv_head=1, which cannot be changed to 2 (command line)" in said
 
 
 def test_a_size_that_cannot_be_is_told_with_what_is_resumed(out):
@@ -427,7 +432,13 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkey
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
     assert order[:3] == ["set_up", "gather", "set_aside"]
     assert list(fresh.losses()) == [1, 2, 3, 4]
-    assert checkpoint.load(checkpoint.latest(out)).step == 4
+    state = checkpoint.load(checkpoint.latest(out)).state
+    losses = [val for _, val in fresh.evaluations().values()]
+    assert state == {
+        "step": 4, "sequences_seen": 16, "processes": 1, "torch": torch.__version__,
+        "val_loss": losses[-1], "best_val_loss": min(losses),
+        "attention_backend": "sdpa", "attention_kernels": state["attention_kernels"],
+    }  # fmt: skip
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
 

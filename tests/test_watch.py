@@ -572,7 +572,9 @@ def test_one_process_has_no_thread():
 def test_what_a_collective_raised():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert watch._of_collective(lost) and watch._of_collective(torch.distributed.DistError("x"))
+    assert watch._of_collective(RuntimeError("NCCL communicator was aborted on rank 1"))
     assert not watch._of_collective(RuntimeError("size mismatch"))
+    assert not watch._of_collective(ValueError("gloo")) and not watch._of_collective(None)
     try:
         try:
             raise lost
