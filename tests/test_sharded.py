@@ -613,6 +613,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a hole": (lambda index: index[NAME]["parts"].pop(), f"the parts of {NAME} are not the whole"),
     "another file": (lambda index: index[NAME]["parts"][0].update(file="../../x"),
                      "'../../x' is not a file in this folder"),
+    "a file of the system": (lambda index: index[NAME]["parts"][0].update(file="/etc/hostname"),
+                             "'/etc/hostname' is not a file in this folder"),
     "no dtype": (lambda index: index[NAME].update(dtype="load"), "has the dtype 'load'"),
     "no key": (lambda index: index[NAME].pop("shape"), "KeyError: 'shape'"),
     "beyond the end": (lambda index: index[NAME]["parts"][0].update(offset=10**7),

@@ -401,6 +401,8 @@ def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, mo
     splits = {s: data.load(data_dir / "tiny", s, 16, 64)[: 7 * 16 + 1] for s in ("train", "val")}
     # As in a ring: half of each sequence, which has this weight in the mean.
     monkeypatch.setattr(train.parallel, "mine", lambda model, x, y: (x[:, :8], y[:, :8]))
+    freed: list[Any] = []  # of what FSDP keeps gathered
+    monkeypatch.setattr(train.parallel, "reshard", freed.append)
     for rank in range(3):
         monkeypatch.setattr(DistInfo, "sum", lambda self, values: told.append(values) or values)
         run: Any = types.SimpleNamespace(
@@ -414,6 +416,7 @@ def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, mo
             want = float(model(x[:, :8], y[:, :8])[1]) / 2
         losses, sequences = (sum(column) for column in zip(*parts, strict=True))
         assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+    assert freed == [model] * 3
 
 
 def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_own(
@@ -429,7 +432,7 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
         weights.append(weight)
         seeds.append(torch.initial_seed())
         begun.append(module.transformer.wte.weight.detach().clone())
-        return torch.zeros(())
+        return torch.tensor(5.0)
 
     attention = GPT.attention
 
@@ -444,7 +447,7 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
     monkeypatch.setattr(GPT, "attention", ask)
     monkeypatch.setattr(train.checkpoint, "save_run", lambda run, loss: None)
     monkeypatch.setattr(train.parallel, "replicate", lambda module, distributed: module)
-    monkeypatch.setattr(DistInfo, "sum", lambda self, values: values)
+    monkeypatch.setattr(DistInfo, "sum", lambda self, values: [3 * v for v in values])
     monkeypatch.setattr(DistInfo, "gather", lambda self, value: [value] * 3)
     ring = types.SimpleNamespace(shard=lambda t, fill: t[:, 4:], weight=lambda T: T / 32)
     monkeypatch.setattr(train.parallel, "ring", lambda distributed, T: ring)
@@ -457,6 +460,8 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
     assert sorted(counts) == [2, 3, 3]
     assert weights == pytest.approx([0.5 * 3 * n / 8 for n in counts])
     assert all(x.shape[1] == 12 for x in shares)  # the ring's share of each sequence
+    (row,) = read_rows(tmp_path / "out" / "metrics.jsonl")
+    assert row["loss"] == 5  # the mean of the three
     assert len({tuple(row) for row in torch.cat(shares).tolist()}) == 8  # all of the step's
     seed = loaded.settings.seed
     assert seeds == [seed, seed + 1, seed + 2]
@@ -1249,10 +1254,16 @@ def test_what_a_gpu_is_asked(monkeypatch):
     assert asked == ["FA2", "FA2", "FA3"]  # a CPU's only to say that it has none
 
 
-def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch, capfd) -> None:
+    """Without torchrun the second one would end the process."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        stop = runtime.StopSignal("the sentence")
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM and "\nthe sentence; once" in capfd.readouterr().err
+        assert {signal.getsignal(s) for s in handlers} == {signal.SIG_DFL}
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
         stop = runtime.StopSignal()
         for signum in handlers:
             signal.raise_signal(signum)
@@ -1307,6 +1318,13 @@ def test_a_run_on_the_cpu_keeps_freed_memory(data_dir, tmp_path, monkeypatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(runtime.sys, "platform", "darwin")
         assert runtime.keep_freed_memory() is False  # its malloc has no such numbers
+        libc = types.SimpleNamespace(mallopt=lambda *given: called.append(given) or 1)
+        patch.setattr(runtime.sys, "platform", "linux")
+        patch.setattr(runtime.platform, "libc_ver", lambda: ("glibc", "2.36"))
+        patch.setattr(runtime.ctypes, "CDLL", lambda name: libc)
+        assert runtime.keep_freed_memory() is True
+    assert dict(called) == {-4: 0, -1: -1}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
+    called.clear()
     monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.append(True))
     assert run(data_dir, tmp_path, max_iters=1).code == 0 and called == [True]
 
