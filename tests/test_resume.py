@@ -422,7 +422,9 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkey
     def note(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: order.append(name) or does(*given)
 
-    for place, name in ((train, "set_up"), (DistInfo, "gather"), (checkpoint, "set_aside")):
+    noted = [(train, "set_up"), (DistInfo, "gather"), (checkpoint, "set_aside"),
+             (train, "mark_begun")]  # fmt: skip
+    for place, name in noted:
         monkeypatch.setattr(place, name, note(name, getattr(place, name)))
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
@@ -430,7 +432,7 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkey
     assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
     assert [p.name for p in checkpoint.folders(aside)] == steps
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
-    assert order[:3] == ["set_up", "gather", "set_aside"]
+    assert order[:4] == [name for _, name in noted]
     assert list(fresh.losses()) == [1, 2, 3, 4]
     state = checkpoint.load(checkpoint.latest(out)).state
     losses = [val for _, val in fresh.evaluations().values()]

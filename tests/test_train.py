@@ -237,6 +237,16 @@ def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
     assert not bad
 
 
+def test_gradients_in_parts_are_clipped_by_the_norm_of_all_of_them(monkeypatch):
+    params, bad = [p.requires_grad_() for p in tensors(0)], torch.zeros(())
+    for p, g in zip(params, tensors(1)):
+        p.grad = g
+    norm = math.sqrt(sum(float((g * g).sum()) for g in tensors(1)))
+    monkeypatch.setattr("core.optimizer.whole", lambda t: 4 * t)  # as if others had the rest
+    update(optimizer := adamw(params, fused=True), NO_SCALER, torch.tensor(1.0), 0.3, bad)
+    assert float(optimizer.grad_scale) == pytest.approx(4 * norm / 0.3)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -183,15 +183,21 @@ def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch
 
 def test_a_checkpoint_slower_than_the_steps_between_two_is_no_hang(data_dir, tmp_path, monkeypatch):
     """The one before is waited for in a phase that has half an hour each time."""
-    phases, waits, wait = [], [], checkpoint.Saving.wait
+    phases, limits, waits, wait = [], [], [], checkpoint.Saving.wait
 
     def waited(self):
         waits.extend([phases[-1]] if self.thread else [])
         wait(self)
 
     monkeypatch.setattr(checkpoint.Saving, "wait", waited)
-    monkeypatch.setattr(watch.Watch, "mark", lambda self, step, phase: phases.append(phase))
-    assert run(data_dir, tmp_path, max_iters=6, eval_interval=2, async_checkpoint=True).code == 0
+
+    def mark(self, step, phase):
+        phases.append(phase)
+        limits.append(self.pace.timeout)
+
+    monkeypatch.setattr(watch.Watch, "mark", mark)
+    knobs = {"max_iters": 6, "eval_interval": 2, "async_checkpoint": True, "hang_timeout": 7}
+    assert run(data_dir, tmp_path, **knobs).code == 0 and set(limits) == {7.0}
     assert waits == [watch.WRITING, watch.WRITING, "finish"]
     assert phases.count("checkpoint") == 3
 
