@@ -165,4 +165,4 @@ def _checksum(t: Tensor) -> tuple[Any, int]:
         shards = zip(t.device_mesh.get_coordinate() or (), t.placements, strict=True)
         part, t = tuple(i for i, placement in shards if placement.is_shard()), t.to_local()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    return part, int(t.detach().view(bits).sum(dtype=torch.int64))
+    return part, int(t.detach().view(bits).sum())

@@ -184,7 +184,7 @@ class Setup:
             )
         return torch.compile(model, mode=self.compile_mode)
 
-    def report(self, processes: int = 1) -> list[str]:
+    def report(self, processes: int) -> list[str]:
         """The lines that say how the device is used."""
         count = "1 process" if processes == 1 else f"{processes} processes"
         where = f"{self.device} ({describe(self.device)})"

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 import checkpoint
 from checkpoint.together import together
+from core.distributed import DistInfo
 from core.hub import why_not_hub
 from core.settings import UserError
 from model import GPT, GPTConfig
@@ -106,6 +107,18 @@ def test_a_round_trip_is_bit_for_bit(tmp_path):
             assert torch.equal(x, other.state[q][key])
     groups = zip(optimizer.param_groups, other.param_groups, strict=True)
     assert all(a[k] == b[k] for a, b in groups for k in a if k != "params")
+
+
+def test_only_the_main_process_writes_the_rest_and_deletes(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    monkeypatch.setattr(DistInfo, "gather", lambda self, value: [value] * 2)
+    second = DistInfo(torch.device("cpu"), rank=1, world_size=2)
+    nothing: Any = {"optimizer": {}, "settings": {}, "state": {"step": 4}, "keep": 1}
+    final = checkpoint.save(tmp_path, **nothing, distributed=second)
+    assert final == tmp_path / "step-00000004" and names(tmp_path) == [
+        f"step-0000000{n}" for n in (1, 2, 3)
+    ]
 
 
 def test_it_keeps_the_best_and_the_last(tmp_path):
@@ -622,10 +635,10 @@ def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
         got = checkpoint.init_model(str(source), dropout=0.5)
         assert bool((got.transformer.wte.weight == want).all()) and got.config.dropout == 0.5
         assert checkpoint.tokenizer_meta(str(source)) == {"name": "char"}
-    checkpoint.save_hf(model, tmp_path / "hf")
-    got = checkpoint.init_model(str(tmp_path / "hf")).eval()
+    checkpoint.save_hf(model, hf := tmp_path / "new" / "hf")
+    got = checkpoint.init_model(str(hf)).eval()
     torch.testing.assert_close(got(idx)[0], model(idx)[0])
-    for source in (tmp_path / "hf", path, Path("gpt2")):
+    for source in (hf, path, Path("gpt2")):
         assert checkpoint.tokenizer_meta(str(source)) is None
 
 

@@ -46,6 +46,7 @@ def test_linear_and_its_gradients_are_f_linear_s(shape: tuple[int, ...], bias: b
     def run(linear: object, dtype: torch.dtype) -> list[torch.Tensor]:
         ts = [t.detach().to(dtype).requires_grad_() for t in (x, w, b) if t is not None]
         y = linear(ts[0], ts[1], ts[2] if bias else None)  # type: ignore[operator]
+        assert (linear is cpu_matmul.linear) == ("_Linear" in y.grad_fn.name())
         return [y.detach(), *torch.autograd.grad(y, ts, dy.to(dtype))]
 
     fast, plain = run(cpu_matmul.linear, torch.float32), run(F.linear, torch.float32)
@@ -79,7 +80,9 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
     torch.manual_seed(0)
     x, w, b = torch.randn(1, 1, 70), torch.randn(9, 70), torch.randn(9) if bias else None
     batches: list[int] = []
-    bmm, baddbmm = torch.bmm, torch.baddbmm
+    onednn: list[int] = []
+    bmm, baddbmm, matmul = torch.bmm, torch.baddbmm, cpu_matmul.matmul
+    monkeypatch.setattr(cpu_matmul, "matmul", lambda a, b: onednn.append(len(a)) or matmul(a, b))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "bmm", lambda x, y: batches.append(len(x)) or bmm(x, y))
     monkeypatch.setattr(
@@ -89,11 +92,19 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
     apart = torch.stack([x, x], dim=-1)[..., 0], torch.stack([w, w], dim=-1)[..., 0]
     for x_, w_ in ((x, w), (apart[0], w), (x, apart[1])):  # and neighbours that are not in memory
         batches.clear()
+        onednn.clear()
         with torch.no_grad():
             got = cpu_matmul.linear(x_, w_, b)
         split = threads in (3, 9) and w_ is w  # 9 rows are no 2 equal parts
         assert batches == ([threads] if split else [])
+        assert onednn == ([1] if threads > 1 and not split else [])  # MKL's would take one thread
         assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_products_of_bfloat16_are_pytorchs_own(grad: bool) -> None:
+    x, w = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16().requires_grad_(grad)
+    assert torch.equal(cpu_matmul.linear(x, w, None), F.linear(x, w))
 
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:

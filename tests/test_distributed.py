@@ -102,6 +102,9 @@ CONFIG = GPTConfig(block_size=16, vocab_size=64, n_layer=3, n_head=2, n_embd=256
                    attention_backend="sdpa")  # fmt: skip
 
 
+HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
+
+
 def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, Any]:
     """The weights after two steps; of a compiled model that processes share, or of a plain one."""
     torch.manual_seed(0)
@@ -118,8 +121,7 @@ def trained(shared: bool, graphs: list[Any], micro_steps: int = 2) -> dict[str, 
         module = torch.compile(model, backend=backend)
         module = replicate(module, DistInfo(device, world_size=2, control=dist.group.WORLD))
         assert module.bucket_bytes_cap == BUCKET_MB * 2**20
-    how: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
-    optimizer, setup = build_optimizer(model, how, device), Setup.of(device, "float32")
+    optimizer, setup = build_optimizer(model, HOW, device), Setup.of(device, "float32")
     for _ in range(2):
         x, y = torch.randint(64, (2, 2 * micro_steps, 16))
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, micro_steps, 1.0,
@@ -135,6 +137,28 @@ def test_a_compiled_model_is_cut_at_its_buckets_and_learns_the_same(torchrun) ->
     assert len(graphs) == 2  # the first cut is at 1 MB, the next would be at 100
     for name, p in want.items():
         torch.testing.assert_close(got[name], p, msg=name)
+    distributed.leave()
+
+
+def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) -> None:
+    distributed, sent = DistInfo.join("cpu"), []
+    model, cpu = GPT(GPTConfig(8, 16, 1, 1, 8)), torch.device("cpu")
+    module = replicate(model, DistInfo(cpu, world_size=2, control=dist.group.WORLD))
+
+    def send(state, bucket):
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        sent.append(bucket.is_last())
+        return done
+
+    module.register_comm_hook(None, send)
+    setup, x = Setup.of(cpu, "float32"), torch.randint(16, (6, 8))
+    optimizer = build_optimizer(model, HOW, cpu)
+    for micro_steps in (1, 3):
+        train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
+                   torch.zeros(()))  # fmt: skip
+        assert sent.count(True) == 1
+        sent.clear()
     distributed.leave()
 
 

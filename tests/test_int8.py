@@ -54,8 +54,14 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, int8.FEW_ROWS, int8.FEW_ROWS + 1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_is_that_of_the_widened_weights(rows: int, dtype: torch.dtype) -> None:
+def test_the_product_is_that_of_the_widened_weights(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice the error of plain bfloat16, which rounds the same inputs and outputs."""
+    kernel, read = torch.ops.aten._weight_int8pack_mm, []
+    monkeypatch.setattr(
+        torch.ops.aten, "_weight_int8pack_mm", lambda x, *a: read.append(len(x)) or kernel(x, *a)
+    )
     torch.manual_seed(0)
     x = torch.randn(rows, 1, 256).to(dtype)
     q, scale = int8.quantize(torch.randn(100, 256))
@@ -64,9 +70,28 @@ def test_the_product_is_that_of_the_widened_weights(rows: int, dtype: torch.dtyp
     truth = x.double() @ wide.t()
     got = int8.int8_linear(x, q, scale, bias)
     assert got.dtype == dtype and got.shape == (rows, 1, 100)
+    assert read == ([rows] if rows <= 16 else [])  # no weight is widened for a decode step
     plain = x.bfloat16() @ wide.bfloat16().t()
     allowed = 2 * (plain.double() - truth).abs().max() + 2**-8 * truth.abs().max()
     assert (got.double() - bias.double() - truth).abs().max() <= allowed
+
+
+class OnCuda(torch.Tensor):
+    """It says that it is on a GPU, and computes here."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("rows, compiling", [(1, True), (1, False), (3, True)])
+def test_the_product_on_a_gpu_is_exact_in_float32(rows, compiling, monkeypatch) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(1, rows, 64), torch.randn(24)
+    q, scale = int8.quantize(torch.randn(24, 64))
+    truth = x.double() @ (q.double() * scale.double()[:, None]).t() + bias.double()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    got = int8.int8_linear(x.as_subclass(OnCuda), q, scale, bias).as_subclass(torch.Tensor)
+    assert got.dtype == torch.float32 and got.shape == truth.shape
+    assert (got.double() - truth).abs().max() <= 1e-6 * truth.abs().max()
 
 
 def test_few_rows_and_many_agree() -> None:
@@ -216,6 +241,9 @@ def test_a_few_rows_of_float32_are_exact_and_only_in_inference(monkeypatch) -> N
     assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model()).modules()}
     off = Setup.of(torch.device("cpu"), "float32", onednn=False)
     assert cpu_matmul.FewLinear not in {type(m) for m in off.place(model(), cast=True).modules()}
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert cpu_matmul.why_not_few() == "this processor has no AVX-512"
+    assert cpu_matmul.FewLinear not in {type(m) for m in setup.place(model(), cast=True).modules()}
 
 
 def test_a_target_that_counts_for_nothing_counts_for_nothing() -> None:

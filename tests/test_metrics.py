@@ -34,13 +34,14 @@ LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
 
 
 def test_a_row_is_a_line_of_json_with_all_digits(tmp_path):
-    m = Metrics(tmp_path / "out", 0, OFF)
+    folder = tmp_path / "out" / "new"
+    m = Metrics(folder, 0, OFF)
     for i, loss in enumerate(LOSSES):
         m.log(iter=i, loss=loss, mem_bytes=2**40 + 1)
-        lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
         assert json.loads(lines[i]) == {"iter": i, "loss": loss, "mem_bytes": 2**40 + 1}
     m.close()
-    assert [r["loss"] for r in read(tmp_path / "out" / "metrics.jsonl")] == LOSSES
+    assert [r["loss"] for r in read(folder / "metrics.jsonl")] == LOSSES
 
 
 def test_a_new_run_starts_anew_and_a_resumed_one_drops_what_it_will_do_again(tmp_path):

@@ -501,6 +501,8 @@ def test_evaluation_computes_no_gradients(monkeypatch) -> None:
 def test_chunk_rows() -> None:
     cpu, cuda = (loss_module.chunk_rows(10**6, 50304, device) for device in ("cpu", "cuda"))
     assert cpu * 50304 <= 2**24 and cpu < cuda < 10**6
+    half = loss_module.chunk_rows(10**6, 50304, "cpu", torch.bfloat16)
+    assert cpu < half and half * 50304 * 2 <= 2**27 and cuda * 50304 * 4 <= 2**30  # bytes
     assert loss_module.chunk_rows(100, 65, "cpu") == 100
     assert loss_module.chunk_rows(100, 2**40, "cpu") == 1
 

@@ -21,6 +21,7 @@ import torch
 from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
+import train
 from core import flops, metrics
 from core.distributed import DistInfo
 from core.restarts import mark_begun
@@ -226,8 +227,11 @@ def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
-               "--learning_rate=1e-5", "--decay_lr=False")  # fmt: skip
+               "--learning_rate=1e-5", "--decay_lr=False", "--dropout=0.25",
+               "--attention_backend=manual", "--attention_window=8")  # fmt: skip
     assert r.code == 0
+    model = checkpoint.load(checkpoint.latest(out)).config()
+    assert (model.dropout, model.attention_backend, model.attention_window) == (0.25, "manual", 8)
     (groups,) = seen
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
     assert all(tuple(g["betas"]) == (0.7, 0.8) and g["lr"] == 1e-5 for g in groups)
@@ -255,6 +259,26 @@ def test_dropout_is_drawn_by_the_seed_of_the_run_where_its_states_are_of_no_use(
         assert resume(out, f"--seed={seed}", "--eval_only").code == 0
         seeds.append(torch.initial_seed())
     assert seeds[0] + 1 == seeds[1]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_gpus_random_state_is_saved_and_given_back(in_background, out, monkeypatch):
+    """That of the process's own GPU, from which a thread that writes copies too."""
+    given, current, own = [], [], torch.device("cuda", 3)
+    state = torch.tensor([7], dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state * device.index)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *at: given.append(at))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    loaded = checkpoint.resumed(read(TrainConfig, ["--init_from=resume", f"--out_dir={out}"]))
+    r = train.set_up(loaded, DistInfo(torch.device("cpu")))
+    r.distributed, r.step = DistInfo(own), 11
+    r.config = replace(r.config, async_checkpoint=in_background)
+    checkpoint.save_run(r, None)
+    checkpoint.finish(r)
+    saved = checkpoint.load(checkpoint.latest(out))
+    assert saved.step == 11
+    checkpoint.restore(saved, r.model, r.optimizer, r.scaler, 1, r.distributed)
+    assert given == [(torch.tensor([21]), own)] and current == [own] * in_background
 
 
 def test_a_run_whose_steps_are_done_says_so(out):
@@ -290,6 +314,11 @@ def test_another_model_is_refused(out):
         had = was.n_head if name == "n_kv_head" else getattr(was, name)
         there = f"has {name}={had}, which cannot be changed to {value} (command line)"
         assert str(checkpoint.latest(out)) in said and there in said, said
+    settings = checkpoint.latest(out) / "settings.json"
+    shared = settings.read_text().replace('"n_kv_head": null', '"n_kv_head": 1')
+    settings.write_text(shared)
+    said = refusal(resume(out, "--max_iters=12", "--n_kv_head=none"))  # which is as many as heads
+    assert "has n_kv_head=1, which cannot be changed to 2 (command line)" in said
 
 
 def test_a_size_that_cannot_be_is_told_with_what_is_resumed(out):
@@ -385,16 +414,33 @@ def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
     assert "tokenizer" in said or "vocabulary" in said
 
 
-def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
-    """A resume after it must not go on with the run before it."""
+def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkeypatch):
+    """A resume after it must not go on with the run before it, which is moved when all processes
+    are ready: one may fail, or read its weights there."""
+    order = []
+
+    def note(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: order.append(name) or does(*given)
+
+    noted = [(train, "set_up"), (DistInfo, "gather"), (checkpoint, "set_aside"),
+             (train, "mark_begun")]  # fmt: skip
+    for place, name in noted:
+        monkeypatch.setattr(place, name, note(name, getattr(place, name)))
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
     aside = out / "earlier-1"
     assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
     assert [p.name for p in checkpoint.folders(aside)] == steps
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
+    assert order[:4] == [name for _, name in noted]
     assert list(fresh.losses()) == [1, 2, 3, 4]
-    assert checkpoint.load(checkpoint.latest(out)).step == 4
+    state = checkpoint.load(checkpoint.latest(out)).state
+    losses = [val for _, val in fresh.evaluations().values()]
+    assert state == {
+        "step": 4, "sequences_seen": 16, "processes": 1, "torch": torch.__version__,
+        "val_loss": losses[-1], "best_val_loss": min(losses),
+        "attention_backend": "sdpa", "attention_kernels": state["attention_kernels"],
+    }  # fmt: skip
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
 

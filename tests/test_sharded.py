@@ -18,10 +18,12 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from processes import run
 from safetensors import safe_open
 from test_checkpoint import Bomb, at_operation, full
@@ -408,6 +410,17 @@ def test_a_write_that_fails_on_one_process_fails_on_all(tmp_path):
     assert other == {"mkdir", "save", "fsync"}
 
 
+def test_what_failed_on_one_process_is_raised_on_that_one(tmp_path, monkeypatch):
+    full = OSError(28, "No space left on device")
+    failed = dcp.CheckpointException("write", {1: (full, None)})  # type: ignore[dict-item]
+    monkeypatch.setattr(dcp, "save", Mock(side_effect=failed))
+    monkeypatch.setattr(dist, "get_rank", lambda group: group)
+    shards.write(tmp_path, {}, 0)
+    with pytest.raises(OSError) as e:
+        shards.write(tmp_path, {}, 1)
+    assert e.value is full
+
+
 def save_on_two_disks(rank: int, n: int, out: str) -> str:
     """As on two machines that share no folder."""
     with pytest.raises(UserError) as e:
@@ -600,6 +613,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a hole": (lambda index: index[NAME]["parts"].pop(), f"the parts of {NAME} are not the whole"),
     "another file": (lambda index: index[NAME]["parts"][0].update(file="../../x"),
                      "'../../x' is not a file in this folder"),
+    "a file of the system": (lambda index: index[NAME]["parts"][0].update(file="/etc/hostname"),
+                             "'/etc/hostname' is not a file in this folder"),
     "no dtype": (lambda index: index[NAME].update(dtype="load"), "has the dtype 'load'"),
     "no key": (lambda index: index[NAME].pop("shape"), "KeyError: 'shape'"),
     "beyond the end": (lambda index: index[NAME]["parts"][0].update(offset=10**7),

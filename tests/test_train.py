@@ -237,6 +237,16 @@ def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
     assert not bad
 
 
+def test_gradients_in_parts_are_clipped_by_the_norm_of_all_of_them(monkeypatch):
+    params, bad = [p.requires_grad_() for p in tensors(0)], torch.zeros(())
+    for p, g in zip(params, tensors(1)):
+        p.grad = g
+    norm = math.sqrt(sum(float((g * g).sum()) for g in tensors(1)))
+    monkeypatch.setattr("core.optimizer.whole", lambda t: 4 * t)  # as if others had the rest
+    update(optimizer := adamw(params, fused=True), NO_SCALER, torch.tensor(1.0), 0.3, bad)
+    assert float(optimizer.grad_scale) == pytest.approx(4 * norm / 0.3)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -399,19 +409,24 @@ def test_processes_that_share_an_evaluation_come_to_the_loss_of_one(data_dir, mo
     torch.manual_seed(3)
     model = GPT(config.model(64)).eval()
     splits = {s: data.load(data_dir / "tiny", s, 16, 64)[: 7 * 16 + 1] for s in ("train", "val")}
+    # As in a ring: half of each sequence, which has this weight in the mean.
+    monkeypatch.setattr(train.parallel, "mine", lambda model, x, y: (x[:, :8], y[:, :8]))
+    freed: list[Any] = []  # of what FSDP keeps gathered
+    monkeypatch.setattr(train.parallel, "reshard", freed.append)
     for rank in range(3):
         monkeypatch.setattr(DistInfo, "sum", lambda self, values: told.append(values) or values)
         run: Any = types.SimpleNamespace(
             config=config, distributed=DistInfo(cpu, rank, 3), setup=runtime.Setup.of(cpu),
-            model=model, module=model, splits=splits, weight=1.0, step=0, metrics=None,
+            model=model, module=model, splits=splits, weight=0.5, step=0, metrics=None,
         )  # fmt: skip
         train.evaluate(run)
     for tokens, parts in zip(splits.values(), (told[::2], told[1::2]), strict=True):
         x, y, _ = next(data.eval_batches(tokens, 16, 1, 7))
         with torch.no_grad():
-            want = float(model(x, y)[1])
+            want = float(model(x[:, :8], y[:, :8])[1]) / 2
         losses, sequences = (sum(column) for column in zip(*parts, strict=True))
         assert sequences == len(x) == 7 and losses / 7 == pytest.approx(want, rel=1e-6)
+    assert freed == [model] * 3
 
 
 def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_own(
@@ -427,7 +442,7 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
         weights.append(weight)
         seeds.append(torch.initial_seed())
         begun.append(module.transformer.wte.weight.detach().clone())
-        return torch.zeros(())
+        return torch.tensor(5.0)
 
     attention = GPT.attention
 
@@ -442,8 +457,10 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
     monkeypatch.setattr(GPT, "attention", ask)
     monkeypatch.setattr(train.checkpoint, "save_run", lambda run, loss: None)
     monkeypatch.setattr(train.parallel, "replicate", lambda module, distributed: module)
-    monkeypatch.setattr(DistInfo, "sum", lambda self, values: values)
+    monkeypatch.setattr(DistInfo, "sum", lambda self, values: [3 * v for v in values])
     monkeypatch.setattr(DistInfo, "gather", lambda self, value: [value] * 3)
+    ring = types.SimpleNamespace(shard=lambda t, fill: t[:, 4:], weight=lambda T: T / 32)
+    monkeypatch.setattr(train.parallel, "ring", lambda distributed, T: ring)
     config = {**TINY, "batch_size": 4, "gradient_accumulation_steps": 2, "max_iters": 1}
     loaded = read(TrainConfig, argv(data_dir, tmp_path / "out", **config))
     for rank in range(3):
@@ -451,7 +468,10 @@ def test_each_process_has_its_share_of_a_step_weighed_by_it_and_dropout_of_its_o
         train.train(loaded, DistInfo(torch.device("cpu"), rank, 3), watch)
     counts = [len(x) for x in shares]
     assert sorted(counts) == [2, 3, 3]
-    assert weights == pytest.approx([3 * n / 8 for n in counts])
+    assert weights == pytest.approx([0.5 * 3 * n / 8 for n in counts])
+    assert all(x.shape[1] == 12 for x in shares)  # the ring's share of each sequence
+    (row,) = read_rows(tmp_path / "out" / "metrics.jsonl")
+    assert row["loss"] == 5  # the mean of the three
     assert len({tuple(row) for row in torch.cat(shares).tolist()}) == 8  # all of the step's
     seed = loaded.settings.seed
     assert seeds == [seed, seed + 1, seed + 2]
@@ -485,10 +505,12 @@ def test_the_sample_at_the_end_is_drawn_as_it_is_said(data_dir, tmp_path, monkey
         assert not model.training and tokenizer.decode(tokenizer.encode("to be")) == "to be"
         assert (prompt, n) == ("\n", 7)
         assert how == {"seed": 5, "temperature": 0.8, "top_k": 200}
+        assert not torch.are_deterministic_algorithms_enabled()
         return "\nTo be,\nor not  "
 
     monkeypatch.setattr(train, "continuation", continuation)
-    r = run(data_dir, tmp_path / "out", max_iters=1, sample_tokens=7, seed=5, dropout=0.1)
+    r = run(data_dir, tmp_path / "out", max_iters=1, sample_tokens=7, seed=5, dropout=0.1,
+            deterministic=True)  # fmt: skip
     assert r.code == 0 and r.out.endswith(
         "--- 7 tokens of what it has learned ---\nTo be,\nor not\n"
     )
@@ -1190,7 +1212,7 @@ def test_a_training_on_the_cpu_begins_in_bfloat16_where_it_is_faster(amx, n_embd
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     setup = runtime.Setup.of(torch.device("cpu"), "auto", n_embd=n_embd)
     assert runtime.dtype_name(setup.dtype) == taken and why in setup.why_dtype
-    line = next((n for n in setup.report() if n.startswith("dtype: ")), "")
+    line = next((n for n in setup.report(1) if n.startswith("dtype: ")), "")
     assert line == (f"dtype: {taken} ({setup.why_dtype})" if why else "")
     named = runtime.Setup.of(torch.device("cpu"), "float32", n_embd=n_embd)
     assert named.dtype is torch.float32 and not named.why_dtype
@@ -1215,10 +1237,43 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
     assert r.code == 0 and ", float32, 1 process" in r.out
 
 
-def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+def test_what_a_gpu_is_asked(monkeypatch):
+    """By stand-ins: its memory, its name, to be waited for, whose flash kernel it is to take."""
+    gpu, asked = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {gpu: 7}[device])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {gpu: "NVIDIA X"}[device])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: asked.append("mps"))
+    monkeypatch.setattr(runtime, "use_flash_impl", asked.append)
+    assert runtime.peak_memory(gpu) == 7
+    for device, waits in ((gpu, [gpu]), (torch.device("mps"), ["mps"]), (torch.device("cpu"), [])):
+        assert runtime.now(device) > 0 and asked == waits
+        asked.clear()
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name == "triton" else name)
+    assert runtime.Setup.of(gpu, compile=None, n_embd=768).report(8) == [
+        "device: cuda:1 (NVIDIA X), bfloat16, 8 processes",
+        "compile: off (package 'triton' is not installed (pip install triton))",
+    ]
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name)
+    compiled = runtime.Setup.of(gpu, "float16", compile=None, compile_mode="max-autotune")
+    assert compiled.report(1)[1:] == ["compile: on (mode max-autotune)"]
+    for impl in ("FA2", "FA3"):
+        plain = runtime.Setup.of(torch.device("cpu"), compile=False, sdpa_flash_impl=impl)
+        assert plain.report(1)[-1] == "compile: off (--compile=False)"
+    assert asked == ["FA2", "FA2", "FA3"]  # a CPU's only to say that it has none
+
+
+def test_of_two_signals_from_torchrun_the_first_is_the_exit_code(monkeypatch, capfd) -> None:
+    """Without torchrun the second one would end the process."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        stop = runtime.StopSignal("the sentence")
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM and "\nthe sentence; once" in capfd.readouterr().err
+        assert {signal.getsignal(s) for s in handlers} == {signal.SIG_DFL}
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
         stop = runtime.StopSignal()
         for signum in handlers:
             signal.raise_signal(signum)
@@ -1270,6 +1325,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def test_a_run_on_the_cpu_keeps_freed_memory(data_dir, tmp_path, monkeypatch) -> None:
     called = []
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.sys, "platform", "darwin")
+        assert runtime.keep_freed_memory() is False  # its malloc has no such numbers
+        libc = types.SimpleNamespace(mallopt=lambda *given: called.append(given) or 1)
+        patch.setattr(runtime.sys, "platform", "linux")
+        patch.setattr(runtime.platform, "libc_ver", lambda: ("glibc", "2.36"))
+        patch.setattr(runtime.ctypes, "CDLL", lambda name: libc)
+        assert runtime.keep_freed_memory() is True
+    assert dict(called) == {-4: 0, -1: -1}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
+    called.clear()
     monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.append(True))
     assert run(data_dir, tmp_path, max_iters=1).code == 0 and called == [True]
 
@@ -1287,6 +1352,7 @@ def test_cuda_graphs_are_refused_under_gradient_accumulation(
     assert replace(setup, compile=off).compiled(module, micro_steps) is module
     if not refused:
         setup.compiled(module, micro_steps)
+        setup.compiled(module)  # of one batch, as in the bench
         return
     with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
         setup.compiled(module, micro_steps)
@@ -1320,8 +1386,9 @@ def test_a_compiled_run_checks_its_mode_and_takes_no_onednn(
     monkeypatch.setattr(runtime.Setup, "compiled", note)
     monkeypatch.setattr(runtime, "decide_compile", lambda *given: runtime.Decision(True))
     monkeypatch.setattr(torch, "compile", lambda model, **how: model)
-    r = run(data_dir, tmp_path, max_iters=1, onednn=True, gradient_accumulation_steps=2)
+    r = run(data_dir, tmp_path, max_iters=7, onednn=True, gradient_accumulation_steps=2)
     assert r.code == 0 and asked == [("default", 2)]
+    assert [row["iter"] for row in r.rows if "ms" in row] == [6, 7]  # in five it is compiled
     assert "oneDNN for float32 products: off (a compiled training step" in r.out
 
 

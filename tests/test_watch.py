@@ -183,15 +183,21 @@ def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch
 
 def test_a_checkpoint_slower_than_the_steps_between_two_is_no_hang(data_dir, tmp_path, monkeypatch):
     """The one before is waited for in a phase that has half an hour each time."""
-    phases, waits, wait = [], [], checkpoint.Saving.wait
+    phases, limits, waits, wait = [], [], [], checkpoint.Saving.wait
 
     def waited(self):
         waits.extend([phases[-1]] if self.thread else [])
         wait(self)
 
     monkeypatch.setattr(checkpoint.Saving, "wait", waited)
-    monkeypatch.setattr(watch.Watch, "mark", lambda self, step, phase: phases.append(phase))
-    assert run(data_dir, tmp_path, max_iters=6, eval_interval=2, async_checkpoint=True).code == 0
+
+    def mark(self, step, phase):
+        phases.append(phase)
+        limits.append(self.pace.timeout)
+
+    monkeypatch.setattr(watch.Watch, "mark", mark)
+    knobs = {"max_iters": 6, "eval_interval": 2, "async_checkpoint": True, "hang_timeout": 7}
+    assert run(data_dir, tmp_path, **knobs).code == 0 and set(limits) == {7.0}
     assert waits == [watch.WRITING, watch.WRITING, "finish"]
     assert phases.count("checkpoint") == 3
 
@@ -444,6 +450,36 @@ def test_how_the_main_thread_leaves(verdict, lost, four, exits, monkeypatch, cap
     assert process.done and process.own_error is None
 
 
+@pytest.mark.parametrize("looks, verdict", [(1, None), (1, "rank 3 is gone"), (0, None)])
+def test_torchruns_sigterm_is_heeded_after_three_looks_without_a_verdict(
+    looks, verdict, four, exits, monkeypatch, capfd
+):
+    """Or where there are none, after 25 beats."""
+    process, now, killed = four[0][1], [0.0], []
+    before = process.rounds
+
+    def wait(seconds: float) -> bool:
+        assert process.wake.is_set()
+        now[0] += seconds
+        process.rounds += looks
+        process.verdict = verdict if process.rounds == before + 2 else None
+        return process.verdict is not None
+
+    process.known.wait = wait  # type: ignore[method-assign]
+    monkeypatch.setattr(watch.os, "kill", lambda *given: killed.append(given))
+    signal.signal(signal.SIGTERM, process._terminated)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch.time, "monotonic", lambda: now[0])
+        with pytest.raises(Ended) if verdict else nullcontext():
+            process._terminated(signal.SIGTERM, None)
+    if verdict:
+        assert exits == [1] and not killed and f"): {verdict}. " in capfd.readouterr().err
+        return
+    assert killed == [(os.getpid(), signal.SIGTERM)] and not exits
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert process.rounds == before + 3 if looks else now[0] == pytest.approx(25 * process.beat)
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_store_that_never_answers_is_told_after_20_beats(busy, four, exits, monkeypatch, capfd):
     process, naps = four[0][1], []
@@ -504,7 +540,7 @@ def test_what_a_process_ends_with_in_words():
     assert watch._described(KeyError("x")) == "KeyError: 'x'"
 
 
-def test_the_state_of_a_process(tmp_path):
+def test_the_state_of_a_process(tmp_path, monkeypatch):
     """Also of one whose name looks like the end of a name."""
     odd = shutil.copy(str(shutil.which("sleep")), tmp_path / "a) Z (b")
     child = subprocess.Popen(["sleep", "60"], executable=odd)
@@ -525,6 +561,9 @@ def test_the_state_of_a_process(tmp_path):
         child.kill()
         child.wait()
     assert restarts.state(child.pid) is None and restarts.machine().startswith(os.uname().nodename)
+    monkeypatch.setattr(restarts.sys, "platform", "darwin")  # where only life and death can be told
+    assert restarts.state(os.getpid()) not in restarts.DEAD and restarts.state(child.pid) is None
+    assert restarts.machine() == os.uname().nodename
 
 
 def test_one_process_has_no_thread():
@@ -539,7 +578,9 @@ def test_one_process_has_no_thread():
 def test_what_a_collective_raised():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert watch._of_collective(lost) and watch._of_collective(torch.distributed.DistError("x"))
+    assert watch._of_collective(RuntimeError("NCCL communicator was aborted on rank 1"))
     assert not watch._of_collective(RuntimeError("size mismatch"))
+    assert not watch._of_collective(ValueError("gloo")) and not watch._of_collective(None)
     try:
         try:
             raise lost
@@ -616,6 +657,14 @@ def test_the_torchrun_above_a_script_between():
     env, root = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}, Path(__file__).parent.parent
     found = subprocess.run(line, env=env, cwd=root, capture_output=True, text=True, timeout=60)
     assert found.stdout.split()[-2] == str(os.getpid()), found.stderr
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps")
+def test_without_proc_a_torchrun_goes_by_its_number_and_beginning(monkeypatch):
+    monkeypatch.setattr(restarts, "_stat", Mock(side_effect=FileNotFoundError))
+    pid, named = os.getppid(), restarts._launcher()
+    began = subprocess.check_output(["ps", "-o", "lstart=", "-p", str(pid)], text=True)
+    assert len(began.split()) == 5 and named == f"{os.uname().nodename} {pid} {began.strip()}"
 
 
 @pytest.fixture(scope="module")
