@@ -236,7 +236,13 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: io.BytesIO(b"To be"))
+    asked: list[float] = []  # how long to wait: a server that does not answer is not waited for
+
+    def answer(url: str, timeout: float) -> io.BytesIO:
+        asked.append(timeout)
+        return io.BytesIO(b"To be")
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
     with pytest.raises(UserError, match="is not the known file"):
         sources.tiny_shakespeare()
     assert not list(tmp_path.rglob("*.txt"))
@@ -247,6 +253,7 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     assert sources.tiny_shakespeare() == "To be"  # what was damaged is replaced
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("again"))
     assert sources.tiny_shakespeare() == cached.read_text() == "To be"
+    assert len(asked) == 3 and 0 < min(asked) <= max(asked) <= 60
 
 
 # --- shakespeare ---

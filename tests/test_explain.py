@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1111,6 +1112,8 @@ def test_the_caches_in_characters(shape):
             else:
                 assert sign == ("s" if step["holds"][c] >= 0 else ".")
     last = found["steps"][2]
+    pages = re.findall(r"^  page (\d+) ", paged, re.M)
+    assert [*map(int, pages)] == list(range(last["cells"] // last["page_size"]))
     assert f"page table [{' '.join(map(str, last['page_table']))}]" in paged
     for page, what in re.findall(r"^  page (\d+) +[Wrms.]+  (.*)$", paged, re.M):
         held = [p for p in last["holds"][int(page) * 8 : int(page) * 8 + 8] if p >= 0]
@@ -1304,13 +1307,15 @@ def refused(*words: str) -> str:
     return err.strip().splitlines()[-1].removeprefix("error: ")
 
 
-def test_text_and_json_from_a_checkpoint(run, tmp_path):
+def test_text_and_json_from_a_checkpoint(run, tmp_path, monkeypatch):
     (run / "explain.html").unlink(missing_ok=True)  # of another test
     path = tmp_path / "numbers.json"
     words = (f"--out_dir={run}", f"--prompt={PROMPT}", "--block_n=5", "--text", f"--json={path}")
+    clock = iter((7.0, 7.5, 9.25))  # at the start, with the model, and at the end
+    monkeypatch.setattr(explain, "time", SimpleNamespace(perf_counter=clock.__next__))
     code, out, err = command(*words, "--layer=1", "--head=3")
     assert code == 0, err
-    assert f"{len(PROMPT)} tokens explained in " in err
+    assert f"{len(PROMPT)} tokens explained in 1.8 s, after 0.5 s for the model" in err
     found = json.loads(path.read_text())
     assert out == render(found) + "\n"
     assert found["about"]["source"] == str(run / "step-00000007")

@@ -317,6 +317,13 @@ def test_a_large_file_is_looked_at_from_end_to_end(
     assert data.loader._largest(tokens) == 7
 
 
+def test_a_smaller_file_is_looked_at_as_a_whole() -> None:
+    """256 places would be half of it, and not this one."""
+    tokens = np.zeros(2**25, dtype="<u2")
+    tokens[100_000] = 7
+    assert data.loader._largest(tokens) == 7
+
+
 def test_the_command_of_the_sentence_keeps_the_options(folder: Path) -> None:
     """Running it makes the same dataset again."""
     meta = json.loads((folder / "meta.json").read_text())

@@ -343,7 +343,7 @@ def test_a_text_ends_before_the_stop_string(how, trained):
 
 def test_the_speed_and_the_first_token_are_timed(trained, monkeypatch):
     """By a clock that is looked at three times: at the start, the first token and the end."""
-    clock = SimpleNamespace(perf_counter=map(float, itertools.count()).__next__)
+    clock = SimpleNamespace(perf_counter=map(float, itertools.count(5)).__next__)
     monkeypatch.setattr(texts, "time", clock)
     _, _, err = enter(sample.main, ["--device=cpu", *of(trained, "--start=Ann", n=20)])
     assert "1 text, 20 tokens in 2.00 s: 10.0 tokens/s, first token after 1000 ms" in err
