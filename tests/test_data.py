@@ -714,8 +714,13 @@ def test_a_source_without_text_is_refused(
 def test_a_row_of_the_hub_without_a_text_is_named(
     tmp_path: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def load_dataset(*what: object, **how: object) -> list[dict[str, str]]:
+        assert what == ("Skylion007/openwebtext", None)
+        assert how == {"split": "train", "streaming": True}  # never all of it on the disk
+        return [{"text": "a"}, {"body": "b"}]
+
     hub = type(sys)("datasets")
-    hub.load_dataset = lambda *a, **k: [{"text": "a"}, {"body": "b"}]  # type: ignore[attr-defined]
+    hub.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", hub)
     monkeypatch.setattr(data.documents, "why_not_hub", lambda: "")
     told = refusal("openwebtext", tmp_path / "out")

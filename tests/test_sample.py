@@ -89,7 +89,8 @@ def test_a_stream_is_the_same_text(how, trained):
 
 
 def test_a_stream_comes_token_by_token(trained, monkeypatch):
-    """What is printed before the model's next forward pass is all that was drawn so far."""
+    """What is shown before the model's next forward pass is all that was drawn so far."""
+    held: list[str] = []
     printed: list[str] = []
     seen: list[int] = []
     hidden = GPT.hidden
@@ -98,8 +99,14 @@ def test_a_stream_comes_token_by_token(trained, monkeypatch):
         seen.append(len("".join(printed)))
         return hidden(self, *args)
 
+    def show(text: str = "", end: str = "\n", flush: bool = False, **more: Any) -> None:
+        held.append(text + end)
+        if flush:  # else a pipe gets it later
+            printed.extend(held)
+            held.clear()
+
     monkeypatch.setattr(GPT, "hidden", spy)
-    monkeypatch.setattr("builtins.print", lambda text="", end="\n", **k: printed.append(text + end))
+    monkeypatch.setattr("builtins.print", show)
     enter(sample.main, ["--device=cpu", *of(trained, "--start=Ann", "--stream=True", n=5)])
     assert seen == [3, 4, 5, 6, 7]
 
