@@ -75,7 +75,7 @@ def own_texts(model: GPT) -> Tensor:
     """What the model writes after one random token each, (B, T) int64: the same each time."""
     device = model.transformer.wte.weight.device
     draw = torch.Generator().manual_seed(0)
-    first = torch.randint(model.config.vocab_size, (TEXTS, 1), generator=draw).to(device)
+    first = torch.randint(model.config.vocab_size, (TEXTS, 1), generator=draw)
     own = torch.Generator(device).manual_seed(0)
     n = min(TOKENS, model.config.block_size) - 1
     texts = engine.generate(model, first, n, generator=own)

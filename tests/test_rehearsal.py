@@ -17,11 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
+import numpy as np
 import pytest
 import test_explain
 import torch
 from test_generate import Bytes, lively, ragged
 
+import data
 from attention.spec import version
 from bench import machine, records
 from bench.decoding import Decoding
@@ -173,6 +175,10 @@ def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(sys.modules["attention.paged"], "_triton_capability", lambda: (0, 0))
     assert {kv: continued("cuda", kv) for kv in texts} == texts
+    x, y = data.Batches(np.arange(50, dtype=np.uint16), 8, 4, seed=0, device="cuda").get(0)
+    assert x.is_cuda and y.is_cuda
+    torch.cuda.synchronize()
+    assert y.tolist() == (x + 1).tolist()
     model, config = test_explain.made("gqa-window-segments")
     assert quality.own_texts(model.cuda()).shape == (quality.TEXTS, quality.TOKENS)
     found = test_explain.explained(model, config)
