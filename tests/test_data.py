@@ -98,8 +98,9 @@ def test_a_tokenizer_is_made_again_from_its_meta(gpt2: data.GPT2Tokenizer) -> No
         assert type(again) is type(t)
         assert (again.name, again.vocab_size, again.eot) == (t.name, t.vocab_size, t.eot)
         assert again.encode("aa") == t.encode("aa")
-    with pytest.raises(UserError, match="klingon"):
-        data.from_meta({"name": "klingon"})
+    for other in ({"name": "klingon"}, {"name": "char"}, {"name": "char", "vocabulary": 3}):
+        with pytest.raises(UserError, match=f"unknown tokenizer '{other['name']}'"):
+            data.from_meta(other)
 
 
 def test_gpt2_files_come_from_the_pinned_wheel_and_then_need_no_network(

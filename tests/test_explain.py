@@ -954,9 +954,12 @@ def test_tokens_as_they_are_shown():
 
 def test_a_refused_backend_is_told():
     model = tiny(attention_backend="flash_attn_3")
-    about = explained(model, made("plain")[1])["about"]
+    found = explained(model, made("plain")[1])
+    about, text = found["about"], " ".join(render(found).split())
     assert about["backend"] == "sdpa"
     assert [r["name"] for r in about["refused"]] == ["flash_attn_3", "flash_attn_2"]
+    for refused in about["refused"]:
+        assert f"Refused: {refused['name']}, since {'; '.join(refused['why'])}." in text
     strict = tiny(attention_backend="tiled")
     strict.policy = Policy(fallback=False)
     with pytest.raises(UserError, match="it has no 'static' cache"):
