@@ -1388,6 +1388,7 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "flash_attn_3" in cuda and "it runs on cuda, not on cpu" in cuda
     with pytest.raises(UserError, match=r"one token only \(block_size 1\)"):
         prompt_of(ExplainConfig(prompt="a"), TOKENIZER, 1)
+    assert prompt_of(ExplainConfig(prompt="ab"), TOKENIZER, 2).text == "ab"
 
 
 def test_a_prompt_from_a_file(run, tmp_path):

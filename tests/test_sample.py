@@ -521,7 +521,10 @@ def test_a_model_without_a_tokenizer_has_gpt2s(bpe, tmp_path):
     path = gpt2_like(tmp_path / "ckpt.pt")
     words = [f"--init_from={path}", "--max_new_tokens=30", "--top_k=none", "--temperature=1.5"]
     a = text_of(*words, "--start=Grüße")
-    assert a == text_of(*words, "--start=Grüße")
+    out = tmp_path / "out.jsonl"
+    enter(sample.main, ["--device=cpu", *words, "--start=Grüße", f"--out={out}"])
+    (row,) = rows_of(written := out.read_text(encoding="utf-8"))
+    assert a == [row["prompt"] + row["text"]] and '"Grüße"' in written  # for people, too
     assert a[0].startswith("Grüße") and len(a[0]) > 20
     # Tokens here are random bytes: many are no characters, alone or at all.
     assert "\N{REPLACEMENT CHARACTER}" in a[0]
