@@ -47,7 +47,7 @@ def to_int8(model: GPT, folder: Path | None = None) -> float:
     embedding = model.transformer.wte.weight
     if why := int8.why_not(model, embedding.device, embedding.dtype):
         raise UserError(f"--weights=int8: {why}")
-    kept = folder / KEPT if folder is not None and folder.is_dir() else None
+    kept = None if folder is None else folder / KEPT
     key = {"dtype": dtype_name(embedding.dtype), "device": embedding.device.type,
            "torch": torch.__version__, "tokens": TEXTS * TOKENS}  # fmt: skip
     ratio = _remembered(kept, key)

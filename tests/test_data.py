@@ -326,6 +326,15 @@ def test_a_second_run_does_nothing(
     assert state_of(out) != before
 
 
+def test_the_part_for_validation_is_as_large_as_was_asked(tmp_path: Path, text: Path) -> None:
+    """Of 1,080 characters the last ones."""
+    meta = run("shakespeare_char", tmp_path / "out", source=str(text), val_fraction=0.25)
+    assert meta["tokens"] == {"train": 810, "val": 270}
+    assert data.from_meta(meta["tokenizer"]).decode(
+        ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+    ) == text.read_text()  # fmt: skip
+
+
 def test_the_baselines_are_of_what_was_written(tmp_path: Path, text: Path) -> None:
     text.write_text("a rose is a rose\n" * 30 + "is a rose a ship?\n" * 10)
     meta = run("shakespeare_char", tmp_path / "out", source=str(text))
