@@ -74,7 +74,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Options(self.temperature, self.top_k, self.top_p, overflow=self.overflow)
+        Options(self.temperature, self.top_k, self.top_p)
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and (self.n_pages < 2 or self.kv_cache != "paged"):

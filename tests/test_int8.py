@@ -213,6 +213,10 @@ def test_a_model_that_loses_is_told_so(caplog, monkeypatch) -> None:
     assert ratio == pytest.approx(math.exp(off.item()), rel=1e-4)
     assert ratio > quality.MOST
     assert [r.levelname for r in caplog.records if "more than 1 %" in r.message] == ["WARNING"]
+    caplog.clear()
+    monkeypatch.setattr(quality, "log_probs", lambda *_: before * math.nan)
+    assert math.isnan(quality.to_int8(model()))
+    assert [r.levelname for r in caplog.records if "more than 1 %" in r.message] == ["WARNING"]
 
 
 def test_a_few_rows_of_float32_are_exact_and_only_in_inference(monkeypatch) -> None:

@@ -166,6 +166,18 @@ def test_prefetch_goes_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch)
     assert 1 < last < 10
 
 
+@pytest.mark.parametrize("device, told", [("cuda:1", [1]), ("cuda", []), ("mps:0", [])])
+def test_the_thread_is_on_its_own_gpu(device: str, told: list[int], monkeypatch) -> None:
+    """A new thread begins on the first one."""
+    at: list[tuple[int, str]] = []
+    here = threading.current_thread
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: at.append((d.index, here().name)))
+    batches = data.Batches(tokens_up_to(500), 8, 6, seed=3, device=device)
+    monkeypatch.setattr(batches, "get", lambda *a: None)
+    assert list(batches.prefetch(0, 2)) == [None, None]
+    assert at == [(index, "batches_0") for index in told]
+
+
 def test_an_error_in_the_thread_reaches_the_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = data.Batches(tokens_up_to(500), 8, 6, seed=3)
     get = batches.get
@@ -314,6 +326,13 @@ def test_a_large_file_is_looked_at_from_end_to_end(
     monkeypatch.setattr(data.loader, "SCAN_ALL", 1000)
     tokens = np.zeros(2**17 + 5000, dtype="<u2")
     tokens[place] = 7
+    assert data.loader._largest(tokens) == 7
+
+
+def test_a_smaller_file_is_looked_at_as_a_whole() -> None:
+    """256 places would be half of it, and not this one."""
+    tokens = np.zeros(2**25, dtype="<u2")
+    tokens[100_000] = 7
     assert data.loader._largest(tokens) == 7
 
 

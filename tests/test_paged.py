@@ -379,7 +379,7 @@ def test_padding_and_other_rows_move_nothing_by_a_bit(run, device) -> None:
         assert torch.equal(before[b], serve(run, SPEC, SCHEDULE, device, others, nan=True)[b])
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("run, device", PATHS)
 def test_canary_a_later_token_moves_nothing_earlier(run, device, window) -> None:
     spec = replace(SPEC, n_head=2, n_kv_head=1, window=window)

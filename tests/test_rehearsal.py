@@ -7,6 +7,7 @@ what only the hardware knows: speed, memory, compilers, a kernel's numbers.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import stat
 import subprocess
@@ -15,15 +16,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
+import numpy as np
 import pytest
+import test_explain
 import torch
+from test_generate import Bytes, lively, ragged
 
+import data
 from attention.spec import version
 from bench import machine, records
 from bench.decoding import Decoding
 from bench.kernels import Kernels
 from bench.training import Training
 from bench.verify import verify
+from inference import constrain, engine, quality
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"]
@@ -142,6 +149,60 @@ def test_generation_with_every_cache(there):
         assert row(content, "sdpa", cache=cache)["cache_bytes"] is not None
     assert row(content, "paged", cache="paged")["kernels"] == ["paged decode (Triton)"]
     assert "measured" in content["machine"]["bandwidth_source"]
+
+
+def continued(device: str, kv: str) -> list[list[int]]:
+    """Texts of several lengths, to the last position and beyond it, with every option."""
+    sizes = {"vocab_size": 260, "block_size": 12, "attention_window": 6, "n_kv_head": 2}
+    model = lively(attention_backend="manual", **sizes).to(device)
+    table = np.full((3, 256), 2, dtype=np.int32)  # one lower-case letter or more
+    table[:2, ord("a") : ord("z") + 1] = 1
+    letters = constrain.Bytes(table, np.array([False, True, False]))
+    seen: set[tuple[str, str]] = set()
+
+    def note(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.add((ids.device.type, logits.device.type))
+        return logits
+
+    made = engine.generate(
+        model, ragged(), 6, kv_cache=kv, temperature=0.7, top_p=0.9, vocab_size=257,
+        generator=[torch.Generator().manual_seed(row) for row in range(4)],
+        constraint=constrain.over_tokens(letters, Bytes(), "").to(device), logits_processor=note,
+    )  # fmt: skip
+    assert seen == {(device, device)}
+    return [text.tolist() for text in made]
+
+
+def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
+    fake_cuda.install()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sys.modules["attention.paged"], "_triton_capability", lambda: (0, 0))
+    assert {kv: continued("cuda", kv) for kv in texts} == texts
+    x, y = data.Batches(np.arange(50, dtype=np.uint16), 8, 4, seed=0, device="cuda").get(0)
+    assert x.is_cuda and y.is_cuda
+    torch.cuda.synchronize()
+    assert y.tolist() == (x + 1).tolist()
+    model, config = test_explain.made("gqa-window-segments")
+    assert quality.own_texts(model.cuda()).shape == (quality.TEXTS, quality.TOKENS)
+    found = test_explain.explained(model, config)
+    assert "H200" in found["about"]["device"]
+    for part, names in (("maps", ["seen"]), ("ring", ["sent", "tiles"]), ("tiles", ["steps"])):
+        assert all(found[part][name] == explained[part][name] for name in names), part
+    assert all(layer["agrees"] for layer in found["maps"]["layers"])
+    assert found["caches"]["agree"]
+    assert all(x["error"] <= x["allowed"] for x in (found["ring"], *found["tiles"]["heads"]))
+
+
+@pytest.mark.usefixtures("remembered_probes")
+def test_texts_and_what_is_explained_leave_no_tensor_on_the_host():
+    """In a fork: a process once made to believe in the GPU does not forget it."""
+    texts = {kv: continued("cpu", kv) for kv in engine.KV_CACHES}
+    assert texts["none"] == texts["dynamic"] == texts["static"] == texts["paged"]
+    given = texts, test_explain.document("gqa-window-segments")
+    process = multiprocessing.get_context("fork").Process(target=as_on_the_cpu, args=given)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_a_slow_first_call_does_not_shorten_a_round():

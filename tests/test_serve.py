@@ -278,7 +278,7 @@ def test_a_prompt_that_never_fits_is_told_after_those_before_it(pools) -> None:
 def test_enough_pages() -> None:
     """Those of the longest texts together, none longer than the context."""
     model = build(block_size=64)
-    assert serve.enough_pages(model, [10, 1, 30, 2], 10, 2) == 1 + 2 + 3
+    assert serve.enough_pages(model, [22, 1, 24, 2], 10, 2) == 1 + 2 + 3
     assert serve.enough_pages(model, [60], 100, 8, page_size=4) == 1 + 16
     for slots in (1, 3, 16):
         stats = Stats()
