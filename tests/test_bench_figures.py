@@ -11,6 +11,7 @@ import math
 import pickle
 import platform
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -325,6 +326,10 @@ def test_a_profile_is_taken_once(monkeypatch):
 def test_what_a_worker_tells_of_its_training(monkeypatch):
     """The dtype that was taken, not the one that was asked for; the memory before the model."""
     held = iter(range(100, 200))
+    did: list[str] = []
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: did.append("kept"))
+    training.Training({**job("train", "manual"), "baseline": "plain"})
+    assert not did  # a baseline runs as its users run it
     monkeypatch.setattr(machine, "memory", lambda device, peak=True: next(held) + 1000 * peak)
     told = job("train", "manual", dtype="auto")
     about = training.Training(told).about
@@ -332,6 +337,7 @@ def test_what_a_worker_tells_of_its_training(monkeypatch):
         "title": attention.get("manual").title, "compiled": False, "base_bytes": 100,
         "dtype": runtime.dtype_name(Job(told).setup.dtype),
     }  # fmt: skip
+    assert did == ["kept"]
 
 
 def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
@@ -510,7 +516,10 @@ def test_the_times_of_a_text(monkeypatch):
     ask = {"B": 3, "P": 5, "cache": "dynamic", "new_tokens": 4}
     found = worker.round(ask)
     assert found["first_ms"] == pytest.approx(10) and found["ms"] == pytest.approx(20)
-    assert found["cache_bytes"] == 55
+    shape = {"B": 3, "P": 5, "new_tokens": 4, "parameters": 64 * 32 + 12 * 32 * 32 + 3 * 32}
+    assert found["cache_bytes"] == 55 and found["shape"] == shape
+    worker.int8 = 9
+    assert worker.round(ask)["shape"] == {**shape, "int8_parameters": 9}
     # by hand: 1 layer of 2 heads of 16, float32, keys and values
     assert worker.about["token_bytes"] == 2 * 1 * 2 * 16 * 4
     gains = 3 * 32
@@ -530,7 +539,7 @@ def test_the_memory_of_a_process_is_what_linux_says(tmp_path, monkeypatch):
     files(tmp_path, status="Name: x\nVmHWM:\t   3000 kB\nVmRSS:\t   1000 kB\n")
     monkeypatch.setattr(machine, "STATUS", tmp_path / "status")
     assert machine.memory(CPU) == 3000 * 1024
-    assert machine.memory(CPU, peak=False) == 1000 * 1024
+    assert machine.memory(CPU, peak=False) == machine.empty_cache(CPU) == 1000 * 1024
 
 
 def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatch):
@@ -543,6 +552,11 @@ def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatc
     assert (machine.memory(gpu), machine.memory(gpu, peak=False)) == (9, 5)
     assert machine.empty_cache(gpu, keep=True) == 7 + machine.CONTEXT and not done
     assert machine.empty_cache(gpu) == 7 + machine.CONTEXT and done == ["emptied"]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append("reset"))
+    ring = torch.nn.Module()  # garbage that only the collector finds
+    ring.__dict__["itself"], seen = ring, weakref.ref(ring)
+    del ring
+    assert machine.reset_peak(gpu) and seen() is None and done == ["emptied"] * 2 + ["reset"]
 
 
 def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monkeypatch):
@@ -718,8 +732,24 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
     for loop in (against_nanogpt.ours, against_nanogpt.theirs):
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
-    for word in ("--dtype=bfloat16", "--attention_backend=x"):
-        assert word in commands[0] and word not in commands[1]
+    own = [set(words) - set(against_nanogpt.settings("a", config)) for words in commands]
+    assert own[0] == {
+        against_nanogpt.sys.executable, str(records.ROOT / "train.py"), "--peak_tflops=1",
+        f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/ours", "--attention_backend=x",
+        "--dtype=bfloat16",
+    }  # fmt: skip
+    assert own[1] == {against_nanogpt.sys.executable, str(tmp_path / "train.py"),
+                      f"--out_dir={tmp_path}/theirs", "--always_save_checkpoint=False"}  # fmt: skip
+
+
+def test_what_a_loop_printed_and_the_memory_of_its_own_process(tmp_path):
+    code = "import os, sys; x = b'1' * 5 * 10**7; print(os.getcwd()); print('b', file=sys.stderr)"
+    text, memory = against_nanogpt.run([against_nanogpt.sys.executable, "-Sc", code], tmp_path)
+    assert set(text.splitlines(keepends=True)) == {f"{tmp_path.resolve()}\n", "b\n"}
+    assert 5e7 < memory < 5e8
+    fails = [against_nanogpt.sys.executable, "-Sc", "print('a'); print('why'); raise SystemExit(3)"]
+    with pytest.raises(UserError, match=r"-Sc .* failed \(3\): why$"):
+        against_nanogpt.run(fails, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1029,6 +1059,20 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
         assert norm == pytest.approx(ends[0][0], rel=1e-4) and norm > 0.05
         for name, w in weights.items():
             torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
+
+
+def test_the_scale_of_a_loss_grows_and_changes_no_step_of_a_baseline():
+    ends = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False),
+                   torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)):  # fmt: skip
+        plain: Any = candidates.build("plain", Job(job("train", "manual", grad_clip=0.05)))
+        plain.for_training(scaler)
+        for _ in range(2):
+            plain.step(*plain.job.random_tokens(4), 2, lambda part: None)
+        ends.append(plain.model.state_dict())
+    assert scaler.get_scale() == 4 * 2 * 2
+    for name, w in ends[1].items():
+        torch.testing.assert_close(w, ends[0][name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 3])
