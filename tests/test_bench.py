@@ -982,7 +982,10 @@ def test_hf_baselines_are_what_they_say():
     for implementation in ("eager", "sdpa"):
         worker = training.Training({**worker_job, "baseline": f"hf={implementation}"})
         assert isinstance(worker.who.model, transformers.GPT2LMHeadModel)
-        assert worker.who.model.config._attn_implementation == implementation
+        config = worker.who.model.config
+        assert config._attn_implementation == implementation
+        assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.0, 0.0, 0.0)
+        assert (config.n_positions, config.activation_function) == (16, "gelu")
         loss = worker.step(*worker.batch)
         assert math.isfinite(loss) and abs(float(loss) - math.log(64)) < 0.5
     with pytest.raises(UserError, match="flash_attention_2 runs on cuda"):

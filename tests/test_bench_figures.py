@@ -706,6 +706,22 @@ def test_every_record_that_was_ever_committed_can_still_be_compared(folder, caps
     assert records.title(content) and records.sections(content) and records.facts(content)
 
 
+def test_who_a_row_of_two_records_is_compared_with():
+    """Other people's code at its point, else anywhere in its mode; else manual at its point."""
+    here: Any = {"machine": {"packages": {"transformers": "4"}}}
+    newer: Any = {"machine": {"packages": {"transformers": "5"}}}
+    key = ("decode", "sdpa", "B=1")
+    manual, plain = ("decode", "manual", "B=1"), ("decode", "manual", "B=8")
+    near, far = ("decode", "hf_sdpa", "B=1"), ("decode", "hf_eager", "B=8")
+    theirs, other = ("decode", "nanogpt", "B=8"), ("train", "nanogpt", "B=1")
+    everyone = [key, plain, manual, other, far, theirs, near]
+    assert compare.baselines(key, everyone, here, here) == [near]
+    assert compare.baselines(key, everyone, here, newer) == [theirs]
+    assert compare.baselines(key, everyone[:-1], here, here) == [far, theirs]
+    assert compare.baselines(key, everyone[:4], here, here) == [manual]
+    assert compare.baselines(key, everyone[:2], here, here) == []
+
+
 def test_a_row_of_the_comparison_with_nanogpt_by_hand():
     size = against_nanogpt.Size(1, 1, 8, block_size=10, batch_size=2)  # 20 tokens a step
     pairs = [((0.1, 2 * 10**9), (0.2, 4 * 10**9)), ((0.1, 10**9), (0.4, 5 * 10**9)),
@@ -979,6 +995,21 @@ def test_a_record_says_what_is_missing_in_it():
     )
 
 
+def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token():
+    found = []
+    for n in (1, 3):
+        told = job("reference", "", batch_size=n)
+        about = training.Reference(told).about
+        model = Job(told).model()
+        loss = model(*Job(told).random_tokens(n))[1]
+        loss.backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        assert about["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert about["gradient_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
+        found.append(about["flops_per_token"])
+    assert found[0] == found[1] > 0
+
+
 def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
     """Of every micro-batch; where texts are written, of one sequence."""
     asked: list[Any] = []
@@ -1164,7 +1195,7 @@ def test_what_is_known_of_a_gpu(monkeypatch):
 def test_nvidia_smi_is_asked_once_and_may_be_missing(monkeypatch):
     ran: list[Any] = []
     done = SimpleNamespace(returncode=0, stdout="570.1, 7\n 580.2 ,8\n")
-    answer = lambda command, **how: ran.append(command) or done  # noqa: E731
+    answer = lambda command, timeout, **how: ran.append(command) or done  # noqa: E731
     monkeypatch.setattr(machine.subprocess, "run", answer)
     assert machine.nvidia_smi("a,b") == [["570.1", "7"], ["580.2", "8"]]
     assert ran == [["nvidia-smi", "--query-gpu=a,b", "--format=csv,noheader,nounits"]]
