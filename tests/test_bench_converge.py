@@ -16,6 +16,7 @@ from bench import candidates, modes, rows, tables, training
 from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.job import Job
+from bench.process import Failure, Outcome
 from core.settings import UserError
 from train import TrainConfig
 
@@ -174,6 +175,8 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, list[
             outcome.about = {"base_bytes": 1, "compiled": False, "dtype": "float32"}
             outcome.rounds += [part] * (9 if i == 1 and len(outcome.rounds) == 10 else 10)
             made.append(row(name, "", outcome))
+        gone = row("flex", "", Outcome(failure=Failure("failed", ["no"])))  # it is not "stopped"
+        assert (gone["status"], gone["why"]) == ("failed", ["no"])
         judge(made)
         tables.append(made)
         return made
