@@ -520,6 +520,15 @@ def test_the_times_of_a_text(monkeypatch):
     assert found["cache_bytes"] == 55 and found["shape"] == shape
     worker.int8 = 9
     assert worker.round(ask)["shape"] == {**shape, "int8_parameters": 9}
+    did: list[str] = []
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    monkeypatch.setattr(worker.who, "write", lambda *asked: did.append("write"))
+    monkeypatch.setattr(machine, "memory", lambda device: did.append("look") or 66)
+    assert worker.round({**ask, "warm_up": True})["peak_bytes"] == 66
+    assert did == ["reset", "write", "look"]
+    for kind in ("autocast", "float32"):
+        model = Job(job("train", "sdpa", residual_dtype=kind)).model()
+        assert model.residual_autocast == (kind == "autocast")
     # by hand: 1 layer of 2 heads of 16, float32, keys and values
     assert worker.about["token_bytes"] == 2 * 1 * 2 * 16 * 4
     gains = 3 * 32
