@@ -1004,8 +1004,10 @@ def test_a_record_says_what_is_missing_in_it():
     )
 
 
-def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token():
-    found = []
+def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token(monkeypatch):
+    found, ran = [], list[Any]()
+    build = candidates.build
+    monkeypatch.setattr(candidates, "build", lambda w, job: ran.append(job.config) or build(w, job))
     for n in (1, 3):
         told = job("reference", "", batch_size=n)
         about = training.Reference(told).about
@@ -1017,6 +1019,11 @@ def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token():
         assert about["gradient_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
         found.append(about["flops_per_token"])
     assert found[0] == found[1] > 0
+    fast = job("reference", "", dtype="bfloat16", tf32=True, onednn=True, compile=True)
+    training.Reference(fast)
+    got = ran[-1]
+    assert (got.dtype, got.attention_backend) == ("float32", "manual")
+    assert not (got.tf32 or got.onednn or got.compile)
 
 
 def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
