@@ -426,6 +426,30 @@ def test_the_models_knobs_are_those_of_train():
     assert load_config(["--device=cpu", "--batch_size=9"]).settings.training(4).batch_size == 4
 
 
+def test_the_commands_of_the_records_ask_today_for_what_they_asked_for(monkeypatch):
+    """Else new records are not comparable with them: defaults, config files, bench/cpu.py."""
+    monkeypatch.setattr(config_, "pick_device", lambda wanted: torch.device("cpu"))
+    monkeypatch.chdir(config_.ROOT)
+    checked = set[str]()
+    for path in Path("bench/records").glob("2026-11-22_*/record.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        python, file, mode, *argv = content["command"].split()
+        assert (python, file, mode) == ("python", "bench_mfu.py", content["mode"])
+        now, then = load_config(argv, mode).settings.flat(), content["settings"]
+        if mode == "qualify":  # it chose them itself
+            del then["rounds"]
+        both = now.keys() & then.keys()
+        checked |= both
+        same = json.loads(json.dumps({name: now[name] for name in both}))
+        assert same == {name: then[name] for name in both}, path
+    later = {"async_checkpoint": False, "context_parallel": 1, "context_parallels": (), "gpu": None,
+             "gpus": (8,), "gpus_per_node": 8, "hang_timeout": 45.0, "network_gbs": None,
+             "nvlink_gbs": None, "parallel": "ddp", "roofline_times": 1.0,
+             "shard_size": None}  # fmt: skip
+    for name, field in Flat.__dataclass_fields__.items():
+        assert name in checked or field.default == later[name]
+
+
 def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
     config = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"]).settings
@@ -958,7 +982,10 @@ def test_hf_baselines_are_what_they_say():
     for implementation in ("eager", "sdpa"):
         worker = training.Training({**worker_job, "baseline": f"hf={implementation}"})
         assert isinstance(worker.who.model, transformers.GPT2LMHeadModel)
-        assert worker.who.model.config._attn_implementation == implementation
+        config = worker.who.model.config
+        assert config._attn_implementation == implementation
+        assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.0, 0.0, 0.0)
+        assert (config.n_positions, config.activation_function) == (16, "gelu")
         loss = worker.step(*worker.batch)
         assert math.isfinite(loss) and abs(float(loss) - math.log(64)) < 0.5
     with pytest.raises(UserError, match="flash_attention_2 runs on cuda"):

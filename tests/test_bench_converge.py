@@ -16,6 +16,7 @@ from bench import candidates, modes, rows, tables, training
 from bench.bench import Bench
 from bench.config import BenchConfig
 from bench.job import Job
+from bench.process import Failure, Outcome
 from core.settings import UserError
 from train import TrainConfig
 
@@ -103,6 +104,10 @@ def test_what_a_backend_saves():
     assert rows.of_convergence(table, "manual", 0.01)
     assert table[1]["time_saved"] == 0.75 and table[1]["memory_saved"] == pytest.approx(0.2)
     assert table[1]["difference"] == 0.0
+    for row, gone in zip(table, ("memory_bytes", "memory_saved"), strict=True):
+        row |= {"rounds": [{"ms": 4.0, "losses": [2.0]}]}
+        del row[gone]  # the baseline's is not known: nothing to be saved
+    assert rows.of_convergence(table, "manual", 0.01) and "memory_saved" not in table[1]
 
 
 def test_the_verdict_in_words_is_of_what_ran():
@@ -170,6 +175,8 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, list[
             outcome.about = {"base_bytes": 1, "compiled": False, "dtype": "float32"}
             outcome.rounds += [part] * (9 if i == 1 and len(outcome.rounds) == 10 else 10)
             made.append(row(name, "", outcome))
+        gone = row("flex", "", Outcome(failure=Failure("failed", ["no"])))  # it is not "stopped"
+        assert (gone["status"], gone["why"]) == ("failed", ["no"])
         judge(made)
         tables.append(made)
         return made

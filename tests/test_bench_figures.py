@@ -11,6 +11,7 @@ import math
 import pickle
 import platform
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -325,6 +326,10 @@ def test_a_profile_is_taken_once(monkeypatch):
 def test_what_a_worker_tells_of_its_training(monkeypatch):
     """The dtype that was taken, not the one that was asked for; the memory before the model."""
     held = iter(range(100, 200))
+    did: list[str] = []
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: did.append("kept"))
+    training.Training({**job("train", "manual"), "baseline": "plain"})
+    assert not did  # a baseline runs as its users run it
     monkeypatch.setattr(machine, "memory", lambda device, peak=True: next(held) + 1000 * peak)
     told = job("train", "manual", dtype="auto")
     about = training.Training(told).about
@@ -332,6 +337,7 @@ def test_what_a_worker_tells_of_its_training(monkeypatch):
         "title": attention.get("manual").title, "compiled": False, "base_bytes": 100,
         "dtype": runtime.dtype_name(Job(told).setup.dtype),
     }  # fmt: skip
+    assert did == ["kept"]
 
 
 def test_the_seconds_of_a_step_that_fits_and_the_most_that_it_held(monkeypatch):
@@ -503,12 +509,6 @@ def test_the_parts_of_an_attention_call_by_made_up_stamps():
     assert found["backward_ms"] == pytest.approx(found["ms"] - 2)
 
 
-def test_the_flops_of_a_token_are_counted_once_however_many_sequences():
-    one, three = (training.Reference(job("reference", "", batch_size=n)).about for n in (1, 3))
-    assert one["flops_per_token"] == three["flops_per_token"] > 0
-    assert one["loss"] != three["loss"] == pytest.approx(math.log(64), rel=0.05)  # their mean
-
-
 def test_the_times_of_a_text(monkeypatch):
     worker = decoding.Decoding(job("decode", "sdpa"))
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: 100.0)
@@ -516,14 +516,22 @@ def test_the_times_of_a_text(monkeypatch):
     ask = {"B": 3, "P": 5, "cache": "dynamic", "new_tokens": 4}
     found = worker.round(ask)
     assert found["first_ms"] == pytest.approx(10) and found["ms"] == pytest.approx(20)
-    assert found["cache_bytes"] == 55
-    N = 64 * 32 + 12 * 32 * 32 + 3 * 32
-    assert found["shape"] == {"B": 3, "P": 5, "new_tokens": 4, "parameters": N}
-    worker.int8 = 99
-    assert worker.round(ask)["shape"] == {**found["shape"], "int8_parameters": 99}
+    shape = {"B": 3, "P": 5, "new_tokens": 4, "parameters": 64 * 32 + 12 * 32 * 32 + 3 * 32}
+    assert found["cache_bytes"] == 55 and found["shape"] == shape
+    worker.int8 = 9
+    assert worker.round(ask)["shape"] == {**shape, "int8_parameters": 9}
+    did: list[str] = []
+    monkeypatch.setattr(machine, "reset_peak", lambda device: did.append("reset"))
+    monkeypatch.setattr(worker.who, "write", lambda *asked: did.append("write"))
+    monkeypatch.setattr(machine, "memory", lambda device: did.append("look") or 66)
+    assert worker.round({**ask, "warm_up": True})["peak_bytes"] == 66
+    assert did == ["reset", "write", "look"]
+    for kind in ("autocast", "float32"):
+        model = Job(job("train", "sdpa", residual_dtype=kind)).model()
+        assert model.residual_autocast == (kind == "autocast")
     # by hand: 1 layer of 2 heads of 16, float32, keys and values
     assert worker.about["token_bytes"] == 2 * 1 * 2 * 16 * 4
-    assert worker.about["weight_bytes"] == 4 * N  # the gains too
+    assert worker.about["weight_bytes"] == 4 * shape["parameters"]
 
 
 # ----------------------------------------------------------------------------- the machine
@@ -554,6 +562,11 @@ def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatc
     assert (machine.memory(gpu), machine.memory(gpu, peak=False)) == (9, 5)
     assert machine.empty_cache(gpu, keep=True) == 7 + machine.CONTEXT and not done
     assert machine.empty_cache(gpu) == 7 + machine.CONTEXT and done == ["emptied"]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append("reset"))
+    ring = torch.nn.Module()  # garbage that only the collector finds
+    ring.__dict__["itself"], seen = ring, weakref.ref(ring)
+    del ring
+    assert machine.reset_peak(gpu) and seen() is None and done == ["emptied"] * 2 + ["reset"]
 
 
 def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monkeypatch):
@@ -747,8 +760,24 @@ def test_the_first_steps_of_both_loops_are_left_out(tmp_path: Path, monkeypatch)
     for loop in (against_nanogpt.ours, against_nanogpt.theirs):
         assert loop("a", config, tmp_path) == (pytest.approx(14.5e-3), 7)
     assert all("--max_iters=403" in words and "--n_embd=128" in words for words in commands)
-    for word in ("--dtype=bfloat16", "--attention_backend=x"):
-        assert word in commands[0] and word not in commands[1]
+    own = [set(words) - set(against_nanogpt.settings("a", config)) for words in commands]
+    assert own[0] == {
+        against_nanogpt.sys.executable, str(records.ROOT / "train.py"), "--peak_tflops=1",
+        f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/ours", "--attention_backend=x",
+        "--dtype=bfloat16",
+    }  # fmt: skip
+    assert own[1] == {against_nanogpt.sys.executable, str(tmp_path / "train.py"),
+                      f"--out_dir={tmp_path}/theirs", "--always_save_checkpoint=False"}  # fmt: skip
+
+
+def test_what_a_loop_printed_and_the_memory_of_its_own_process(tmp_path):
+    code = "import os, sys; x = b'1' * 5 * 10**7; print(os.getcwd()); print('b', file=sys.stderr)"
+    text, memory = against_nanogpt.run([against_nanogpt.sys.executable, "-Sc", code], tmp_path)
+    assert set(text.splitlines(keepends=True)) == {f"{tmp_path.resolve()}\n", "b\n"}
+    assert 5e7 < memory < 5e8
+    fails = [against_nanogpt.sys.executable, "-Sc", "print('a'); print('why'); raise SystemExit(3)"]
+    with pytest.raises(UserError, match=r"-Sc .* failed \(3\): why$"):
+        against_nanogpt.run(fails, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -978,6 +1007,28 @@ def test_a_record_says_what_is_missing_in_it():
     )
 
 
+def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token(monkeypatch):
+    found, ran = [], list[Any]()
+    build = candidates.build
+    monkeypatch.setattr(candidates, "build", lambda w, job: ran.append(job.config) or build(w, job))
+    for n in (1, 3):
+        told = job("reference", "", batch_size=n)
+        about = training.Reference(told).about
+        model = Job(told).model()
+        loss = model(*Job(told).random_tokens(n))[1]
+        loss.backward()
+        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        assert about["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert about["gradient_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
+        found.append(about["flops_per_token"])
+    assert found[0] == found[1] > 0
+    fast = job("reference", "", dtype="bfloat16", tf32=True, onednn=True, compile=True)
+    training.Reference(fast)
+    got = ran[-1]
+    assert (got.dtype, got.attention_backend) == ("float32", "manual")
+    assert not (got.tf32 or got.onednn or got.compile)
+
+
 def test_the_reference_is_of_all_that_a_step_has(monkeypatch):
     """Of every micro-batch; where texts are written, of one sequence."""
     asked: list[Any] = []
@@ -1058,6 +1109,20 @@ def test_micro_batches_make_the_step_of_the_whole_batch(clip):
         assert norm == pytest.approx(ends[0][0], rel=1e-4) and norm > 0.05
         for name, w in weights.items():
             torch.testing.assert_close(w, ends[0][1][name], rtol=0, atol=1e-5)
+
+
+def test_the_scale_of_a_loss_grows_and_changes_no_step_of_a_baseline():
+    ends = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False),
+                   torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)):  # fmt: skip
+        plain: Any = candidates.build("plain", Job(job("train", "manual", grad_clip=0.05)))
+        plain.for_training(scaler)
+        for _ in range(2):
+            plain.step(*plain.job.random_tokens(4), 2, lambda part: None)
+        ends.append(plain.model.state_dict())
+    assert scaler.get_scale() == 4 * 2 * 2
+    for name, w in ends[1].items():
+        torch.testing.assert_close(w, ends[0][name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -1149,7 +1214,7 @@ def test_what_is_known_of_a_gpu(monkeypatch):
 def test_nvidia_smi_is_asked_once_and_may_be_missing(monkeypatch):
     ran: list[Any] = []
     done = SimpleNamespace(returncode=0, stdout="570.1, 7\n 580.2 ,8\n")
-    answer = lambda command, **how: ran.append(command) or done  # noqa: E731
+    answer = lambda command, timeout, **how: ran.append(command) or done  # noqa: E731
     monkeypatch.setattr(machine.subprocess, "run", answer)
     assert machine.nvidia_smi("a,b") == [["570.1", "7"], ["580.2", "8"]]
     assert ran == [["nvidia-smi", "--query-gpu=a,b", "--format=csv,noheader,nounits"]]

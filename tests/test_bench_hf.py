@@ -108,8 +108,6 @@ def test_no_dropout_of_a_config_is_left_that_was_not_asked_for():
             told = Job(job("train", "auto", dropout=asked))
             model = hf.build(told, config.to_dict(), "eager")
             assert [getattr(model.config, name) for name in of] == [asked] * len(of)
-            who: Any = candidates.build("hf=eager", told)  # with the sizes of our own model
-            assert [getattr(who.model.config, name) for name in names["gpt2"]] == [asked] * 3
 
 
 def test_the_weights_are_float32_whatever_the_config_says():
@@ -138,7 +136,6 @@ def test_a_name_of_the_hub_has_one_slash(tmp_path, monkeypatch):
     with pytest.raises(UserError) as told:
         hf.read(str(tmp_path / "x"))
     assert "no network" not in str(told.value) and len(asked) == 2  # it is no matter of the hub
-    assert "config.json" in str(told.value)
 
 
 def test_a_lie_about_the_model_is_refused(trained):
@@ -207,8 +204,8 @@ def test_a_model_that_cannot_be_measured_is_told_in_a_sentence(
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["train", "--hf=EMPTY"], "no model's config can be read there"),
-    (["train", "--hf=BROKEN"], "no model's config can be read there"),
+    (["train", "--hf=EMPTY"], r"can be read there \(Unrecognized model"),
+    (["train", "--hf=BROKEN"], r"can be read there \(.*not a valid JSON"),
     (["train", "--hf=NOT_THERE"], "NOT_THERE: there is no such folder"),
     (["kernel", "--hf=EMPTY"], "--hf is for the modes train, decode, not for kernel"),
     (["train", "--hf=EMPTY", "--rival=hf"], "are for our own model, not for --hf"),

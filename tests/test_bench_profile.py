@@ -164,6 +164,8 @@ def test_a_profile_takes_the_bandwidth_that_was_given_or_the_datasheets(
     "argv, says",
     [
         (["--roofline=NVIDIA H2000"], "no bfloat16 or float16 rates of 'NVIDIA H2000'"),
+        (["--roofline=RTX 409"], "drivers give: 'NVIDIA GeForce RTX 4090'"),
+        (["--roofline=x"], "drivers give: 'NVIDIA H200', 'NVIDIA A100-SXM4-80GB'"),
         (["--roofline=Tesla T4", "--dtype=bfloat16"], "no bfloat16 rates of 'Tesla T4'"),
         (["--roofline=NVIDIA H200", "--batch_size=auto"], "--roofline needs a --batch_size"),
         (["kernel", "--profile", "--device=cpu"], "for the mode train, not for kernel"),
@@ -528,6 +530,20 @@ def eager() -> EventList:
         kernel("Memcpy HtoD (Pinned -> Device)", 155, 157),  # on another stream
         kernel("a kernel that nobody launched", 170, 171),
     )
+
+
+def test_what_begins_in_one_thread_and_ends_in_another_is_no_operators_time():
+    """Nor of the kernels that it launched, if any; a kernel's name may tell what no operator's
+    does."""
+    later = Event("aten::wait", 1, 90, correlation_id=12, end_thread_id=3)
+    events = linked(Event("aten::bmm", 0, 10, correlation_id=11), later,
+                    Event("own::op", 20, 23, correlation_id=13), kernel("x", 100, 110, of=11),
+                    kernel("y", 110, 130, of=12), kernel("flash_fwd", 130, 135, of=13))  # fmt: skip
+    config = GPTConfig(16, V, 2, 2, C)
+    found = read(events, config, TOKENS, True, "cpu").ms
+    assert found == pytest.approx({"attention": 0.010, "unattributed": 0.003})
+    found = read(events, config, TOKENS, True, "cuda").ms
+    assert found == pytest.approx({"attention": 0.010 + 0.005, "unattributed": 0.020})
 
 
 def test_kernels_are_linked_to_operators_and_backward_to_forward():

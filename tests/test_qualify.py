@@ -580,6 +580,12 @@ def test_the_grid_is_the_papers_and_its_best_comes_first() -> None:
     assert [(p["T"], p["D"]) for p in points[:2]] == [(1024, 64), (1024, 128)]
     assert len(set(names)) == len(names)
     assert {"B=4 T=4096 H=16 Hkv=4 D=128", "B=4 T=4096 H=32 Hkv=32 D=64 window=1024"} < set(names)
+    small = qualify.grid(cuda=False)
+    assert [(p["T"], p["D"], p["window"]) for p in small] == [
+        (p["T"], p["D"], p["window"]) for p in points
+    ]
+    assert all(p["B"] == 1 and p["H"] * p["D"] == 256 for p in small)
+    assert {(p["H"], p["Hkv"]) for p in small} == {(4, 4), (2, 2), (2, 1)}
 
 
 def test_more_time_takes_more_points_and_none_is_said_so() -> None:
