@@ -52,17 +52,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # Triton's interpreter takes up to seconds an item: these are always run, `slow` runs the others.
 FAST = {
-    "float32": ("1", "2", "97", "113x203", "1x97", "64x17", "mqa-64x17", "gqa", "window16",
-                "window64-113x203", "window10-64x17", "padded-43x97", "packed-97x43",
-                "packed-window16-gqa", "D20", "D80-mqa-window-17x33", "split", "mixed",
-                "BHTD-31x64-window-packed", "large", "dominant", "equal", "scale-1x97",
-                "sinks-gqa-window16-padded", "softcap-large-window16-packed",
-                "scale-softcap-sinks-packed-window20"),
+    "float32": ("1", "2", "113x203", "1x97", "64x17", "mqa-64x17", "window16", "window64-113x203",
+                "window10-64x17", "padded-43x97", "packed-97x43", "packed-window16-gqa", "D20",
+                "D80-mqa-window-17x33", "split", "mixed", "BHTD-31x64-window-packed", "large",
+                "dominant", "equal", "scale-1x97", "sinks-gqa-window16-padded",
+                "softcap-large-window16-packed", "scale-softcap-sinks-packed-window20"),
     "float16": ("64", "63x64", "packed", "D128", "large-gqa-window-packed", "overflow", "softcap",
                 "sinks-64x17"),
 }  # fmt: skip
 FLEX = ("97", "gqa", "113x203", "packed-window16-gqa")  # it compiles for each
-TAKES_SECONDS = ("share dropped", "the same bits", "compiled", "in parts, 4", "in parts, scale")
+TAKES_SECONDS = ("canary, evaluation", "share dropped", "the same bits", "compiled", "in parts, 4",
+                 "in parts, scale")  # fmt: skip
 ITEMS = list(items(DTYPES))
 
 

@@ -511,7 +511,9 @@ def test_names() -> None:
         build("llama", "nanoattn:sdpa")
 
 
-@pytest.mark.parametrize("name", [n for n in hf.names() if n != "fastest"])
+@pytest.mark.parametrize("name", [  # flex compiles for seconds
+    pytest.param(n, marks=[pytest.mark.slow] * (n == "flex"))
+    for n in hf.names() if n != "fastest"])  # fmt: skip
 def test_every_name_is_accepted_and_runs_or_falls_back(name: str) -> None:
     """Also by models that have no SDPA of transformers, and with names that hold "flash"."""
     model = build("gemma2", hf.implementation(name))
