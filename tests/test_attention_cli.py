@@ -343,6 +343,8 @@ def test_every_known_name_is_found_by_itself() -> None:
     for device, name, capability in gpus.KNOWN:
         assert gpus.find(name) == (device, name, capability)
         assert gpus.find(name.upper())[::2] == (device, capability)
+    for n in range(1, 6):
+        assert gpus.find(f"M{n}") == ("mps", f"Apple M{n}", None)
 
 
 GENERATIONS = {  # by compute capability, developer.nvidia.com/cuda-gpus; names as KNOWN has them

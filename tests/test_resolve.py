@@ -26,7 +26,7 @@ from attention import (
     packages,
     resolve,
 )
-from attention.select import MPS_GUARD
+from attention.select import MPS_GUARD, math_note
 from attention.spec import version
 
 ROOT = Path(__file__).parent.parent
@@ -670,3 +670,14 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4.3), ("bfloat16", 4.3), ("float64", 8.6)])
+def test_what_the_math_kernel_holds(dtype: str, size: float) -> None:
+    """Scores and softmax of 8 query heads, 8192 x 8192 each, in float32 at least."""
+    spec = Spec(8, 2, 64, dtype)
+    note = math_note(BACKENDS["sdpa"], spec, (1, 8192))
+    assert f"sdpa runs PyTorch's math kernel here, which holds every score: {size} GB " in note
+    assert "at batch size 1 and 8,192 tokens." in note
+    assert math_note(BACKENDS["sdpa"], spec, (1, 2048)) == ""
+    assert math_note(BACKENDS["sdpa"], spec, None) == ""
