@@ -94,7 +94,7 @@ def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None
     first, last = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
     # A query that stands before all keys sees none, whatever `first` is.
-    first = first[:, i.clamp(0, first.shape[1] - 1)]
+    first = first[:, i.clamp(min=0)]
     last = last[:, :Tk]
     return first.contiguous(), torch.where(last < Tk, last, last + gap).contiguous()
 

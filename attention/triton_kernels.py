@@ -476,7 +476,7 @@ def default_tile(
     """The tile from the table for a GPU of that capability; None is the interpreter."""
     if capability is None:
         return INTERPRETED[kernel]
-    table = TILES[max((c for c in TILES if c <= capability), default=min(TILES))]
+    table = TILES[max(c for c in TILES if c <= capability)]
     row = min(k for k in table if k[0] == itemsize and k[1] >= head_dim)
     return table[row][list(KERNELS).index(kernel)]
 

@@ -859,3 +859,4 @@ def test_every_file_is_plain_data(tmp_path):
     torch.load(folder / "optimizer.pt", weights_only=True)
     header = (folder / "model.safetensors").read_bytes()
     assert b"transformer.wte.weight" in header[:4000] and b"lm_head" not in header
+    assert b'"__metadata__":{"format":"pt"}' in header

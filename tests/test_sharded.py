@@ -692,6 +692,8 @@ def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
             said = f"{checkpoint.latest(out)} is now in {to} ({form})\n"
             assert capsys.readouterr().out == said
             assert [p.name for p in to.parent.glob(".*")] == []
+            with safe_open(to / "model.safetensors", "pt") as file:
+                assert file.metadata() == {"format": "pt"}  # transformers refuses others
         transformers = pytest.importorskip("transformers")
         theirs = transformers.GPT2LMHeadModel.from_pretrained(to).eval()(x).logits
     torch.testing.assert_close(theirs, logits)
