@@ -435,6 +435,23 @@ def test_a_kernel_that_writes_into_its_inputs_is_found() -> None:
     matrix.check(attention.get("manual"), case, "float32")  # which has the inputs as they were
 
 
+@pytest.mark.parametrize("wrong", ["q", "k", "v", "sinks"])
+def test_a_gradient_that_is_a_tenth_too_large_is_found(wrong: str) -> None:
+    """Though the output is right, to the bit; and no gradient is asked of who has none."""
+
+    def attend(q, k, v, spec, *, segments=None, cache=None, sinks=None):
+        given = {"q": q, "k": k, "v": v, "sinks": sinks}
+        given[wrong] = given[wrong].detach() + 1.1 * (given[wrong] - given[wrong].detach())
+        more = {"segments": segments, "sinks": given.pop("sinks")}
+        return get("manual").attend(*given.values(), spec, **more)
+
+    backend = replace(get("manual"), attend=attend)
+    case = matrix.Case("tenth", 9, 9, sinks=True)
+    with pytest.raises(AssertionError, match=f"d{wrong} is off"):
+        matrix.check(backend, case, "float32")
+    matrix.check(backend, case, "float32", grad=False)
+
+
 def test_who_declares_no_order_is_not_asked_for_the_same_bits() -> None:
     backend = replace(get("manual"), caps=(attention.Caps(deterministic=False),))
     item, here = asked_alone(f"the same bits{HEADS}"), attention.Machine.here("cpu")

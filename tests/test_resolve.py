@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from attention import (
     get,
     packages,
     resolve,
+    system,
 )
 from attention.select import MPS_GUARD, math_note
 from attention.spec import version
@@ -670,6 +672,16 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_cpu_is_named_as_exactly_as_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"cpu_name": "EPYC 9654", "processor": "x86_64", "machine": "amd64"}
+    for of, name in names.items():
+        module = system if of == "cpu_name" else platform
+        monkeypatch.setattr(module, of, lambda name=name: name)
+    for of, name in names.items():
+        assert Machine.here("cpu").name == name
+        monkeypatch.setattr(system if of == "cpu_name" else platform, of, lambda: "")
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4.3), ("bfloat16", 4.3), ("float64", 8.6)])
