@@ -500,6 +500,8 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         config, origins = loaded.settings, loaded.origins
         assert config.train.dataset == "openwebtext" and config.train.n_layer == 2
         assert origins["n_layer"] == "command line" and "train_gpt2.py" in origins["dataset"]
+    asked = load_config(["--device=cpu", "--windows=none,64"], "kernel").settings
+    assert asked.windows == (None, 64)
     loaded = load_config(["--device=cpu", "--n_embd=64"])
     config, origins = loaded.settings, loaded.origins
     assert (
@@ -793,6 +795,14 @@ def test_the_search_ends_at_a_slow_step_and_passes_a_refusal_on():
 
     with pytest.raises(Failure, match="it may not"):
         fitting.largest(refuse, 10.0, 1e9)
+
+    def ended(batch: int) -> tuple[float, float]:
+        if batch > 1:
+            raise Failure("stopped", ["Ctrl-C"])
+        return 0.1, 1e6
+
+    with pytest.raises(Failure, match="Ctrl-C"):  # it says nothing of the size
+        fitting.largest(ended, 10.0, 1e9)
 
     def too_large(batch: int) -> tuple[float, float]:
         raise Failure("failed", ["out of memory"])

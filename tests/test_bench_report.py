@@ -122,6 +122,14 @@ def test_agreement_names_who_disagrees():
     assert content(TRAIN)["answers"][-1].startswith("Agreement: all agree with manual")
     off = [*TRAIN, row("flash_attn_3", FAST, loss_difference=0.2)]
     assert "flash_attn_3 DISAGREES with manual in float32" in content(off)["answers"][-1]
+    # of the reference's loss, 10.9, and of the norm itself: rounding as much as bfloat16 may have
+    for dtype, loss, norm in (("bfloat16", 0.109, 0.05), ("float32", 0.00109, 0.001)):
+        for times, judged in ((0.999, "all agree"), (1.001, "flash_attn_3 DISAGREES")):
+            for sign in (1, -1):
+                for name, most in (("loss_difference", loss), ("gradient_norm_difference", norm)):
+                    one = row("flash_attn_3", FAST, **{name: sign * times * most})
+                    said = content([TRAIN[0], one], dtype=dtype)["answers"][-1]
+                    assert judged in said
     off = [*TRAIN, row("flash_attn_3", FAST, gradient_norm_difference=0.1)]
     assert "flash_attn_3 DISAGREES" in content(off)["answers"][-1]
     apart = [*KERNEL, attention_row("tiled", 64, 1.0, error_out=4e-7, error_grad=1e-7)]

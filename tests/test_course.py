@@ -231,6 +231,12 @@ def test_functions_methods_and_constants_are_found(name, lines) -> None:
     assert source.source(SOURCE, name) == lines
 
 
+def test_lines_are_cut_from_one_to_the_next_that_holds_a_text() -> None:
+    text = "def f():\n    a = 1\n    b = a\n    return b\n    # a\n"
+    assert build.cut(text, "b =", "a") == "b = a\n"  # which may be the same
+    assert build.cut(text, "b =", "return") == "b = a\nreturn b\n"
+
+
 @pytest.mark.parametrize(
     "old, new, complaint",
     [
