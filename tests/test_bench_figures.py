@@ -323,6 +323,21 @@ def test_a_profile_is_taken_once(monkeypatch):
     assert asked == [3] and all(answer["kernels"] == ["x"] for answer in found)
 
 
+def test_modules_are_watched_in_steps_that_are_not_compiled(monkeypatch):
+    """Hooks would break its graph: there the names of the kernels tell."""
+    worker = training.Training(job("train", "manual"))
+    did: list[bool] = []
+    looking: Any = nullcontext()
+    looking.events = list  # it saw nothing
+    monkeypatch.setattr(training, "profiler", lambda device, shapes: looking)
+    monkeypatch.setattr(
+        training.Scopes, "modules", lambda self: nullcontext(did.append(worker.compiled))
+    )
+    for worker.compiled in (False, True):
+        assert worker.profile(1)["why"].startswith("the profiler saw no kernel")
+    assert did == [False]
+
+
 def test_what_a_worker_tells_of_its_training(monkeypatch):
     """The dtype that was taken, not the one that was asked for; the memory before the model."""
     held = iter(range(100, 200))

@@ -525,6 +525,9 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
     for one, ms, quartiles in zip(two, (50.0, 100.0), ((40.0, 80.0), (100.0, 100.0))):
         one |= {"ms": ms, "q1_ms": quartiles[0], "q3_ms": quartiles[1]}
     figure = pictures.speed(plt, two, look, {"machine": {"peak_measured": True}})
+    higher = pictures.speed(plt, two * 4, look, {"machine": {"peak_measured": True}})
+    assert higher.get_figheight() - figure.get_figheight() == pytest.approx(6 * 0.42)  # by 6 bars
+    plt.close(higher)
     left, right = figure.axes
     plt.close(figure)
     assert [t.get_text() for t in left.get_yticklabels()] == ["manual", "sdpa"]  # the best on top
