@@ -611,7 +611,8 @@ def test_report_says_for_each_layer_what_ran() -> None:
     assert sum(n for *_, n in more) == hf_table.NEW - 1
     lines = [line for line in str(layers).splitlines() if line.startswith("model.layers.1.")]
     said = "model.layers.1.self_attn: sdpa (kernel: flash (CPU)), {} calls, float32, inference, {}"
-    assert lines == [said.format(1, "segments, window 7"), said.format(3, "with a cache")]
+    one, later = said.format(1, "segments, window 7"), said.format(3, "with a cache")
+    assert lines in ([one, later], [one, f"{later}, window 7"])  # as transformers 4 asks
     nobody = hf.Layer("encoder", ())
     assert str(hf.Report([nobody, layers[1]])) == "\n".join(["encoder: NOT CALLED", *lines])
 
