@@ -80,7 +80,7 @@ def settings(name: str, config: BenchConfig) -> list[str]:
 
 def run(command: list[str], cwd: Path) -> tuple[str, int]:
     """What it printed, and the largest resident memory of its process in bytes."""
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = start(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         try:
             _, status, usage = os.wait4(process.pid, 0)

@@ -108,7 +108,8 @@ def memory(device: torch.device, peak: bool = True) -> int:
         read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
         return read(device)
     name = "VmHWM" if peak else "VmRSS"
-    if STATUS.exists() and (found := re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())):
+    text = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
+    if found := re.search(rf"{name}:\s+(\d+) kB", text):
         return int(found[1]) * 1024
     import resource
 
@@ -138,7 +139,7 @@ def free_memory(device: torch.device) -> int:
     free = int(re.findall(r"MemAvailable:\s+(\d+) kB", text)[0]) * 1024
     limit = CGROUP / "memory.max"  # "max" where there is none
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
-        free = min(free, int(most) - int((CGROUP / "memory.current").read_text()))
+        free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
     return free
 
 
