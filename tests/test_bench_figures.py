@@ -913,6 +913,28 @@ def test_who_is_measured_in_every_mode():
     assert bench.everyone() == {"sdpa": "hf=nanoattn:SDPA", **theirs}
 
 
+def test_a_point_of_a_mode_has_a_fifth_of_the_seconds(monkeypatch):
+    bench, asked = asking("kernel", seconds=3.0, lengths=(8, 16), batch_sizes=(1,)), []
+    monkeypatch.setattr(Bench, "measure", lambda bench, who, jobs, ask, row: asked.append(ask))
+    modes.kernel(bench)
+    assert [(p["T"], p["seconds"]) for p in asked[0].values()] == [(8, 0.6), (16, 0.6)]
+
+
+@pytest.mark.parametrize("compile, cache, want", [(True, "static", True), (False, "static", False),
+                                                  (True, "dynamic", False)])  # fmt: skip
+def test_only_a_static_cache_is_compiled_and_only_where_asked(monkeypatch, compile, cache, want):
+    worker, given = decoding.Decoding(job("decode", "sdpa")), dict[str, Any]()
+    worker.who.compile = compile
+
+    def stream(model: Any, prompt: Any, new: int, **how: Any) -> list[int]:
+        given.update(how)
+        return [0] * new
+
+    monkeypatch.setattr(engine, "stream", stream)
+    worker.who.write(torch.zeros(1, 3, dtype=torch.long), 2, cache)
+    assert (given["compile"], given["kv_cache"], given["temperature"]) == (want, cache, 0.0)
+
+
 def test_a_text_is_the_likeliest(monkeypatch):
     """Twice the same, and every token the largest logit of the model that is read whole."""
     worker = decoding.Decoding(job("decode", "sdpa"))

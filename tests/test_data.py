@@ -688,6 +688,14 @@ def test_the_hub_out_of_reach_is_one_sentence(
     assert "Couldn't reach the hub" in told and "--source=PATH" in told
 
 
+def test_the_hub_without_its_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    told = refusal("openwebtext", tmp_path / "out")
+    assert told == ("Skylion007/openwebtext needs the datasets library; run: pip install datasets")
+
+
 def test_without_a_network_the_hubs_library_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -734,6 +734,16 @@ def test_equally_slow_backends_take_turns(monkeypatch) -> None:
     assert [(row["right"], row["seconds"]) for row in made] == [(3, 3.0)] * 2
 
 
+def test_a_worker_that_does_not_begin_is_no_proof_of_anything(monkeypatch) -> None:
+    class Broken(Judge):
+        def begin(self, job: Any) -> Judge:
+            raise Failure("died", ["it has no torch"])
+
+    monkeypatch.setattr(proof, "Worker", Broken)
+    with pytest.raises(Failure, match="it has no torch"):
+        proof.prove(bench_of(backends="a b"), ["float32"])
+
+
 def test_the_answers_of_the_grid_are_of_all_lengths_together(monkeypatch) -> None:
     """Though a call has fewer sequences where they are longer."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,21 @@ def in_headers() -> list[str]:
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="utf-8"))]
+
+
+PROGRAMS = ("train", "sample", "bench_mfu", "explain", "attention", "data", "checkpoint",
+            "docs.build", "docs.figures", "docs.exercises")  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_reads_its_line_from_the_first_word_on(program, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "--no_such_word=1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and not told.out
+    assert re.fullmatch(r"error: .*--no_such_word.*\n", told.err)
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(SHOWN + in_headers()))
