@@ -344,6 +344,14 @@ def test_the_baselines_are_of_what_was_written(tmp_path: Path, text: Path) -> No
     assert meta["baselines"]["unigram"] == pytest.approx(want)
 
 
+def test_the_line_ends_of_windows_are_line_ends(tmp_path: Path) -> None:
+    for name, text in (("unix", b"to be\nor\n" * 30), ("windows", b"to be\r\nor\r\n" * 30)):
+        (tmp_path / f"{name}.txt").write_bytes(text)
+        run("text", tmp_path / name, source=str(tmp_path / f"{name}.txt"), tokenizer="char")
+    unix, windows = (data.read_meta(tmp_path / name) for name in ("unix", "windows"))
+    assert unix["tokenizer"] == windows["tokenizer"] and unix["sha256"] == windows["sha256"]
+
+
 @pytest.mark.parametrize("what", ["text", "damaged", "short", "meta"])
 def test_what_is_not_the_same_or_not_whole_is_made_again(
     tmp_path: Path, text: Path, what: str
@@ -743,6 +751,8 @@ def test_a_row_of_the_hub_without_a_text_is_named(
     monkeypatch.setattr(data.documents, "why_not_hub", lambda: "")
     told = refusal("openwebtext", tmp_path / "out")
     assert told.startswith("Skylion007/openwebtext, row 2, has no text in 'text' (its fields: body")
+    told = refusal("openwebtext", tmp_path / "out", text_key="body")
+    assert told.startswith("Skylion007/openwebtext, row 1, has no text in 'body' (its fields: text")
 
 
 # --- the way on ---
@@ -793,6 +803,10 @@ def test_the_command_to_train_is_named_and_runs_on_the_dataset(
     assert command("text", here / "mine").endswith("cpu.py --dataset=mine --out_dir=out/mine")
     assert command("shakespeare_char", here / "shakespeare_char").endswith("shakespeare_cpu.py")
     assert command("openwebtext", here / "openwebtext").endswith("config/train_gpt2.py")
+    assert command("openwebtext", here / "web").endswith("--dataset=web --out_dir=out/web")
+    assert command("shakespeare_char", here / "plays").endswith(
+        "--dataset=plays --out_dir=out/plays"
+    )
     assert command("fineweb", here / "fineweb").endswith(
         "gpt2.py --dataset=fineweb --out_dir=out/fineweb"
     )

@@ -283,9 +283,10 @@ def test_a_gpus_random_state_is_saved_and_given_back(in_background, out, monkeyp
 
 def test_a_run_whose_steps_are_done_says_so(out):
     before = (out / "metrics.jsonl").read_bytes()
-    r = resume(out)
-    assert r.code == 0 and "nothing to do" in r.out and "--max_iters" in r.out
-    assert (out / "metrics.jsonl").read_bytes() == before
+    for words in ((), ("--max_iters=7",)):
+        r = resume(out, *words)
+        assert r.code == 0 and "nothing to do" in r.out and "--max_iters" in r.out
+        assert (out / "metrics.jsonl").read_bytes() == before
     more = resume(out, "--max_iters=12")
     assert more.code == 0 and list(more.losses()) == list(range(1, 13))
 
@@ -349,6 +350,15 @@ def test_a_run_that_torchrun_starts_again_goes_on(out, tmp_path, monkeypatch, ca
     monkeypatch.setattr("core.restarts._launcher", lambda: "another torchrun")
     loaded = read(TrainConfig, [f"--out_dir={out}", *words])
     assert checkpoint.started_again(loaded, alone) is loaded
+
+
+def test_a_kernel_that_must_run_is_not_replaced_where_weights_are_taken_over(
+    out, data_dir, tmp_path
+):
+    words = ("--attention_backend=sdpa_cudnn", "--attention_fallback=False")
+    for init_from, to in (("resume", out), (str(out), tmp_path / "new")):
+        r = run_line([*argv(data_dir, to, init_from=init_from, max_iters=11), *words], to)
+        assert r.code == 2 and "attention backend 'sdpa_cudnn' cannot run here" in r.err
 
 
 def test_the_models_own_size_said_again_is_no_mistake(out):

@@ -686,12 +686,16 @@ def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
         logits = want(x)[0]
         for source, form in ((out, "safetensors"), (checkpoint.latest(out), "transformers")):
             to = tmp_path / "new" / form
+            killed = to.with_name(f".{form}.partial")  # an export into the same place
+            killed.mkdir(parents=True)
+            (killed / "config.json").write_text("{")
             assert export(["export", str(source), f"--to={to}", f"--format={form}"]) == 0
             got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
             assert torch.equal(got, logits)
             said = f"{checkpoint.latest(out)} is now in {to} ({form})\n"
             assert capsys.readouterr().out == said
             assert [p.name for p in to.parent.glob(".*")] == []
+            assert (to / "config.json").exists() == (form == "transformers")
             with safe_open(to / "model.safetensors", "pt") as file:
                 assert file.metadata() == {"format": "pt"}  # transformers refuses others
         transformers = pytest.importorskip("transformers")
@@ -720,6 +724,14 @@ def test_what_is_written_in_the_background_is_a_copy() -> None:
     weight.fill_(1)
     told["lr"] = 0.2
     assert copy["model"][0].tolist() == [0, 0, 0] and copy["group"] == {"lr": 0.1}
+
+
+def test_what_is_written_in_the_background_is_agreed_on_in_a_group_of_its_own(monkeypatch) -> None:
+    """In the run's own group its answers would mix with those of the steps."""
+    monkeypatch.setattr(dist, "new_group", lambda backend: f"new {backend}")
+    for of_the_run, own in ((None, None), ("the run's", "new gloo")):
+        saving = checkpoint.Saving(DistInfo(CPU, control=of_the_run))
+        assert saving.distributed.control == own
 
 
 class Told:

@@ -632,7 +632,8 @@ def test_the_defaults_are_nanogpts_and_what_has_a_price_or_a_risk_is_off():
 
 
 def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypatch):
-    """A clock that only the model moves: 100 s in each of the first two steps, then 1 ms."""
+    """A clock that only the model moves: 100 s in each of the first two steps, then 1 ms; and 7 s
+    in each batch of an evaluation, which is no step."""
     now = [0.0]
     steps = [0]
     forward = GPT.forward
@@ -641,6 +642,8 @@ def test_first_steps_are_not_in_the_time_of_a_step(data_dir, tmp_path, monkeypat
         if self.training:
             steps[0] += 1
             now[0] += 100.0 if steps[0] <= 2 else 1e-3
+        else:
+            now[0] += 7.0
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", slow)
