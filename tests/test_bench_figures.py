@@ -1224,6 +1224,20 @@ def test_all_that_is_known_of_a_machine(monkeypatch):
     assert (about["bandwidth"], about["bandwidth_source"]) == (None, "not measured")
 
 
+def test_a_backend_that_can_do_some_of_what_is_asked_is_tried():
+    given = {"bandwidth_gbs": None, "wants_bandwidth": False}
+    probe = machine.MachineProbe({**job("machine", ""), **given})
+    heads = {"n_head": 2, "n_kv_head": 2, "head_dim": 16}
+    specs = [{**heads, "dropout": 0.1}, {**heads, "softcap": 3.0}]
+    asked = {"names": ["manual", "sdpa_math", "sdpa_flash", "flash_attn_2"], "specs": specs}
+    refused = probe.round(asked)["refused"]
+    assert list(refused) == ["sdpa_flash", "flash_attn_2"]  # sdpa_math has dropout, and no softcap
+    assert refused["sdpa_flash"] == ["it has no dropout, and 0.1 is asked (--dropout=0)"]
+    assert [list(probe.round({**asked, "specs": specs[1:]})["refused"])] == [
+        list(asked["names"][1:])
+    ]
+
+
 def test_what_is_known_of_a_gpu(monkeypatch):
     """Its name, its driver, and beside the datasheet's rate the one that products reach."""
     told = Job(job("machine", "", dtype="bfloat16"))
