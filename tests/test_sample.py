@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
 import sample
+import train
 from inference import serve, texts
 from model import GPT, GPTConfig
 
@@ -212,7 +214,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("form", "kv"), [("lines", "dynamic"), ("json", "paged")])
 def test_prompts_from_a_file(form, kv, trained, tmp_path):
     """In batches, or one by one into free places: each prompt answered as it is alone, in order."""
-    wanted = ["Ann sees", "The king", "m", "Bob keeps the moon and"]
+    wanted = ["Ann sees", " The king ", "m", "Bob keeps the moon and"]
     lines = [json.dumps({"prompt": w, "id": 1}) if form == "json" else w for w in wanted]
     path, out = tmp_path / "prompts", tmp_path / "out.jsonl"
     path.write_text("\n\n".join(lines) + "\n")
@@ -300,8 +302,9 @@ def test_files_of_prompts_that_cannot_be(trained, tmp_path):
     assert "there is no prompt in" in refused(*words)
     path.write_text("Ann\n\nBob §\n")
     assert f"{path}:3: the character '§'" in refused(*words)
-    path.write_text('{"prompt": "Ann"}\n{"text": "Bob"}\n')
-    assert f'{path}:2 must be an object with a text "prompt"' in refused(*words)
+    for other in ('{"text": "Bob"}', '{"prompt": 3}'):
+        path.write_text(f'{{"prompt": "Ann"}}\n{other}\n')
+        assert f'{path}:2 must be an object with a text "prompt"' in refused(*words)
     path.write_text('{"prompt": "Ann"}\n{"prompt": ""}\n')
     assert f"{path}:2: a prompt is empty" in refused(*words)
     said = refused(*of(trained, f"--out={tmp_path / 'no' / 'out.jsonl'}"))
@@ -439,7 +442,8 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     assert latest == text_of(*words) == text_of(f"--init_from={new}", *words)
     assert best == text_of(f"--init_from={old}", *words)
     assert text_of(f"--init_from={out}", *words) == latest
-    assert text_of(f"--init_from={out}", *words, "--checkpoint=best") == best
+    words = [f"--init_from={out}", *of(tmp_path / "of another run", "--seed=2")]
+    assert text_of(*words, "--checkpoint=best") == best
 
 
 def test_the_backend_that_is_asked_for_runs(trained):
@@ -449,6 +453,14 @@ def test_the_backend_that_is_asked_for_runs(trained):
     assert "unknown attention backend" in refused(*words, "--attention_backend=sdp")
     said = refused(*words, "--attention_backend=sdpa_cudnn", "--attention_fallback=False")
     assert "sdpa_cudnn" in said and "cuda" in said
+
+
+@pytest.mark.parametrize("name", ["attention_hub_kernels", "allow_mps_sdpa"])
+def test_what_is_allowed_to_a_backend_reaches_the_model(name, trained):
+    config = sample.SampleConfig(out_dir=str(trained), device="cpu", **{name: True})
+    for policy in (sample.load(config)[0].policy, train.TrainConfig(**{name: True}).policy):
+        allowed = [n for n, on in asdict(policy).items() if on]
+        assert allowed == ["fallback", re.sub("^(attention|allow)_", "", name)]
 
 
 def test_a_window_that_was_trained_with_stays(tmp_path):
@@ -473,7 +485,8 @@ def test_a_window_that_was_trained_with_stays(tmp_path):
         (["--checkpoint=newest"], "latest, best"),
         (["--batch_size=0"], "batch_size must be at least 1"),
         (["--regex=("], "needs balanced brackets"),
-        (["--regex=a", "--choices=b,c"], "regex"),
+        (["--regex=a", "--choices=b,c"], "regex and choices cannot be combined"),
+        (["--choices=b,c", "--stop=a"], "choices and stop cannot be combined"),
         (["--choices=FILE:gone.txt"], "gone.txt"),
         (["--json_schema={"], "JSON"),
         (["--stop="], "stop must have at least one character"),
@@ -578,6 +591,8 @@ def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path)
     assert "--dataset=data/shakespeare_char" in refused(*words)
     texts = text_of(*words, f"--dataset={folder}")
     assert texts == text_of(*of(trained, "--start=Ann", "--seed=3"))
+    own = text_of(*of(trained, "--start=Ann", "--seed=3", f"--dataset={tmp_path / 'gone'}"))
+    assert own == texts  # which it needs for no other
     said = refused(*words, f"--dataset={tmp_path / 'gone'}")
     assert f"there is no dataset in {tmp_path / 'gone'}" in said
 
