@@ -394,10 +394,19 @@ def test_every_cache_gives_the_same_texts(kv, trained):
     (r'--json_schema={"type": "boolean"}', "true|false"),
 ])  # fmt: skip
 def test_a_constrained_text_matches(word, pattern, trained):
-    texts = text_of(*of(trained, "--start=Ann ", "--num_samples=4", word, n=30))
+    how = "--device=auto" if "json" in word else "--device=cpu"
+    texts = text_of(*of(trained, "--start=Ann ", "--num_samples=4", word, how, n=30))
     assert len(texts) == 4
     for text in texts:
         assert re.fullmatch(pattern, text.removeprefix("Ann ")), text
+
+
+def test_choices_are_named_or_the_lines_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample.constrain, "choices", lambda texts, tokenizer: list(texts))
+    (tmp_path / "a.txt").write_text("yes, please\n\nno\n")
+    for given in (("yes, please", "no"), (f"FILE:{tmp_path / 'a.txt'}",)):
+        found: Any = sample.constraint_of(sample.SampleConfig(choices=given), None)
+        assert found == ["yes, please", "no"]
 
 
 def test_paged_attention_alone_may_run(trained):
