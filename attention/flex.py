@@ -51,6 +51,11 @@ from .views import kept, zeros_before_the_first_key
 
 TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
 THREE = ("float16", "bfloat16", "float32")
+# Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left: it
+# overwrites what lies behind the scores, the rows' maxima (_inductor/codegen/cpp_micro_gemm.py,
+# pull request 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). Four zeros
+# more in q and k, and it multiplies key by key.
+SPOILT = (8, 16)
 
 
 @zeros_before_the_first_key
@@ -60,7 +65,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     """Attention by torch.nn.attention.flex_attention, compiled; shapes as in spec.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
-    numbers: tuple[Any, Any] = (spec.scale, spec.softcap)
+    scale = spec.scale
+    if q.device.type == "cpu" and spec.head_dim in SPOILT:
+        scale = scale or spec.head_dim**-0.5
+        q, k = F.pad(q, (0, 4)), F.pad(k, (0, 4))
+    numbers: tuple[Any, Any] = (scale, spec.softcap)
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
     else:
@@ -71,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         call, make = compiled(replace(spec, window=None), kind, size), kept_block_mask
         # As text they stay constants: of a number dynamic=True makes a symbol, for which PyTorch
         # 2.13 generates C++ that does not compile.
-        numbers = spec.scale and str(spec.scale), spec.softcap and str(spec.softcap)
+        numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     mask = make(Tq, Tk, spec.window, segments, q.device)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks).transpose(1, 2)

@@ -120,6 +120,30 @@ def test_decoding_takes_four_compilations(graphs) -> None:
     assert graphs() <= 4
 
 
+@pytest.mark.slow
+def test_narrow_heads_and_8_keys_left_over(graphs) -> None:
+    """Where the kernel for AVX2 writes over its rows' maxima: see flex.SPOILT."""
+    spec = Spec(4, 2, 8, "float32", grad=False)
+    for Tq, Tk in ((40, 40), (120, 120), (5, 24), (1, 40), (1, 8), (1, 56)):
+        check(inputs(Tq, Tk, spec, B=1), spec)
+    assert graphs() <= 4
+
+
+def test_on_any_cpu_no_heads_of_8_or_16_reach_the_kernel(monkeypatch) -> None:
+    seen = []
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: Any, *rest: Any) -> Tensor:
+        seen.append((q.shape[3], k.shape[3], v.shape[3], scale))
+        return v
+
+    monkeypatch.setattr(flex, "compiled", lambda *key: call)
+    for head_dim, scale in ((8, None), (16, None), (16, 0.5), (24, None), (20, 0.5)):
+        spec = Spec(2, 2, head_dim, "float32", grad=False, scale=scale)
+        flex.attend(*inputs(5, 5, spec), spec)
+    assert seen == [(12, 12, 8, str(8**-0.5)), (20, 20, 16, "0.25"), (20, 20, 16, "0.5"),
+                    (24, 24, 24, None), (20, 20, 20, "0.5")]  # fmt: skip
+
+
 SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some compilation
     "float32": (Spec(4, 2, 32, "float32", grad=False), "plain"),
     "bfloat16-80-split": (Spec(3, 3, 80, "bfloat16", grad=False, segments=True), "split"),
