@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 
 import checkpoint
+from attention import Policy
 from checkpoint.together import together
 from core.distributed import DistInfo
 from core.hub import why_not_hub
@@ -631,13 +632,18 @@ def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
     out = tmp_path / "out"
     save(out, 3)
     save(out, 4)
+    policy = Policy(fallback=False)
     for source, want in ((out, 4), (out / "step-00000003", 3)):
-        got = checkpoint.init_model(str(source), dropout=0.5)
+        got = checkpoint.init_model(str(source), policy, dropout=0.5)
+        assert got.policy == policy
         assert bool((got.transformer.wte.weight == want).all()) and got.config.dropout == 0.5
         assert checkpoint.tokenizer_meta(str(source)) == {"name": "char"}
     checkpoint.save_hf(model, hf := tmp_path / "new" / "hf")
     got = checkpoint.init_model(str(hf)).eval()
     torch.testing.assert_close(got(idx)[0], model(idx)[0])
+    for source in (hf, path):
+        got = checkpoint.init_model(str(source), policy, dropout=0.5)
+        assert got.policy == policy and got.config.dropout == 0.5
     for source in (hf, path, Path("gpt2")):
         assert checkpoint.tokenizer_meta(str(source)) is None
 

