@@ -272,6 +272,9 @@ def test_a_gpus_random_state_is_saved_and_given_back(in_background, out, monkeyp
     loaded = checkpoint.resumed(read(TrainConfig, ["--init_from=resume", f"--out_dir={out}"]))
     r = train.set_up(loaded, DistInfo(torch.device("cpu")))
     r.distributed, r.step = DistInfo(own), 11
+    of_a_cpu = checkpoint.load(checkpoint.latest(out))
+    checkpoint.restore(of_a_cpu, r.model, r.optimizer, r.scaler, 1, r.distributed)
+    assert not given
     r.config = replace(r.config, async_checkpoint=in_background)
     checkpoint.save_run(r, None)
     checkpoint.finish(r)
@@ -405,6 +408,23 @@ def test_settings_with_the_names_of_version_0_1(out):
     path.write_text(json.dumps({**settings, "train": train, "model": model}))
     r = resume(out, "--max_iters=12")
     assert r.code == 0 and max(r.losses()) == 12, r.err
+
+
+def test_an_older_run_of_a_gpu_goes_on_on_the_cpu(out):
+    """In the dtype that "auto" was there."""
+    path = checkpoint.latest(out) / "settings.json"
+    settings = json.loads(path.read_text())
+    of_a_gpu = {**settings["train"], "dtype": "auto", "device": "cuda:64"}
+    path.write_text(json.dumps({**settings, "train": of_a_gpu}))
+    words = ["--init_from=resume", f"--out_dir={out}", "--device=cpu"]
+    again = checkpoint.resumed(read(TrainConfig, words)).settings
+    assert (again.device, again.dtype) == ("cpu", "float32")
+
+
+def test_a_run_without_a_loss_scale_goes_on_in_float16(out):
+    r = resume(out, "--max_iters=12", "--dtype=float16")
+    assert r.code == 0 and max(r.losses()) == 12, r.err
+    assert checkpoint.load(checkpoint.latest(out)).rest()["scaler"]["scale"] > 1
 
 
 def test_a_run_in_parts_goes_on_whole(out):
