@@ -79,11 +79,16 @@ def test_too_few_gpus_are_told_by_the_process_that_prints(torchrun, monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="3 processes need as many GPUs, here are 2; lower"):
         DistInfo.join("auto")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    # The last process of two machines with two GPUs each.
+    sizes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+    for name, value in sizes.items():
+        monkeypatch.setenv(name, value)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr("core.restarts.meet", lambda: pytest.fail("they are enough"))
     with pytest.raises(pytest.fail.Exception, match="they are enough"):
         DistInfo.join("auto")
+    assert taken == [torch.device("cuda", 1)]
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
@@ -141,14 +146,14 @@ def test_a_compiled_model_is_cut_at_its_buckets_and_learns_the_same(torchrun) ->
 
 
 def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) -> None:
-    distributed, sent = DistInfo.join("cpu"), []
+    distributed, sent, begun = DistInfo.join("cpu"), [], []
     model, cpu = GPT(GPTConfig(8, 16, 1, 1, 8)), torch.device("cpu")
     module = replicate(model, DistInfo(cpu, world_size=2, control=dist.group.WORLD))
 
     def send(state, bucket):
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
-        sent.append(bucket.is_last())
+        sent.extend([begun.count("backward")] * bucket.is_last())
         return done
 
     module.register_comm_hook(None, send)
@@ -156,9 +161,10 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
     optimizer = build_optimizer(model, HOW, cpu)
     for micro_steps in (1, 3):
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
-                   torch.zeros(()))  # fmt: skip
-        assert sent.count(True) == 1
+                   torch.zeros(()), begun.append)  # fmt: skip
+        assert sent == [micro_steps]  # in the last one's backward pass
         sent.clear()
+        begun.clear()
     distributed.leave()
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from core.distributed import DistInfo
-from core.flops import Peak
+from core.flops import Peak, Speed
 from core.metrics import Metrics, draw, read, say_last
 from model import GPTConfig
 
@@ -132,13 +132,15 @@ def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
 
 def test_what_is_said_at_the_end_is_the_last_loss_and_the_median_speed(capsys):
     run = SimpleNamespace(
-        distributed=DistInfo(torch.device("cpu")), rates=[900.0, 10.0, 300.0], meta={},
+        distributed=DistInfo(torch.device("cpu"), 0, 4, context_parallel=2),  # four devices' MFU
+        rates=[9e7, 10.0, 3e7], meta={},
         model=SimpleNamespace(config=GPTConfig(16, 65, 1, 2, 32)), peak=Peak(1.5, "given"),
         config=SimpleNamespace(block_size=16), best_loss=1.25,
     )  # fmt: skip
     say_last(run, 1.5)
     said = capsys.readouterr().out
-    assert said.startswith("300 tok/s, mfu ") and said.endswith("; peak: 1.5 TFLOP/s (given)\n")
+    speed = Speed(run.model.config, 16, 3e7, run.peak, devices=4)
+    assert said == f"{speed}; peak: 1.5 TFLOP/s (given)\n" and "%" in said
     run.rates, run.meta = [], {"baselines": {"unigram": 3.301, "bigram": 2.488}}
     say_last(run, 1.5)
     compared = "for comparison: unigram model 3.30, bigram model 2.49"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from attention import Ring
+from attention import Policy, Ring
 from checkpoint import gathered
 from core import metrics, parallel, restarts
 from core.distributed import DistInfo
@@ -264,7 +264,7 @@ def test_gradients_are_sent_once_a_step_and_a_process_holds_its_part() -> None:
             assert abs(mine["kept"] / (mine["total"] / n) - 1) < 0.05
             assert mine["norms"] == pytest.approx(one[0]["norms"], rel=1e-5)
             for name, t in one[0]["weights"].items():
-                torch.testing.assert_close(mine["weights"][name], t, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(mine["weights"][name], t, rtol=1e-4, atol=1e-5)
         assert sum(mine["kept"] for mine in found) == one[0]["total"]
 
 
@@ -360,7 +360,8 @@ def test_gradients_are_sent_again_after_micro_batches_that_sent_none() -> None:
 
 
 def test_what_samples_alone_has_all_weights_and_no_ring() -> None:
-    model = GPT(GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")).eval()
+    config = GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")
+    model = GPT(config, Policy(fallback=False)).eval()
     assert gathered(model) is model
     model.ring = Ring(None)  # which others would have to answer
     alone = gathered(model).eval()
@@ -470,10 +471,12 @@ def second_of_six() -> Iterator[DistInfo]:
 def test_how_fsdp_cuts_a_model(
     size: int | None, dtype: str, placed: str, second_of_six: DistInfo
 ) -> None:
-    """So many neighbours hold one copy; blocks are gathered in bfloat16, and added in float32."""
+    """So many neighbours hold one copy; blocks are gathered in bfloat16, and added in float32. A
+    mode with CUDA graphs is nothing to refuse where nothing is compiled."""
+    setup = Setup.of(torch.device("cpu"), dtype, compile_mode="max-autotune")
     model: Any = GPT(GPTConfig(16, 65, 2, 2, 24, attention_backend="sdpa"))
     total = sum(p.numel() for p in model.parameters())
-    parallel.shard(model, second_of_six, Setup.of(torch.device("cpu"), dtype), size)
+    parallel.shard(model, second_of_six, setup, size)
     parts, copies = (6, 1) if size is None else (size, 6 // size)
     for p in model.parameters():
         assert "".join(map(str, p.placements)) == placed

@@ -31,7 +31,7 @@ from core.settings import (
     read_early,
 )
 
-ALIASES = {"attn_implementation": "attention_backend"}
+ALIASES = {"attn_implementation": "attention_backend", "torch_compile": "compile"}
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,16 @@ def test_later_wins_and_origins_are_told() -> None:
 
 
 def test_a_long_value_pushes_no_origin_away_and_what_nobody_typed_is_derived() -> None:
-    loaded = load(f"--dataset={'d' * 31}", "--n_layer=2")  # 33 columns with its quotes
+    text = f"--dataset={'d' * 31}"  # 33 columns with its quotes
+    loaded = load(text, "--n_layer=2", "--batch_size=0", "--compile=False")
     settings = replace(loaded.settings, n_embd=4)  # as a command that completes its settings
     assert replace(loaded, settings=settings).report() == [
         "settings that are not the default:",
-        f"  dataset = '{'d' * 31}'  (command line)",
-        "  n_layer = 2  (command line)",
-        "  n_embd  = 4  (derived)",
+        f"  dataset    = '{'d' * 31}'  (command line)",
+        "  batch_size = 0      (command line)",
+        "  n_layer    = 2      (command line)",
+        "  n_embd     = 4      (derived)",
+        "  compile    = False  (command line)",
     ]
 
 
@@ -365,6 +368,10 @@ def test_unreadable_config_files() -> None:
     Path("config/small.py").write_text("")
     assert sentence("config/smal.py").endswith("did you mean 'config/small.py'?")
     assert sentence("config/none.py") == "config file 'config/none.py' does not exist"
+    deep = Path("settings/of/this/month")
+    deep.mkdir(parents=True)
+    (deep / "a.py").write_text("")
+    assert sentence(f"{deep}/b.py").endswith(f"did you mean '{deep}/a.py'?")
     Path("folder").mkdir()
     assert sentence("folder").startswith("config file 'folder' cannot be read (")
     Path("latin.py").write_bytes(b"out_dir = '\xe9'")
@@ -624,10 +631,11 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert (code, err) == (0, "") and "--n_layer=12" in out and "blocks" in out
 
 
-@pytest.mark.parametrize("argv", [["--compile"], ["--compile", "--n_layer=4"]])
-def test_a_bare_switch_is_true(argv: list[str]) -> None:
-    settings = read(Knobs, argv).settings
-    assert settings.compile is True
+@pytest.mark.parametrize("name", ["compile", "torch_compile"])
+@pytest.mark.parametrize("next_word", [[], ["--n_layer=4"], ["again.py"]])
+def test_a_bare_switch_is_true_by_its_other_name_too(name: str, next_word: list[str]) -> None:
+    settings = load(f"--{name}", *next_word, x="compile = False", again="n_layer = 4").settings
+    assert settings.compile is True and settings.n_layer == 4
 
 
 # --- bare words, repeated options, ranges ---

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import platform
 import re
 import shutil
@@ -1115,6 +1116,8 @@ def test_a_damaged_dataset_is_one_sentence(data_dir, tmp_path):
     for cut in (1, 100):
         (fresh() / "train.bin").write_bytes(whole[:-cut])
         assert "train.bin" in said() and "python -m data" in said()
+    (fresh() / "train.bin").write_bytes(b"\xff\xff" + whole[2:])
+    assert "has the token 65535" in said()
     (fresh() / "val.bin").unlink()
     assert "val.bin is missing" in said()
     (fresh() / "meta.json").write_text("{")
@@ -1415,13 +1418,16 @@ def test_a_loss_of_float16_that_was_not_finite_is_noted_for_good() -> None:
         assert found_inf == 1
 
 
-def test_the_switches_of_the_process() -> None:
-    """Deterministic algorithms and TF32 are for the whole process, and only where asked for."""
+def test_the_switches_of_the_process(monkeypatch) -> None:
+    """Deterministic algorithms and TF32 are for the whole process, and only where asked for; of
+    cuBLAS's workspace the user's own size stays."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     runtime.Setup.of(torch.device("cpu"), tf32=False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cuda.matmul.allow_tf32
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 @pytest.mark.parametrize("setting, field", [

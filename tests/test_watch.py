@@ -160,6 +160,16 @@ def test_what_takes_long_each_time_is_no_hang(monkeypatch):
     assert limits[watch.WRITING] == [watch.FIRST_S] * 6
 
 
+def test_the_first_three_steps_have_half_an_hour_also_in_a_run_that_goes_on():
+    """However often a phase has begun in them: once for each micro-batch."""
+    pace, limits = watch.Pace(45.0), []
+    for step in range(1000, 1004):
+        for _ in range(4):
+            pace.begin(step, "forward")
+            limits.append(pace.limit())
+    assert limits == [watch.FIRST_S] * 12 + [45.0] * 4
+
+
 def test_what_a_run_does_seldom_has_half_an_hour(data_dir, tmp_path, monkeypatch):
     """Its first evaluations and checkpoints, and what comes at the end, however many log lines."""
     pace, limits, steps = watch.Pace(45.0), {}, {}
@@ -203,13 +213,14 @@ def test_a_checkpoint_slower_than_the_steps_between_two_is_no_hang(data_dir, tmp
 
 
 def test_who_is_behind_has_begun_the_fewest_phases():
-    """A process that hangs after a checkpoint, while the others wait in the next step."""
+    """A process that hangs after a checkpoint, while the others wait in the next step; one that is
+    done does not count."""
     looking = watch.Watch(DistInfo(torch.device("cpu")))
-    looking.size, looking.machines, looking.pids = 3, ["a"] * 3, [1, 2, 3]
-    ahead = watch.Beat(9, 21, "forward", 50, True, 160)
-    looking.beats = {0: ahead, 1: watch.Beat(9, 20, "checkpoint", 60, True, 158), 2: ahead}
-    looking.missed = dict.fromkeys(range(3), 0)
-    text = looking._judge([], [0, 1, 2])
+    looking.size, looking.machines, looking.pids = 4, ["a"] * 4, [1, 2, 3, 4]
+    ahead, done = watch.Beat(9, 21, "forward", 50, True, 160), watch.Beat(9, 21, "done", 2, False)
+    looking.beats = {0: ahead, 1: watch.Beat(9, 20, "checkpoint", 60, True, 158), 2: ahead, 3: done}
+    looking.missed = dict.fromkeys(range(4), 0)
+    text = looking._judge([], [0, 1, 2, 3])
     assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
     assert "none has moved for 50 s, the others wait in 'forward' of step 21" in text
 
@@ -274,10 +285,11 @@ def look(*processes: watch.Watch) -> set[str | None]:
     return {process.verdict for process in processes}
 
 
-@pytest.mark.parametrize("state", [None, "Z", "X"])
-def test_a_neighbour_sees_who_is_gone_and_all_say_the_same(four, state):
+@pytest.mark.parametrize("state, done", [(None, False), ("Z", False), ("X", False), ("Z", True)])
+def test_a_neighbour_sees_who_is_gone_and_all_say_the_same(state, done, four):
+    """Also one that is done itself, and waits for it."""
     processes, states = four
-    states[103] = state
+    processes[2].done, states[103] = done, state
     assert look(*processes[:2]) == {None}  # on the other machine
     text = (
         "rank 3 (host1, pid 103) is gone in 'forward' of step 7: killed, out of memory, or crashed"
@@ -297,9 +309,10 @@ def test_what_a_process_ends_with_is_told_to_all(four):
 
 @pytest.mark.parametrize("silent", [3, 0])
 def test_who_gives_no_sign_of_life_is_named_after_20_beats(four, silent):
-    """Process 0 judges all others, and these judge process 0."""
+    """Process 0 judges all others, and these judge process 0. That it is stopped only a neighbour
+    can see: on another machine its pid is somebody else's."""
     processes, states = four
-    states[100 + silent] = "T" if silent == 0 else "S"
+    states[100 + silent] = "T"
     others = [process for process in processes if process.rank != silent]
     for _ in range(15):
         assert look(*others) == {None}
@@ -587,6 +600,13 @@ def test_what_a_collective_raised():
         except RuntimeError as e:
             raise ValueError("of its own words") from e
     except ValueError as error:
+        assert watch._of_collective(error)
+    try:
+        try:
+            raise lost
+        finally:
+            {}["what tidies up fails too"]
+    except KeyError as error:
         assert watch._of_collective(error)
 
 
