@@ -311,9 +311,9 @@ def test_files_of_prompts_that_cannot_be(trained, tmp_path):
     assert "out.jsonl cannot be written" in said
 
 
-@pytest.mark.parametrize("how", ["batch", "stream", "out"])
-def test_ctrl_c_keeps_what_was_written(how, trained, tmp_path, monkeypatch):
-    """In the second of three batches, after four tokens."""
+@pytest.mark.parametrize("how, n", [("batch", 4), ("stream", 4), ("stream", 0), ("out", 4)])
+def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
+    """In the second of three batches, after n tokens; of a stream the prompt is shown by then."""
     words = ["--device=cpu", *of(trained, "--num_samples=3", "--batch_size=1", n=10)]
     path = tmp_path / "out.jsonl"
     words += {"batch": [], "stream": ["--stream"], "out": [f"--out={path}"]}[how]
@@ -323,20 +323,20 @@ def test_ctrl_c_keeps_what_was_written(how, trained, tmp_path, monkeypatch):
 
     def interrupt(self: GPT, *args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 15:
+        if len(calls) == 11 + n:
             raise KeyboardInterrupt
         return hidden(self, *args)
 
     monkeypatch.setattr(GPT, "hidden", interrupt)
     code, shown, err = enter(sample.main, words)
-    assert code == 130 and "Traceback" not in err and "2 texts, 14 tokens in" in err
+    assert code == 130 and "Traceback" not in err and f"2 texts, {10 + n} tokens in" in err
     if how == "out":
         rows, before = rows_of(path.read_text()), rows_of(whole)
         assert rows[0] == before[0] and len(rows) == 2
         assert (rows[1]["finish"], rows[1]["tokens"]) == ("interrupted", 4)
         assert rows[1]["text"] == before[1]["text"][:4]
     else:
-        assert shown == whole.split(BAR)[0] + BAR + whole.split(BAR)[1][:5] + BAR
+        assert shown == whole.split(BAR)[0] + BAR + whole.split(BAR)[1][: 1 + n] + BAR
 
 
 @pytest.mark.parametrize("how", [(), ("--stream",)])
