@@ -54,7 +54,8 @@ THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left: it
 # overwrites what lies behind the scores, the rows' maxima (_inductor/codegen/cpp_micro_gemm.py,
 # pull request 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). Four zeros
-# more in q and k, and it multiplies key by key.
+# more, and it multiplies key by key. Also in v, which does not need them: in a compiled model the
+# kernel reads a v wrongly that is a view, as the model's is, where q and k are not.
 SPOILT = (8, 16)
 
 
@@ -68,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     scale = spec.scale
     if q.device.type == "cpu" and spec.head_dim in SPOILT:
         scale = scale or spec.head_dim**-0.5
-        q, k = F.pad(q, (0, 4)), F.pad(k, (0, 4))
+        q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     numbers: tuple[Any, Any] = (scale, spec.softcap)
     if torch.compiler.is_compiling():
         call, make = flex, block_mask
@@ -83,7 +84,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         numbers = scale and str(scale), spec.softcap and str(spec.softcap)
     mask = make(Tq, Tk, spec.window, segments, q.device)
     q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks).transpose(1, 2)
+    out_BHTD = call(q_BHTD, k_BHTD, v_BHTD, mask, *numbers, sinks)
+    return out_BHTD.transpose(1, 2)[..., : spec.head_dim]
 
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,

@@ -47,9 +47,12 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
         try:
             deadline = time.monotonic() + timeout
             while any(p.is_alive() for p in begun) and time.monotonic() < deadline:
-                if failed := [r for r, p in enumerate(begun) if p.exitcode]:
+                ended = {r: p.exitcode for r, p in enumerate(begun) if p.exitcode}
+                # One that crashed with a result did so while gloo's own thread hung up.
+                if failed := [r for r in ended if not _told(told[r], r)[0]]:
                     # The others may wait for it in vain.
-                    raise AssertionError("\n".join(_told(told[r], r)[1] for r in failed))
+                    words = (f"{_told(told[r], r)[1]}, exit code {ended[r]}" for r in failed)
+                    raise AssertionError("\n".join(words))
                 time.sleep(0.02)
             late = [rank for rank, p in enumerate(begun) if p.is_alive()]
             assert not late, f"ranks {late} were not done in {timeout} s"
@@ -74,11 +77,10 @@ def _child(function: Any, rank: int, n: int, store: str, told: str, args: tuple[
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n)
-        good, result = True, function(rank, n, *args)
+        result = function(rank, n, *args)
         dist.barrier()
+        torch.save((True, result), told)
         dist.destroy_process_group()
     except BaseException:
-        good, result = False, f"rank {rank}:\n{traceback.format_exc()}"
-    torch.save((good, result), told)
-    if not good:
-        raise SystemExit(1)
+        torch.save((False, f"rank {rank}:\n{traceback.format_exc()}"), told)
+        raise SystemExit(1) from None

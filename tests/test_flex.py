@@ -139,8 +139,8 @@ def test_on_any_cpu_no_heads_of_8_or_16_reach_the_kernel(monkeypatch) -> None:
     monkeypatch.setattr(flex, "compiled", lambda *key: call)
     for head_dim, scale in ((8, None), (16, None), (16, 0.5), (24, None), (20, 0.5)):
         spec = Spec(2, 2, head_dim, "float32", grad=False, scale=scale)
-        flex.attend(*inputs(5, 5, spec), spec)
-    assert seen == [(12, 12, 8, str(8**-0.5)), (20, 20, 16, "0.25"), (20, 20, 16, "0.5"),
+        assert flex.attend(*inputs(5, 5, spec), spec).shape == (2, 5, 2, head_dim)
+    assert seen == [(12, 12, 12, str(8**-0.5)), (20, 20, 20, "0.25"), (20, 20, 20, "0.5"),
                     (24, 24, 24, None), (20, 20, 20, "0.5")]  # fmt: skip
 
 
