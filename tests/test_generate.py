@@ -389,6 +389,11 @@ def test_what_the_caches_hold(monkeypatch) -> None:
         if kv != "paged":  # the most of several calls: a smaller one takes nothing away
             engine.generate(model, tokens(1, 3), 2, kv_cache=kv, stats=stats)
             assert stats.cache_bytes == 512 * tokens_held, kv
+        # One token alone needs none, nor does a text that slides from its first token on.
+        stats = Stats()
+        engine.generate(model, tokens(1, 3), 1, kv_cache=kv, stats=stats)
+        engine.generate(model, tokens(1, 256), 3, kv_cache=kv, stats=stats)
+        assert (stats.cache_bytes == 0) == (kv != "paged")
     stats = Stats()
     engine.generate(
         build(block_size=256, attention_window=8).eval(), tokens(1, 64), 99, stats=stats
@@ -878,6 +883,18 @@ def test_two_texts_at_once_have_a_cache_each(eager_graphs) -> None:
     assert not engine._idle[model]
     broken_off.close()
     assert len(engine._idle[model]) == 1
+
+
+def test_a_model_that_was_cast_since_gets_another_cache(eager_graphs) -> None:
+    model = lively()
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        want, got = (
+            engine.generate(model, tokens(T=5), 9, temperature=0, **how)
+            for how in ({}, {"kv_cache": "static", "compile": True})
+        )
+        assert torch.equal(got, want)
+    assert len(engine._idle[model]) == 2
 
 
 @pytest.mark.slow

@@ -310,6 +310,12 @@ def test_samples_of_a_prompt_that_ends_with_its_page_wait_for_nothing(calls) -> 
     assert calls == [(3, 4), (3, 1)] and len(got) == 3
 
 
+def test_nobody_waits_for_the_beginning_of_a_text_that_slides(calls) -> None:
+    prompt = tokens(1, 7)[0]
+    texts_of(lively(), [prompt, prompt], iter([12, 2]), slots=2, page_size=4)
+    assert calls[0] == (2, 7)
+
+
 def test_samples_of_several_prompts_that_enter_together(calls) -> None:
     model, a, b = lively(block_size=64), tokens(1, 7)[0], tokens(1, 9, seed=1)[0]
     prompts = [a, b, a, b, b]
