@@ -125,6 +125,7 @@ def test_one_decision_explained(capsys) -> None:
     (["--page_size=16"], "page_size belongs to the paged cache (--kv_cache=paged)"),
     (["--kv_cache=big"], "--kv_cache must be one of none, dynamic, static, paged, got 'big'"),
     (["--device=gpu"], "there is no device 'gpu' here; there is cpu"),
+    (["--device=mps"], "there is no device 'mps' here; there is cpu"),
     (["--device=cuda:99"], "there is no device 'cuda:99' here; there is cpu"),
     (["--as=h100", "--device=cpu"], "--device is of this machine; leave it out with --as"),
     (["--as=gtx"], "'gtx' could be NVIDIA GeForce GTX 1080 Ti (6.1), "),

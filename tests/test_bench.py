@@ -423,7 +423,8 @@ def test_the_models_knobs_are_those_of_train():
     for name, field in TrainConfig.__dataclass_fields__.items():  # bench_mfu.py knows each of them
         assert Flat.__dataclass_fields__[name].default == field.default
     assert mine.flat()["n_layer"] == 3 and mine.flat()["batch_size"] == "auto"
-    assert load_config(["--device=cpu", "--batch_size=9"]).settings.training(4).batch_size == 4
+    small = load_config(["--device=cpu", "--batch_size=9"]).settings  # of bench/cpu.py
+    assert small.training(4).batch_size == 4 and small.train.learning_rate == 1e-3
 
 
 def test_the_commands_of_the_records_ask_today_for_what_they_asked_for(monkeypatch):
@@ -1128,4 +1129,5 @@ def test_the_help_lists_every_knob(capsys):
     for name in Flat.__dataclass_fields__:
         assert f"--{name}=" in text
     assert "Measure attention backends" in text and "--baseline" in text and "--rival" in text
+    assert "of each backend, in turn [an integer]" in text  # a type with a range is said, too
     assert process.COMMAND[1].endswith("worker.py")

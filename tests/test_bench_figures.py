@@ -461,6 +461,16 @@ def test_what_a_worker_says_of_an_error(error, says, monkeypatch):
     assert Outcome(failure=Failure("failed", [says])).out_of_memory == says.startswith("out of m")
 
 
+def test_a_worker_works_on_the_gpu_that_was_named(monkeypatch):
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(worker_, "JOBS", {"some": ("builtins", "dict")})
+    for device in ("cuda:1", "cuda", "cpu"):
+        job = {"job": "some", "device": device, "memory_limit": None}
+        assert worker_.begin(job) == job
+    assert chosen == ["cuda:1"]
+
+
 def test_what_a_worker_answers(monkeypatch):
     """Where it was measured, in which run, and what it still holds; what may not run, and why."""
     begun: list[Any] = []

@@ -413,6 +413,11 @@ def test_every_cell_of_a_table_is_under_its_title(one, cells):
     assert dict(zip(head, line, strict=True)) == cells
 
 
+def test_no_window_is_a_dash():
+    head, (line,) = tables.cells("kernel", [attention_row("tiled", 4096, 100.0)])
+    assert line[head.index("window")] == "-"
+
+
 def test_every_cell_of_a_profile():
     linear = {"part": "linear", "ms": 4.0, "share": 0.4, "roofline_ms": 1.234, "times": 3.2415,
               "over_ms": 2.766, "limit": "FLOPs",

@@ -483,6 +483,10 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
     assert "PAGE is out of date" in capsys.readouterr().err
     assert board.main([]) == 0 and board.main(["--check"]) == 0
+    note = "note: mine: its commit is not in this history: its source is not verifiable\n"
+    assert capsys.readouterr().out == ""  # it says that its code was changed
+    records.write(board.FOLDER / "mine", content | {"dirty": False}, whole=False)
+    assert board.main([]) == 0 and capsys.readouterr().out == note
     text, sdpa = board.PAGE.read_text(encoding="utf-8"), row(content, "sdpa")
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
     assert f"{sdpa['proof']['error']:.1e}" in text and "| given |" in text
