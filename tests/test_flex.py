@@ -372,7 +372,8 @@ def test_caps() -> None:
         assert why_not(eval_, device) == []
         assert why_not(spec, device) == ["it has no backward pass"]
     assert why_not(spec, torch_="2.5.0") == [] and why_not(eval_, "cpu", torch_="2.6.0") == []
-    assert why_not(replace(spec, dtype="float16"), capability=(7, 0)) == []
+    for torch_ in ("2.5.0", "2.13.0"):
+        assert why_not(replace(spec, dtype="float16"), "cuda", (7, 0), torch_) == []
     assert len(why_not(spec, capability=(7, 5))) == 1  # bfloat16
     assert len(why_not(spec, capability=(6, 1))) == 1
     assert why_not(replace(spec, scale=0.3, softcap=20.0, sinks=True)) == []

@@ -223,6 +223,11 @@ def test_who_is_behind_has_begun_the_fewest_phases():
     text = looking._judge([], [0, 1, 2, 3])
     assert text is not None and text.startswith("rank 1 (a, pid 2) hangs in 'checkpoint' of step")
     assert "none has moved for 50 s, the others wait in 'forward' of step 21" in text
+    looking.size, looking.machines, looking.pids = 40, ["a"] * 40, [*range(40)]
+    looking.missed = dict.fromkeys(range(40), 0)
+    looking.beats = dict.fromkeys(range(30), looking.beats[1]) | dict.fromkeys(range(30, 40), ahead)
+    text = looking._judge([], [*range(40)])
+    assert text is not None and text.count("pid") == 8  # more names say no more
 
 
 def test_who_is_silent_is_named_after_20_beats_with_the_seconds():
