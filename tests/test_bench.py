@@ -453,7 +453,8 @@ def test_the_commands_of_the_records_ask_today_for_what_they_asked_for(monkeypat
 
 def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     """A run needs a little more than the search's two steps: 7/8, until it holds, or 1 does not."""
-    config = load_config(["--device=cpu", "--batch_size=auto", "--sweep=False"]).settings
+    argv = ["--device=cpu", "--batch_size=auto", "--sweep=False", "--gradient_accumulation_steps=4"]
+    config = load_config(argv).settings
     here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops", "peak_measured": False}
     bench = Bench("train", config, "cpu", 77, ["sdpa"], None, print, {**here, "memory_limit": 1e9})
     found = {"batch_size": 16, "limit": "memory", "tried": {}}
@@ -464,6 +465,7 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
         def run(self: Any, found: Any, jobs: Any, points: Any, row: Any, **more: Any) -> Any:
             (job,) = jobs.values()
             tried.append(job["train"]["batch_size"])
+            assert job["train"]["gradient_accumulation_steps"] == 1  # the batch is the whole step's
             found["sdpa", ""] = Outcome(failure=Failure("failed", [words]))
             return [row("sdpa", "", found["sdpa", ""])]
 

@@ -104,6 +104,18 @@ def test_what_every_row_has():
     assert [row["q1_ms"], row["ms"], row["q3_ms"]] == pytest.approx(np.percentile(ms, (25, 50, 75)))
 
 
+def test_a_row_whose_process_died_in_a_round_is_no_row():
+    found = outcome(8.0, 2.0)
+    for kind, status in (("died", "failed"), ("failed", "failed"), ("stopped", "ok")):
+        found.failure = Failure(kind, ["so"])
+        row = rows.begin("train", "a", {}, found)
+        assert row["status"] == status and ("ms" in row) == (status == "ok")
+
+
+def test_a_point_in_words():
+    assert rows.where({"B": 1, "window": None, "processor": True, "late": False}) == "B=1 processor"
+
+
 def test_a_training_row_by_hand():
     # V C + (C 3C + C C + 8 C C) + 3 gains of C = 20 + 48 + 6 = 74 weights; 6 * 74 = 444 FLOPs,
     # and 12 L C T = 96 for the square of scores, 60 for the 2.5 keys that a query sees
@@ -885,6 +897,27 @@ def asking(mode: str, device: str = "cpu", **config: Any) -> Bench:
     return Bench(mode, BenchConfig(train=train, **config), device, 64, ["sdpa"], None, print, here)
 
 
+def test_the_sweep_has_the_models_window_fewer_rounds_and_shorter_ones(monkeypatch):
+    seen: list[Bench] = []
+    monkeypatch.setattr(Bench, "measure", lambda self, *how: [{"status": "ok"}])
+    monkeypatch.setattr(modes, "kernel", lambda bench: seen.append(bench) or [])
+    for rounds in (2, 9):
+        bench = asking("train", windows=(8,), seconds=3.0, rounds=rounds)
+        modes.train(replace(bench, reference={"loss": 1.0}))
+    assert [(b.config.windows, b.config.seconds, b.config.rounds) for b in seen] == [
+        ((), 1.5, 2), ((), 1.5, 3)]  # fmt: skip
+    assert all(b.earlier == [{"status": "ok"}] for b in seen)
+
+
+def test_a_run_may_take_the_memory_that_was_named_or_what_is_free(monkeypatch):
+    probe = SimpleNamespace(about={"free_memory": 9})
+    worker = SimpleNamespace(begin=lambda job: probe)
+    monkeypatch.setattr("bench.bench.Worker", lambda timeout, stop: worker)
+    for named, limit in ((5, 5), (None, 9)):
+        bench = replace(asking("kernel"), memory_limit=named)
+        assert bench.begin() is probe and bench.machine["memory_limit"] == limit
+
+
 def test_the_points_of_every_mode():
     def lengths(bench: Bench) -> list[Any]:
         found = modes.points(bench)
@@ -901,6 +934,11 @@ def test_the_points_of_every_mode():
     given: Any = {"lengths": (32, 16), "batch_sizes": (2, 1), "windows": (8, None)}
     want = [(B, T, window) for B in (2, 1) for T in (32, 16) for window in (8, None)]
     assert lengths(asking("kernel", **given)) == want
+    # Only what was chosen here is spared the largest corner.
+    want = [(1, 16, 32), (1, 32, 32), (1, 64, 32), (4, 16, 32), (4, 32, 32)]
+    assert lengths(asking("kernel", lengths=(16, 32, 64))) == want
+    want = [(4, 128, 32), (4, 512, 32), (1, 128, 32), (1, 512, 32), (1, 2048, 32)]
+    assert lengths(asking("kernel", batch_sizes=(4, 1))) == want
     some = asking("decode", prompts=(5, 9), kv_caches=("none", "paged"), new_tokens=7)
     assert modes.points(some) == [
         {"B": B, "P": P, "cache": cache, "new_tokens": 7}

@@ -141,23 +141,24 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
     assert (content["gpu"], content["vocab_size"]) == ("Tesla T4", 50304)
 
 
-@pytest.mark.parametrize("given, bandwidth", [
-    (None, (4.8e12, "datasheet: NVIDIA H200 datasheet")),
-    (3e3, (3e12, "--bandwidth_gbs"))])  # fmt: skip
-def test_a_profile_takes_the_bandwidth_that_was_given_or_the_datasheets(
-    given, bandwidth, monkeypatch
+@pytest.mark.parametrize("given, bandwidth, products", [
+    (None, (4.8e12, "datasheet: NVIDIA H200 datasheet"), None),
+    (3e3, (3e12, "--bandwidth_gbs"), 650.0)])  # fmt: skip
+def test_a_profile_takes_the_rates_that_were_given_or_the_datasheets(
+    given, bandwidth, products, monkeypatch
 ):
     took: list[Any] = []
     monkeypatch.setattr(rows, "of_profile", lambda *how: took.extend(how) or {"parts": []})
     here = {"name": "NVIDIA H200", "dtype": "bfloat16", "bandwidth": 3e12, "products_tflops": 790,
             "bandwidth_source": "--bandwidth_gbs"}  # fmt: skip
     config = SimpleNamespace(
-        bandwidth_gbs=given, products_tflops=None, train=SimpleNamespace(grad_clip=1.0)
+        bandwidth_gbs=given, products_tflops=products, train=SimpleNamespace(grad_clip=1.0)
     )
     bench: Any = SimpleNamespace(config=config, machine=here, model=GPT2, peak=PEAK)
     made = modes.beside_roofline(bench, {"ms": 1.0}, 8, 2)
     assert made == {"parts": [], "micro_batches": 2}
-    assert took == [{"ms": 1.0}, work(GPT2, 8, 1, "bfloat16", True), GPT2, 8, PEAK, bandwidth, 790]
+    how = GPT2, 8, PEAK, bandwidth, products or 790
+    assert took == [{"ms": 1.0}, work(GPT2, 8, 1, "bfloat16", True), *how]
 
 
 @pytest.mark.parametrize(
