@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def judged(base: list[float], other: list[float], **how: Any) -> tuple[str, bool
 
     table = [row("plain", base), row("fast", other)]
     passed = rows.of_convergence(table, "plain", seeds=len(base), **how)
+    if len(base) > 1:  # the noise that all are held against
+        assert [r["seed_noise"] for r in table] == pytest.approx([statistics.stdev(base)] * 2)
     return table[1]["verdict"], passed
 
 

@@ -135,6 +135,8 @@ def test_a_training_row_by_hand():
     assert "compile_s" not in row and row["first_step_s"] == 5.0
     slow = outcome(2.0, about={"compiled": True}, first_step_s=5.0)
     assert made(slow)["compile_s"] == pytest.approx(4.998)
+    config = replace(config, dropout=0.1)  # which has drawn other weights than the reference
+    assert "loss_difference" not in made(found)
 
 
 def test_a_kernel_row_by_hand():
@@ -882,6 +884,67 @@ def test_the_data_for_both_loops(tmp_path, monkeypatch):
     char, bpe = (work / "data" / name for name in ("shakespeare_char", "shakespeare"))
     assert pickle.loads((char / "meta.pkl").read_bytes()) == {"vocab_size": 65}
     assert (bpe / "meta.json").exists() and not (bpe / "meta.pkl").exists()
+
+
+# ----------------------------------------------------------------------------- the candidates
+
+
+def test_what_a_baseline_cannot_do_is_refused_and_no_more(monkeypatch):
+    for name in ("NanoGPT", "HuggingFace"):
+        monkeypatch.setattr(candidates, name, lambda what, job: what)
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"n_kv_head": 2}, ()), ({"n_kv_head": 1}, ("nanogpt", "hf")),
+        ({"attention_window": 8}, ("nanogpt", "hf")), ({"gelu": "tanh"}, ("nanogpt",)),
+        ({"gradient_checkpointing": True}, ("nanogpt", "hf")),
+    ]  # fmt: skip
+    for changes, lacks in cases:
+        told = Job(job("train", "", n_head=2, **changes))
+        for name in ("nanogpt", "hf"):
+            if name in lacks:
+                with pytest.raises(UserError, match="it has no "):
+                    candidates.build(f"{name}=x", told)
+            else:
+                assert candidates.build(f"{name}=x", told) == "x"
+
+
+def test_our_model_is_compiled_for_its_micro_batches_and_writes_without_dropout(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(runtime.Setup, "compiled", lambda self, model, micro: seen.append(micro))
+    told = Job(job("train", "manual", gradient_accumulation_steps=3, dropout=0.5))
+    candidates.Ours(told).for_training(told.setup.scaler())
+    assert seen == [3]
+
+    def stream(model: Any, prompt: Any, new: int, **how: Any) -> Any:
+        seen.append((model.training, how["kv_cache"], how["compile"]))
+        return iter(range(new))
+
+    monkeypatch.setattr(engine, "stream", stream)
+    who: Any = candidates.Ours(told).for_decoding(True, "dtype")
+    for cache in ("dynamic", "static"):
+        who.write(torch.zeros(1, 3, dtype=torch.int64), 4, cache)
+    assert seen[1:] == [(False, "dynamic", False), (False, "static", True)]
+
+
+def test_transformers_trains_with_our_betas_and_writes_compiled_where_we_do():
+    told = Job(job("train", "", beta1=0.7, beta2=0.8, weight_decay=0.3))
+    stub: Any = SimpleNamespace(config=told.config, setup=told.setup, model=torch.nn.Linear(2, 2))
+    (group,) = candidates.HuggingFace.make_optimizer(stub).param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.7, 0.8), 0.3)
+    seen: list[Any] = []
+
+    def generate(prompt: Any, **how: Any) -> Any:
+        seen.append((how["cache_implementation"], how["disable_compile"], how["do_sample"]))
+        for _ in range(1 + how["max_new_tokens"]):
+            how["streamer"].put(None)
+        text = torch.zeros(1, prompt.shape[1] + how["max_new_tokens"])
+        layer = SimpleNamespace(keys=torch.zeros(6), values=torch.zeros(2))
+        return SimpleNamespace(sequences=text, past_key_values=SimpleNamespace(layers=[layer] * 3))
+
+    for compile in (False, True):
+        stub = SimpleNamespace(compile=compile, model=SimpleNamespace(generate=generate))
+        found = candidates.HuggingFace.write(stub, torch.zeros(1, 3), 4, "static")
+        assert found[2] == 3 * 8 * 4
+    assert seen == [("static", True, False), ("static", False, False)]
 
 
 # ----------------------------------------------------------------------------- what is asked
