@@ -645,7 +645,7 @@ def say(**answer): print(json.dumps(answer), flush=True)
 def note(what):
     with open(job["log"], "a") as f: f.write(f"{job['name']} {what} {os.getpid()}\\n")
 if job["name"] == job.get("refuses"):
-    say(unavailable=["it may not"]); sys.exit()
+    note("refused"); say(unavailable=["it may not"]); sys.exit()
 note("start"); say(ok={"title": job["name"]})
 for line in sys.stdin:
     request = json.loads(line)
@@ -655,7 +655,7 @@ for line in sys.stdin:
         print("first\\nthe last words\\n ", file=sys.stderr, flush=True); os.kill(os.getpid(), 9)
     elif key == job.get("fails"): say(failed="RuntimeError: no", broken=job.get("broken", False))
     elif key == job.get("hangs"): sys.stdin.read()
-    else: say(ok={"ms": 1.0, "held_bytes": 100, "peak_bytes": 150})
+    else: say(ok={"ms": 1.0, "held_bytes": 100, "peak_bytes": 150 if job["name"] == "a" else 50})
 """
 
 
@@ -682,7 +682,9 @@ def stub(tmp_path) -> Callable[..., tuple[dict[Any, Outcome], bool, list[str]]]:
 
 
 def test_rounds_are_interleaved_and_each_job_has_one_process(stub):
-    outcomes, fresh, notes = stub()
+    kept: list[int] = []
+    outcomes, fresh, notes = stub(after_round=lambda: kept.append(1))
+    assert len(kept) == 3  # after the warm-up, too
     did = [" ".join(n.split()[:2]) for n in notes]
     assert did == [
         "a start", "a warm", "b start", "b warm", "c start", "c warm",
@@ -724,6 +726,33 @@ def test_a_worker_that_dies_is_one_failure_with_its_last_words(stub):
     assert sum(n.startswith("b warmx") for n in notes) == 1  # it is not tried again
 
 
+def test_who_is_not_warm_in_time_leaves_it_to_those_that_are(stub, monkeypatch):
+    monkeypatch.setattr(process, "WARM_UP", -1.0)  # it was over before the first began
+    outcomes, _, _ = stub(names="ab", stop=process.Stop(deadline=time.monotonic() + 600))
+    assert len(outcomes["a", ""].rounds) == 2
+    assert "would have left no time" in str(outcomes["b", ""].failure)
+
+
+def test_why_a_bench_ends_is_told_once():
+    stop = process.Stop(deadline=time.monotonic() - 1, why="its stage was over")
+    with pytest.raises(Failure, match="its stage was over"):
+        stop.check()
+
+
+def test_only_who_asks_for_it_has_decode_steps_compiled():
+    for compile in ("auto", False, True):
+        who: Any = decoding.Decoding(job("decode", "sdpa", compile=compile)).who
+        assert who.compile is (compile is True)
+
+
+def test_a_step_is_profiled_once_and_not_in_every_fresh_process(monkeypatch):
+    monkeypatch.setattr(training.Training, "profile", lambda self, steps: {"steps": steps})
+    worker = training.Training(job("train", "sdpa", batch_size=1))
+    for again in (False, True):
+        answer = worker.round({"warm_up": True, "profile": 3, "again": again})
+        assert answer.get("profile") == (None if again else {"steps": 3})
+
+
 def test_a_failure_that_a_worker_survives_costs_no_process(stub):
     outcomes, _, notes = stub(names="ab", at=("x", "y"), fails=["b", "x"])
     assert str(outcomes["b", "x"].failure) == "RuntimeError: no"
@@ -740,7 +769,8 @@ def test_a_process_that_is_of_no_more_use_is_replaced(stub):
 
 @pytest.mark.slow
 def test_a_refusal_holds_for_all_points_and_an_answer_may_not_take_for_ever(stub):
-    outcomes, _, _ = stub(names="ab", at=("x", "y"), refuses="a")
+    outcomes, _, notes = stub(names="ab", at=("x", "y"), refuses="a")
+    assert sum(n.startswith("a refused") for n in notes) == 1
     for at in ("x", "y"):
         assert outcomes["a", at].failure.kind == "unavailable"  # type: ignore[union-attr]
         row = rows.begin("train", "a", {}, outcomes["a", at])
