@@ -739,12 +739,6 @@ def test_why_a_bench_ends_is_told_once():
         stop.check()
 
 
-def test_only_who_asks_for_it_has_decode_steps_compiled():
-    for compile in ("auto", False, True):
-        who: Any = decoding.Decoding(job("decode", "sdpa", compile=compile)).who
-        assert who.compile is (compile is True)
-
-
 def test_a_step_is_profiled_once_and_not_in_every_fresh_process(monkeypatch):
     monkeypatch.setattr(training.Training, "profile", lambda self, steps: {"steps": steps})
     worker = training.Training(job("train", "sdpa", batch_size=1))

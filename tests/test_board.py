@@ -311,6 +311,15 @@ def test_uncommitted_code_that_says_clean_is_refused(
     assert source_state(content | elsewhere) == "unverifiable"
 
 
+def test_the_hash_is_of_all_that_was_measured() -> None:
+    row = {"mode": "kernel", "backend": "sdpa", "point": {"B": 1}, "rounds": [{"ms": 1.0}], "ms": 1}
+    hashes = {records.rounds_sha256({"rows": [row]})}
+    for name in ("mode", "backend", "point", "rounds"):
+        hashes.add(records.rounds_sha256({"rows": [row | {name: "other"}]}))
+    assert len(hashes) == 5
+    assert records.rounds_sha256({"rows": [row | {"ms": 2}]}) in hashes  # which follows from them
+
+
 # ----------------------------------------------------------------------------- other lies
 
 
