@@ -487,7 +487,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     own: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content["commit"] = None  # nothing of this checkout matters here
+    content |= {"commit": None, "dirty": True}  # nothing of this checkout matters here
     records.write(board.FOLDER / "mine", content, whole=False)
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
     assert "PAGE is out of date" in capsys.readouterr().err
