@@ -118,6 +118,8 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
         r["rounds"] = r.get("rounds", [])[:2]
     content |= {"complete": False, "incomplete": "stopped by Ctrl-C"}
     assert check(seal(content)) == []
+    del content["complete"]  # nothing said is a claim to be whole
+    assert any("it has 2 of " in why for why in check(content))
 
 
 def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: Content) -> None:
@@ -132,6 +134,8 @@ def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: C
     assert [part["mode"] for part in records.parts(whole)] == ["train", "converge"]
     assert check(whole) == []
     assert any("cut off" in why for why in check(whole | {"complete": True}))
+    untold = {k: v for k, v in whole.items() if k != "complete"}  # is a claim to be whole
+    assert any("cut off" in why for why in check(untold))
     stages[0]["status"] = "perfect"
     assert "stage training: there is no status 'perfect'" in check(whole)
     row(stages[1]["record"], "sdpa", "converge")["verdict"] = "FAIL"
@@ -289,6 +293,8 @@ def test_uncommitted_code_that_says_clean_is_refused(
         subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
 
     monkeypatch.setattr(records, "ROOT", tmp_path)
+    outside = {"commit": None, "dirty": None, "source_sha256": None}
+    assert records.git_state() == outside
     (tmp_path / "a.py").write_text("1\n", encoding="utf-8")
     (tmp_path / "notes.md").write_text("x\n", encoding="utf-8")
     git("init", "-q")
