@@ -168,7 +168,7 @@ def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
     for name, value in again.items():
         if not same(row.get(name), value):
             yield f"{name} is {row.get(name)}, but its rounds and sizes give {value}"
-    for name in ("mfu", "mfu_causal", "share"):
+    for name in ("mfu", "share"):  # mfu_causal is never more than mfu
         if (row.get(name) or 0) > 1:
             yield f"{name} of {row[name]:.1%} is more than the peak: that peak is too low"
     if not (mode == "converge" and settings.get("paths")):

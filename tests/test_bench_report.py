@@ -15,6 +15,7 @@ import bench_mfu
 from bench import pictures, records, roofline, tables
 from bench.config import BenchConfig
 from bench.roofline import Work
+from bench.verify import OTHERS
 from core.settings import UserError
 from train import TrainConfig
 
@@ -241,12 +242,21 @@ def test_two_qualify_records_are_compared_stage_by_stage(tmp_path, capsys):
     assert "B slower" in lines_of(capsys.readouterr().out)["sdpa"]
 
 
-def test_another_version_of_transformers_is_no_yardstick(tmp_path, capsys):
-    table = [*TRAIN, row("hf_sdpa", SLOW)]
+@pytest.mark.parametrize("name", sorted(OTHERS - {"nanogpt"}))
+def test_another_version_of_transformers_is_no_yardstick(name, tmp_path, capsys):
+    table = [*TRAIN, row(name, SLOW)]
     a = content(table, packages={"torch": "2.13.0", "transformers": "5.0"})
     b = content(table, packages={"torch": "2.13.0", "transformers": "5.1"})
-    assert "by hf_sdpa" in " ".join(compare(tmp_path, a, a, capsys).split())
+    assert f"by {name}" in " ".join(compare(tmp_path, a, a, capsys).split())
     assert "by manual" in " ".join(compare(tmp_path, a, b, capsys).split())
+
+
+def test_a_point_is_the_same_in_any_order(tmp_path, capsys):
+    turned = copy.deepcopy(KERNEL)
+    for r in turned:
+        r["point"] = dict(reversed(r["point"].items()))
+    out = compare(tmp_path, content(KERNEL, "kernel"), content(turned, "kernel"), capsys)
+    assert "nothing to compare" not in out and "only in" not in out
 
 
 def test_what_was_not_measured_to_its_end_is_not_compared(tmp_path, capsys):
@@ -290,6 +300,10 @@ def test_compare_tells_what_else_differs(tmp_path, capsys):
     b["settings"]["n_layer"] = 24
     out = " ".join(compare(tmp_path, content(TRAIN), b, capsys).split())
     assert "not only the code differs: n_layer (12 / 24), versions" in out
+    b["settings"]["n_layer"] = 12
+    del b["settings"]["beta1"]  # as if it were a setting of a later day
+    out = " ".join(compare(tmp_path, content(TRAIN), b, capsys).split())
+    assert "not only the code differs: versions" in out
     one = content([row("sdpa", [50.0])])
     assert "noise unknown" in compare(tmp_path, content(TRAIN), one, capsys)
 

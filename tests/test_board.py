@@ -142,6 +142,8 @@ def test_a_qualify_record_is_checked_part_by_part(trained: Content, converged: C
     assert any("did not converge" in why for why in check(whole))
     stages[1]["record"]["machine"] = {**converged["machine"], "threads": 99}
     assert "its stages were measured on two machines" in check(whole)
+    stages[1]["record"]["machine"] = converged["machine"] | {"about": "another name"}
+    assert any("and the record names another name" in why for why in check(whole))
 
 
 # ----------------------------------------------------------------------------- twelve lies
@@ -230,6 +232,29 @@ LIES: list[tuple[Callable[[Content], None], str]] = [
 ]
 
 
+def test_the_peak_is_that_of_the_products_that_ran(content: Content) -> None:
+    on_a_gpu(content)["settings"]["tf32"] = False
+    said = "the peak is 494.7 TFLOP/s; datasheet: NVIDIA H200 datasheet has 66.9, dense"
+    assert said in check(content)
+
+
+def test_a_canary_holds_only_if_it_says_so(content: Content) -> None:
+    row(content, "sdpa")["proof"]["canary"] = "not run"
+    assert any("train sdpa: the canary failed" in why for why in check(content))
+
+
+def test_the_rounds_that_a_record_must_have(content: Content, converged: Content) -> None:
+    """As many as were asked for: fewer than a sweep's three, and a converge run's of each seed."""
+    content["settings"]["rounds"] = 1
+    for r in content["rows"]:
+        if r["status"] == "ok":
+            del r["rounds"][1:]
+    assert check(seal(content)) == []
+    made = copy.deepcopy(converged)
+    made["settings"]["seeds"] = 2
+    assert "converge sdpa: it has 10 of 20 rounds" in check(made)
+
+
 @pytest.mark.parametrize("lie, says", LIES, ids=[lie.__name__ for lie, _ in LIES])
 def test_a_lie_is_refused_with_a_sentence_that_names_it(
     lie: Callable[[Content], None], says: str, content: Content
@@ -295,6 +320,7 @@ def test_uncommitted_code_that_says_clean_is_refused(
     monkeypatch.setattr(records, "ROOT", tmp_path)
     outside = {"commit": None, "dirty": None, "source_sha256": None}
     assert records.git_state() == outside
+    assert source_state(content | outside) == "unverifiable"
     (tmp_path / "a.py").write_text("1\n", encoding="utf-8")
     (tmp_path / "notes.md").write_text("x\n", encoding="utf-8")
     git("init", "-q")

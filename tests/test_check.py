@@ -695,6 +695,13 @@ def test_it_goes_through_caps_probe_and_fallback(tmp_path: Path) -> None:
                          attention.Policy(fallback=False))  # fmt: skip
 
 
+def test_it_may_need_a_package_that_no_other_kernel_does(tmp_path: Path) -> None:
+    path = kernel(tmp_path, caps="packages=('numpy',)")
+    assert "numpy" not in attention.packages()
+    chosen = attention.select(path, attention.Spec(2, 2, 16, "float32"), "cpu")
+    assert chosen.backend.name == "mine" and not chosen.rejected
+
+
 def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     path, _ = planted("not rescaled to the new maximum", tmp_path)
     backend = attention.get(str(path))

@@ -291,6 +291,7 @@ def test_paged_needs_its_cache_and_a_cache_needs_one_that_reads_it() -> None:
     asked = replace(BF16, cache="paged", page_size=16, grad=False)
     for machine in (CPU, APPLE, TITAN, H100):
         assert runs("paged", asked, full(machine), STRICT) == "paged"
+        assert not resolve("auto", asked, full(machine)).rejected  # nothing else is tried first
     assert runs("paged", BF16, full(H100)) == "sdpa"  # training
     assert runs("paged_attention", FP32, full(CPU)) == "sdpa"
 
