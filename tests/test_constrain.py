@@ -170,6 +170,13 @@ def test_choices_are_given_and_nothing_else(texts, has_end):
         assert found == set(texts) - begins_another
 
 
+def test_a_choice_is_a_text_and_no_pattern():
+    vocabulary = Vocabulary([b"a", b".", b"|", b"(", b""], eot=4)
+    automaton = constrain.choices(["a.", "(|"], vocabulary)
+    found = {vocabulary.text(ids) for ids in all_texts(automaton, vocabulary, 3)}
+    assert found == {b"a.", b"(|"}
+
+
 def test_of_two_choices_one_may_begin_the_other():
     vocabulary = Vocabulary([b"n", b"o", b"t", b"no", b""], eot=4)
     automaton = constrain.choices(["no", "not"], vocabulary)
@@ -532,6 +539,11 @@ def test_one_space_may_stand_between_any_two_signs_of_json():
     for n, gap in itertools.product(range(len(signs) + 1), (" ", "  ", "\t", "\n")):
         text = "".join([*signs[:n], gap, *signs[n:]])
         assert bool(pattern.fullmatch(text)) == (gap == " " and 0 < n < len(signs)), text
+
+
+def test_what_is_not_ascii_is_written_as_it_is():
+    pattern = json_schema.to_regex({"properties": {"é": {"enum": ["日", "b"]}}, "required": ["é"]})
+    assert re.fullmatch(pattern, '{"é":"日"}') and not re.fullmatch(pattern, r'{"\u00e9":"b"}')
 
 
 @pytest.mark.parametrize("text", ["0", "-0", "12", "-3.50", "0.01", "1e5", "2E-07", "7.1e+3"])

@@ -394,7 +394,7 @@ def test_bytes_of_manual_are_those_of_its_operators(dtype, T, D):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_fast_memory_is_that_of_the_tensors_of_a_tile(heads, dtype):
     spec, (B_r, B_c) = Spec(*heads, 16, dtype), (8, 5)
     tile = trace_of(spec, 40, B_r, B_c)[8]
@@ -1035,6 +1035,10 @@ def test_the_map_in_characters(shape):
     text = render(found)
     call = calls_of(shape)[1]
     P, T = softmax_by_hand(call)[2], call.q.shape[1]
+    h = next(h for h in found["tiles"]["heads"] if (h["layer"], h["head"]) == (1, 2))
+    walked = " ".join(text[text.index("TILES of layer 1, head 2") :].split())
+    off = f"off by {h['error']:.2g}, allowed is {h['allowed']:.2g}; from manual's in the same dtype"
+    assert f"{off} by {h['difference']:.2g}" in walked
     begin = text.index("MAP of layer 1, head 2")
     rows = [line for line in text[begin:].splitlines() if re.match(r" *\d+ \S ", line)][:T]
     assert len(rows) == T and "a column is the sum" not in text

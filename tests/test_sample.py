@@ -19,7 +19,7 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 import checkpoint
 import sample
 import train
-from inference import serve, texts
+from inference import engine, serve, texts
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -359,9 +359,9 @@ def test_the_speed_and_the_first_token_are_timed(trained, monkeypatch):
     assert "1 text, 20 tokens in 2.00 s: 10.0 tokens/s, first token after 1000 ms" in err
 
 
-@pytest.mark.parametrize(
-    "pieces", [["a", "ab", "ac", "aba", "cd"], list("aababcaba"), ["", "aababcaba"]]
-)
+@pytest.mark.parametrize("pieces", [
+    ["a", "ab", "ac", "aba", "cd"], list("aababcaba"), ["", "aababcaba"], ["c", "ca"], ["cab"],
+])  # fmt: skip
 @pytest.mark.parametrize("stop", [None, "abc", "a", "bab", "x", "caba", "ba", "aa"])
 def test_what_is_shown_before_a_stop_string(pieces, stop) -> None:
     """However the text is cut; and nothing is held back that cannot be its beginning."""
@@ -401,6 +401,13 @@ def test_a_constrained_text_matches(word, pattern, trained):
         assert re.fullmatch(pattern, text.removeprefix("Ann ")), text
 
 
+def test_a_constrained_text_has_ended_by_itself(trained, tmp_path):
+    words = of(trained, "--start=Ann", "--regex=[a-z]{3}", f"--out={tmp_path / 'o.jsonl'}")
+    assert enter(sample.main, ["--device=cpu", *words])[0] == 0
+    (told,) = rows_of((tmp_path / "o.jsonl").read_text())
+    assert (told["tokens"], told["finish"]) == (3, "stop")
+
+
 def test_choices_are_named_or_the_lines_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sample.constrain, "choices", lambda texts, tokenizer: list(texts))
     (tmp_path / "a.txt").write_text("yes, please\n\nno\n")
@@ -413,6 +420,21 @@ def test_paged_attention_alone_may_run(trained):
     strict = ("--attention_backend=paged", "--attention_fallback=False", "--kv_cache=paged")
     words = of(trained, "--start=Ann", n=20)  # beyond the context
     assert text_of(*words, *strict) == text_of(*words)
+
+
+@pytest.mark.parametrize("place, kv", [(engine, "dynamic"), (serve, "paged")])
+def test_how_to_draw_reaches_the_engine(place, kv, trained, monkeypatch):
+    asked: list[dict[str, Any]] = []
+    stream = place.stream
+    monkeypatch.setattr(place, "stream", lambda *a, **how: asked.append(how) or stream(*a, **how))
+    words = ("--top_k=7", "--top_p=0.5", "--temperature=0.3", "--overflow=stop", "--batch_size=2")
+    assert len(text_of(*of(trained, "--num_samples=3", f"--kv_cache={kv}", *words, n=3))) == 3
+    tokens = len(set(TEXT))
+    for how in asked:
+        assert (how["top_k"], how["top_p"], how["temperature"]) == (7, 0.5, 0.3)
+        assert (how["overflow"], how["vocab_size"]) == ("stop", tokens)
+        assert how.get("slots") == (2 if kv == "paged" else None)
+    assert len(asked) == (1 if kv == "paged" else 2)
 
 
 def test_bfloat16_weights(trained):
@@ -584,6 +606,17 @@ def test_a_stop_string_whose_character_has_several_tokens(bpe, tmp_path, monkeyp
     tokens = iter([[65], *([byte] for byte in "é".encode())])  # and no token after it
     monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x", "--stop=é") == ["xA"]
+
+
+def test_a_stop_string_within_a_token(bpe, tmp_path, monkeypatch):
+    path, out = gpt2_like(tmp_path / "ckpt.pt"), tmp_path / "o.jsonl"
+    ab = 256 + 256 * ord("a") + ord("b")
+    monkeypatch.setattr("inference.sampling.sample_token", lambda *a: torch.tensor([ab]))
+    for stop, text, tokens in (("a", "", 1), ("b", "a", 1), ("ab", "", 1), ("ba", "a", 2)):
+        words = (f"--init_from={path}", "--start=x", f"--stop={stop}", f"--out={out}")
+        enter(sample.main, ["--device=cpu", *words])
+        (told,) = rows_of(out.read_text())
+        assert (told["text"], told["tokens"], told["finish"]) == (text, tokens, "stop")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):

@@ -290,6 +290,14 @@ def test_enough_pages() -> None:
                 assert not server.waiting
 
 
+def test_a_batch_has_the_pages_that_its_texts_need() -> None:
+    """Of the size that was asked for: 11 and 9 tokens, the last of which is never stored."""
+    stats = Stats()
+    how: dict[str, Any] = {"kv_cache": "paged", "page_size": 4, "stats": stats}
+    list(engine.stream(build(block_size=64).eval(), [tokens(1, 5)[0], tokens(1, 3)[0]], 6, **how))
+    assert (stats.pages, stats.all_pages) == (3 + 2, 3 + 3)
+
+
 # --- sharing ---
 
 

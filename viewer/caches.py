@@ -104,7 +104,6 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     changed = torch.zeros(buffer.k.shape[0], dtype=torch.bool)
     for old, new in zip(before, (buffer.k, buffer.v), strict=True):
         changed |= (old != _bits(new)).flatten(1).any(dim=1).cpu()
-    now.advance()
     chosen, _ = model.attention(False, (1, 1), now.kind, now.page_size)
     used = sum(p >= 0 for p in buffer.holds) * 2 * buffer.k[0].nbytes * config.n_layer
     return {
