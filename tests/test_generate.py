@@ -897,6 +897,17 @@ def test_a_model_that_was_cast_since_gets_another_cache(eager_graphs) -> None:
     assert len(engine._idle[model]) == 2
 
 
+def test_a_longer_text_gets_a_longer_cache(eager_graphs) -> None:
+    model = lively(block_size=256)
+    for n in (9, 130, 9):
+        want, got = (
+            engine.generate(model, tokens(T=5), n, temperature=0, **how)
+            for how in ({}, {"kv_cache": "static", "compile": True})
+        )
+        assert torch.equal(got, want)
+    assert sorted(cache.max_len for cache in engine._idle[model].values()) == [128, 256]
+
+
 @pytest.mark.slow
 def test_a_cache_is_kept_as_long_as_its_model_and_in_every_mode(eager_graphs) -> None:
     model = lively()
