@@ -132,6 +132,25 @@ def _assert_refused(name: str, spec: Spec, machine: Machine) -> None:
     assert chosen.backend.name != name and chosen.rejected[name] == tuple(why)
 
 
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math", "triton"])
+def test_torchs_default_dtype_changes_nothing(name: str) -> None:
+    case = next(case for case in CASES if case.name == "64")
+    spec = case.spec("float32")
+    q, k, v, dout = matrix.draw(case, spec.dtype, "cpu")
+
+    def results() -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = BACKENDS[name].attend(*leaves, spec)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    want, was = results(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert all(map(torch.equal, results(), want))
+    finally:
+        torch.set_default_dtype(was)
+
+
 @pytest.mark.parametrize("name, device, item", list(_grid()))
 def test_right(name: str, device: str, item: Item) -> None:
     """What python -m attention check asks, in any dtype."""

@@ -338,6 +338,16 @@ def test_training_is_timed_with_the_backward_to_the_projection_inference_without
     assert inputs.qkv.grad is None  # asked for by autograd.grad, added up nowhere
 
 
+def test_the_table_is_of_the_quickest_first_and_of_the_dropped_last() -> None:
+    timings = [Timing("a", why="too slow"), Timing("b", 3.0, 1e-7), Timing("c", 2.0, 2e-7),
+               Timing("d", 4.0), Timing("e", why="wrong")]  # fmt: skip
+    text = autotune.table(timings, "d", "c", SPEC, (2, 64, 64), "here")
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[0] for line in lines[2:-1]] == ["c", "b", "d", "a", "e"]
+    assert lines[2] == ["c", "2.000", "0.500", "2.0e-07"] and lines[4][1:3] == ["4.000", "1.000"]
+    assert lines[-1][:6] == ["chosen:", "c", "(50.0%", "less", "time", "than"]
+
+
 def test_decoding_is_one_query_against_all_keys(clock, monkeypatch, log) -> None:
     seen: list[Any] = []
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import attention
 import checkpoint
 import train
-from attention import Partial, Refusal, Spec, check, get, matrix, own
+from attention import Partial, Refusal, Spec, check, get, matrix, own, promises
 from attention.check import Item, items
 from bench.config import load_config, names
 from core.settings import UserError
@@ -707,6 +707,41 @@ def test_a_probe_finds_it_wrong(tmp_path: Path) -> None:
     backend = attention.get(str(path))
     why = attention.probe(backend, attention.Spec(2, 2, 16, "float32"), "cpu").why
     assert why and "its numbers are wrong" in why[0]
+
+
+def test_the_first_of_five_runs_counts() -> None:
+    """As where the first call warms something up and is rounded otherwise."""
+    calls = []
+
+    def attend(q: Any, k: Any, v: Any, spec: Spec, **kw: Any) -> Any:
+        calls.append(0)
+        return get("manual").attend(q, k, v, spec, **kw) * (1 + 1e-6 * (len(calls) == 1))
+
+    with pytest.raises(AssertionError, match="out is not the same each time"):
+        promises.same_bits(replace(get("manual"), attend=attend), Spec(2, 2, 16, "float32"), "cpu")
+    assert len(calls) == 5
+
+
+def test_a_case_has_what_its_name_says() -> None:
+    for case in matrix.CASES:
+        words = set(case.name.split("-"))
+        assert {case.segments} - {None} == words & {"packed", "padded"}, case
+        assert (case.sinks, case.softcap is not None, case.scale is not None) == tuple(
+            name in words for name in ("sinks", "softcap", "scale")
+        ), case
+        assert words & {"split", "BHTD", "mixed"} <= {case.layout}, case
+        assert {case.kind} - {"noise"} == words & {"equal", "dominant"}, case
+        assert (case.size > 2) == bool({"large", "large4", "overflow"} & words), case
+        assert (case.window is not None) == ("window" in case.name), case
+        assert not words & {"gqa", "mqa"} or case.Hkv < case.H
+        assert ("mqa" in words) <= (case.Hkv == 1)
+        for word in words:
+            if word.startswith("window") and word != "window":
+                assert case.window == int(word.removeprefix("window"))
+            if re.fullmatch(r"D\d+", word):
+                assert int(word[1:]) == case.D
+            if re.fullmatch(r"\d+(x\d+)?", word):
+                assert [case.Tq, case.Tk] == [*map(int, word.split("x") * 2)][:2]
 
 
 @pytest.mark.parametrize("text, why", [

@@ -892,6 +892,7 @@ def test_the_terminal_shows_the_ring(shape):
     T = len(document(shape)["about"]["tokens"])
     rows = re.findall(r"^ +(\d) +(\d) +(\d)  ((?:\d+,\d+/? ?)*) +(\S+ k?B)$", text, re.M)
     assert len(rows) == 16
+    assert re.search(r"^step +process +K, V of +pairs +sent so far$", text, re.M)
     for step, rank, home, pairs, sent in rows:
         s, r = int(step), int(rank)
         assert int(home) == found["homes"][s][r]
@@ -899,6 +900,8 @@ def test_the_terminal_shows_the_ring(shape):
         want = [f"{t['queries']},{t['keys']}{'/' if t['masked'] else ''}" for t in mine]
         assert pairs.split() == want
         assert sent == amount(sum(found["sent"][n][r] for n in range(s + 1)))
+    last = rf"^The last query, {T - 1}, tile by tile:\n\nstep +keys +L of these +L so far +\|O\|$"
+    assert re.search(last, text, re.M)
     growth = re.findall(r"^ +(\d) +\d+\.\.\d+ +(\S+) +(\S+) +(\S+)$", text, re.M)
     at, row = divmod(T - 1, found["chunk"])
     visits = [n for n, t in enumerate(found["tiles"]) if t["queries"] == at]

@@ -760,6 +760,14 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("device, mode", [("cpu", None), ("cuda", "reduce-overhead")])
+def test_cuda_graphs_are_asked_for_where_there_are_any(device, mode, monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how))
+    engine.compiled.__wrapped__(engine.next_logits, device)
+    assert asked == [{"fullgraph": True, "dynamic": False, "mode": mode}]
+
+
 @pytest.mark.parametrize("name", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
     """Buckets of 128, 256 and 300 places; another text of another length compiles nothing."""

@@ -737,6 +737,8 @@ def test_which_queries_are_tokens_where_the_keys_begin_later() -> None:
     mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
     found = hf._tokens(3, attention_mask=mask, q_offset=5, kv_offset=4, kv_length=4)
     assert found is not None and found.tolist() == [[True, False, False]]
+    found = hf._tokens(3, attention_mask=mask)  # nothing was dropped, and nothing is before them
+    assert found is not None and found.tolist() == [[False, True, True]]
 
 
 def test_the_window_is_that_of_the_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -350,6 +351,29 @@ def test_the_proof_is_kept_as_plain_data(grad) -> None:
     assert wrong is not None and wrong["grad_error"] > wrong["grad_allowed"] > 0
     assert wrong["error"] <= wrong["allowed"]
     assert probe(made_up(raises), SPEC, "cpu").proof is None
+
+
+def test_the_proof_is_of_the_largest_errors_and_the_worst_gradient(monkeypatch) -> None:
+    def deviations(names: Any, *of: Any, **how: Any) -> list[probing.Deviation]:
+        made = {"out": (1, 4, 10), "dq": (2, 8, 10), "dk": (3, 6, 20), "dv": (4, 50, 10)}
+        largest = [probing.Deviation(n, "", *map(float, made[n])) for n in names]
+        return [*largest, probing.Deviation("dq", " in the mean", 8.0, 9.0, 10.0)]
+
+    monkeypatch.setattr(probing, "_deviations", deviations)
+    proof = {"error": 0.1, "allowed": 0.4, "grad_error": 0.15, "grad_allowed": 0.3}  # dk's
+    assert probe(BACKENDS["manual"], SPEC, "cpu").proof == proof | {"canary": True}
+
+
+def test_the_devices_that_the_profiler_looks_at(monkeypatch) -> None:
+    asked: list[Any] = []
+    activity = torch.profiler.ProfilerActivity
+    monkeypatch.setattr(torch.profiler, "profile", lambda **how: asked.append(how) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        with contextlib.suppress(AttributeError), system.profiled([]):
+            pass
+    assert [how["activities"] for how in asked] == [[activity.CPU], [activity.CPU, activity.CUDA]]
 
 
 def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:

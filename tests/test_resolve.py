@@ -268,6 +268,7 @@ CUDA = SDPA | {"sdpa_efficient": "2.3", "sdpa_cudnn": "2.5", "flex": "2.5", "tri
     (H100, SUNK, CUDA | {"flex": "2.9"}),
     (TITAN, replace(SUNK, dtype="float16"), CUDA | {"flex": "2.9"}),
     (CPU, FP16, SDPA | {"flex": "2.6", "triton": "2.5", "sdpa_bmm": "2.3"}),
+    (CPU, BF16, SDPA | {"flex": "2.6", "triton": "2.5", "sdpa_bmm": "2.3"}),
     (APPLE, FP16, {"sdpa": "2.1", "sdpa_math": "2.3", "flex": "2.13"}),
 ], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
 def test_the_least_torch_of_each_kernel(machine, spec, least) -> None:
