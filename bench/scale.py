@@ -106,7 +106,7 @@ class Plan:
     at: Cluster
     parallel: str
     gpus: int
-    context: int = 1
+    context: int
 
     @property
     def shard(self) -> int:

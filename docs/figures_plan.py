@@ -25,7 +25,7 @@ def saved(T: int = 8192) -> str:
     made = []
     for dtype in ("float32", "bfloat16"):
         job = Job(GPTConfig(block_size=T, bias=False), 4, 4)
-        p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1)
+        p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1)
         layer, ends = p.per_token
         sizes = (layer, ends, 12 * layer + ends, 12 * 4 * 768 + layer + ends)
         made.append([dtype, *(f"{n:,}" for n in sizes)])

@@ -424,6 +424,7 @@ def test_figures_6_to_9_tell_what_they_take() -> None:
         (["backward_flops", "--D=0"], "at least 1"),
         (["lazy_rescaling", "--T=64"], "T must be more than 64"),
         (["three_caches", "--lengths=(0, 3)"], "lengths must be from 1"),
+        (["three_caches", "--lengths=(3, 1025)"], "lengths must be from 1 to 1,024"),
         (["three_caches", "--page_size=0"], "page_size at least 1"),
     ):
         with pytest.raises(UserError, match=re.escape(told)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core import runtime
-from inference.sampling import Options, SamplingParams, Uniform, _likeliest, sample_token
+from inference.sampling import Options, SamplingParams, Uniform, _likeliest, behind, sample_token
 
 
 def pick(logits: Tensor, u: Tensor | None, **params: Any) -> Tensor:
@@ -202,3 +202,21 @@ def test_random_numbers_of_the_host_are_not_waited_for(monkeypatch) -> None:
     monkeypatch.setattr("inference.sampling.to_device", note)
     uniform = Uniform(3, torch.device("cpu"), torch.Generator(), block=4)
     assert [len(uniform.next()) for _ in range(4)] == [3] * 4 and moved == [(4,)] * 3
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_step_is_read_when_so_many_more_have_been_launched(ahead: int) -> None:
+    events: list[tuple[str, int]] = []
+
+    def launch() -> Any:
+        for n in range(5):
+            events.append(("launched", n))
+            yield n
+
+    for n in behind(launch(), ahead):
+        events.append(("read", n))
+    assert [n for what, n in events if what == "read"] == [*range(5)]
+    for n in range(5):
+        before = events[: events.index(("read", n))]
+        assert before.count(("launched", 4)) or ("launched", n + ahead) == before[-1]
+        assert ("launched", min(n + ahead, 4)) in before
