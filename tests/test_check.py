@@ -722,6 +722,16 @@ def test_the_first_of_five_runs_counts() -> None:
     assert len(calls) == 5
 
 
+def test_the_last_queries_behind_padding_are_asked_alone(monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(matrix, "check", lambda backend, case, *a, **kw: asked.append(case))
+    for Tq in (1, 5, 24):
+        promises.padded(Tq, get("manual"), Spec(2, 2, 16, "float32", segments=True), "cpu")
+    assert [(c.Tq, c.Tk, c.B, c.segments) for c in asked] == [
+        (Tq, 24, 3, "left") for Tq in (1, 5, 24)
+    ]
+
+
 def test_a_case_has_what_its_name_says() -> None:
     for case in matrix.CASES:
         words = set(case.name.split("-"))
@@ -734,6 +744,7 @@ def test_a_case_has_what_its_name_says() -> None:
         assert (case.size > 2) == bool({"large", "large4", "overflow"} & words), case
         assert (case.window is not None) == ("window" in case.name), case
         assert not words & {"gqa", "mqa"} or case.Hkv < case.H
+        assert case.Tq <= case.Tk or f"{case.Tq}x{case.Tk}" in case.name
         assert ("mqa" in words) <= (case.Hkv == 1)
         for word in words:
             if word.startswith("window") and word != "window":

@@ -316,10 +316,16 @@ def test_a_tile_of_keys_is_16_kb_at_most_and_16_keys_at_least() -> None:
 @needs_triton
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("splits", [0, 1, 3, 8])
-def test_however_many_runs_the_keys_are_split_into(splits, window) -> None:
-    """Rows of 200, 65 and 1 keys: runs of several blocks, and runs without any key."""
+def test_however_many_runs_the_keys_are_split_into(splits, window, monkeypatch) -> None:
+    """Rows of 200, 65 and 1 keys: runs of several blocks, and runs without any key. Who names their
+    number gets it."""
     from attention import paged_kernels
 
+    chosen: list[Any] = []
+    choose = paged_kernels.choose_splits
+    monkeypatch.setattr(
+        paged_kernels, "choose_splits", lambda *of: chosen.append(of) or choose(*of)
+    )
     spec = replace(SPEC, page_size=16, window=window)
     schedule = [(199, 64, 0), (1, 1, 1)]
     inputs = draw(spec, [200, 65, 1])
@@ -329,6 +335,7 @@ def test_however_many_runs_the_keys_are_split_into(splits, window) -> None:
 
     for out, row in zip(serve(run, spec, schedule, KERNEL_DEVICE, inputs), inputs, strict=True):
         check(out[-1:], row, spec)
+    assert bool(chosen) == (splits == 0)
     for programs, keys in ((1, 1), (1, 10**6), (64, 4096), (10**5, 10**6)):
         n = paged_kernels.choose_splits(programs, keys)
         assert 1 <= n <= 64 and n & (n - 1) == 0, (programs, keys, n)
