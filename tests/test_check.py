@@ -538,6 +538,11 @@ def test_only_in_training_are_there_gradients() -> None:
         assert item.spec.grad == (phase == "training"), item.name
 
 
+def test_pages_are_asked_small_and_as_large_as_flashattentions() -> None:
+    sizes = {item.spec.page_size for item in items(["float32"]) if item.case is None}
+    assert sizes == {None, 16, 256}
+
+
 def test_a_promise_is_asked_what_its_name_says() -> None:
     for item in (item for item in items(["float32"]) if item.case is None):
         name, spec = item.name, item.spec

@@ -73,6 +73,19 @@ def test_kernels_do_not_know_one_another() -> None:
         assert not {f"attention.{k}" for k in kernels} & set(found), kernel
 
 
+def test_what_runs_as_a_command_does_not_run_when_it_is_imported() -> None:
+    found = set()
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.If) and "'__name__'" in ast.dump(node.test):
+                name = path.relative_to(ROOT).as_posix()
+                asked = ast.unparse(node.test).split(" and ")[0]
+                last = '"attention"' if name == "attention/__init__.py" else '"__main__"'
+                assert asked == f"__name__ == {last}".replace('"', "'"), name
+                found.add(name)
+    assert found >= {f"{command}.py" for command in COMMANDS}
+
+
 def test_the_root_holds_what_a_person_runs_and_the_model() -> None:
     assert {p.stem for p in ROOT.glob("*.py")} == COMMANDS | {"model"}
 

@@ -70,6 +70,8 @@ def test_a_last_line_that_a_kill_cut_short_is_survived(tmp_path):
         path.write_text('{"iter": 1, "loss": 2.0}\n' + row[:end])
         whole = end >= len(row) - 1  # only the line feed is missing
         assert [r["iter"] for r in read(path)] == ([1, 3] if whole else [1])
+    path.write_text('{"iter": 1}\n{"iter": 2, \n{"iter": 3}\n')
+    assert read(path) == [{"iter": 1}]  # what stands behind damage is not trusted
     path.write_text('{"iter": 1, "loss": 2.0}\n{"iter": 2, "lo')
     m = Metrics(tmp_path, 5, OFF)
     m.log(iter=6, loss=1.0)
