@@ -159,6 +159,7 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) ->
     module.register_comm_hook(None, send)
     setup, x = Setup.of(cpu, "float32"), torch.randint(16, (6, 8))
     optimizer = build_optimizer(model, HOW, cpu)
+    assert {group["lr"] for group in optimizer.param_groups} == {HOW.learning_rate}
     for micro_steps in (1, 3):
         train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
                    torch.zeros(()), begun.append)  # fmt: skip

@@ -133,6 +133,8 @@ def test_the_model_is_nearly_what_it_was() -> None:
 def test_what_is_int8_is_what_a_record_reckons_with() -> None:
     assert int8.parameters(model()) == 0
     assert int8.parameters(converted()) == int8_parameters(CONFIG)
+    added = {name for name, _ in converted().named_buffers()}
+    assert added and not added & converted().state_dict().keys()  # no checkpoint holds them
 
 
 def test_layers_that_convert_swapped_are_int8_too() -> None:

@@ -846,6 +846,19 @@ def test_what_nvidia_smi_says_is_understood() -> None:
     assert seen == {}
 
 
+def test_a_look_that_has_begun_is_waited_for() -> None:
+    begun = threading.Event()
+
+    def ask(query: str) -> list[list[str]]:
+        begun.set()
+        time.sleep(0.3)
+        return [["0x8", "50", "100"]]
+
+    with machine.watched(ask) as seen:
+        assert begun.wait(20)
+    assert seen["celsius"] == 50
+
+
 def test_what_several_looks_at_several_gpus_show(monkeypatch) -> None:
     """The highest of all, every reason that was seen once, and nothing of a GPU that is mute."""
     each = {0x4: "its power cap", 0x8: "a hardware slowdown", 0x20: "heat (software)",
