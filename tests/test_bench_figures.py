@@ -1170,6 +1170,9 @@ def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token(monkeypatc
         assert about["gradient_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
         found.append(about["flops_per_token"])
     assert found[0] == found[1] > 0
+    with monkeypatch.context() as patch:  # where the loss adds up the head's gradient in pieces
+        patch.setattr("core.loss.chunk_rows", lambda *a: 5)
+        assert training.Reference(job("reference", "")).about["flops_per_token"] == found[0]
     fast = job("reference", "", dtype="bfloat16", tf32=True, onednn=True, compile=True)
     training.Reference(fast)
     got = ran[-1]
