@@ -152,7 +152,7 @@ def test_agreement_names_who_disagrees():
 
 def compare(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], capsys: Any) -> str:
     for name, made in (("a", a), ("b", b)):
-        records.write(tmp_path / name, made)
+        records.write(tmp_path / name, made, whole=False)
     assert (
         bench_mfu.main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "record.json")]) == 0
     )

@@ -905,6 +905,7 @@ def test_a_model_that_was_cast_since_gets_another_cache(eager_graphs) -> None:
     assert len(engine._idle[model]) == 2
 
 
+@pytest.mark.slow
 def test_a_longer_text_gets_a_longer_cache(eager_graphs) -> None:
     model = lively(block_size=256)
     for n in (9, 130, 9):
