@@ -136,7 +136,8 @@ def test_one_decision_explained(capsys) -> None:
     (["paged", "--as=cpu", "--kv_cache=paged", "--segments"],
      "attention backend 'paged' cannot run here. "),
 ])  # fmt: skip
-def test_a_mistake_is_one_sentence(argv, words, capsys) -> None:
+def test_a_mistake_is_one_sentence(argv, words, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(UserError) as e:
         cli.main(argv)
     assert words in str(e.value) and "\n" not in str(e.value)

@@ -80,8 +80,8 @@ def test_what_runs_as_a_command_does_not_run_when_it_is_imported() -> None:
             if isinstance(node, ast.If) and "'__name__'" in ast.dump(node.test):
                 name = path.relative_to(ROOT).as_posix()
                 asked = ast.unparse(node.test).split(" and ")[0]
-                last = '"attention"' if name == "attention/__init__.py" else '"__main__"'
-                assert asked == f"__name__ == {last}".replace('"', "'"), name
+                run_as = "attention" if name == "attention/__init__.py" else "__main__"
+                assert asked == f"__name__ == {run_as!r}", name
                 found.add(name)
     assert found >= {f"{command}.py" for command in COMMANDS}
 

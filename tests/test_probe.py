@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,6 +11,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,13 +367,18 @@ def test_the_proof_is_of_the_largest_errors_and_the_worst_gradient(monkeypatch) 
 def test_the_devices_that_the_profiler_looks_at(monkeypatch) -> None:
     asked: list[Any] = []
     activity = torch.profiler.ProfilerActivity
-    monkeypatch.setattr(torch.profiler, "profile", lambda **how: asked.append(how) or nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    looking: Any = nullcontext()
+    looking.key_averages = lambda: [SimpleNamespace(key="a kernel")]
+    monkeypatch.setattr(torch.profiler, "profile", lambda **how: asked.append(how) or looking)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: asked.append("waited"))
+    names: list[str] = []
     for there in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        with contextlib.suppress(AttributeError), system.profiled([]):
+        with system.profiled(names):
             pass
-    assert [how["activities"] for how in asked] == [[activity.CPU], [activity.CPU, activity.CUDA]]
+    both = [activity.CPU, activity.CUDA]
+    assert asked == [{"activities": [activity.CPU]}, {"activities": both}, "waited"]
+    assert names == ["a kernel"] * 2
 
 
 def test_when_everything_is_broken_the_error_lists_everything(monkeypatch) -> None:
