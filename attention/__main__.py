@@ -191,7 +191,8 @@ def measure(backend: Backend, spec: Spec, machine: Machine, options: Options) ->
 
 def kernel_names(tried: Probe) -> tuple[str, ...]:
     """What ran in the probe: PyTorch's kernels, else another library's operators."""
-    names = [e for e in tried.events if re.fullmatch(r"(?!aten|prims|autograd|c10d)\w+::\w+", e)]
+    of_torch = "aten|prims|autograd|c10d|mkldnn|inductor"
+    names = [e for e in tried.events if re.fullmatch(rf"(?!({of_torch})::)\w+::\w+", e)]
     if not names and any(e.startswith("Torch-Compiled Region") for e in tried.events):
         names = ["by torch.compile"]
     return tried.kernels or tuple(name.partition("::")[2] or name for name in names)
