@@ -40,14 +40,11 @@ def meet(wait_s: float = JOIN_S) -> tuple[Any, int, int]:
         name = store.get(f"welcome/{word}").decode()
         store.set(f"here/{name}/{rank}", "")
         return dist.PrefixStore(name, store), rank, size
-    answered: dict[int, bytes] = {}
     missing, deadline = list(range(1, size)), time.monotonic() + wait_s
     while missing:
         for r in missing:
-            hello = store.get(f"hello/{r}") if store.check([f"hello/{r}"]) else None
-            if hello and hello != answered.get(r):
-                store.set(f"welcome/{hello.decode()}", word)  # of an attempt before: nobody listens
-                answered[r] = hello
+            if store.check([f"hello/{r}"]):  # one of an attempt before: nobody listens
+                store.set(f"welcome/{store.get(f'hello/{r}').decode()}", word)
         missing = [r for r in missing if not store.check([f"here/{word}/{r}"])]
         if missing and time.monotonic() > deadline:
             raise UserError(f"of {size} processes {missing[:8]} have not joined in {wait_s:.0f} s")

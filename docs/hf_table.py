@@ -202,7 +202,6 @@ def cell(name: str, backend: str, case: str) -> str:
 
 def declared_refusal(name: str, backend: str, case: str) -> bool:
     """Does the backend declare that it cannot do what this model asks? Manual is asked for it."""
-    hf.register()
     model = build(name, hf.implementation("manual"))
     run(model, case)
     specs = [spec for layer in hf.report(model) for spec, *_ in layer.ran]

@@ -464,6 +464,7 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     def fails(words: str) -> Callable[..., Any]:
         def run(self: Any, found: Any, jobs: Any, points: Any, row: Any, **more: Any) -> Any:
             (job,) = jobs.values()
+            assert found["sdpa", ""] == Outcome()  # nothing is left of the larger batch
             tried.append(job["train"]["batch_size"])
             assert job["train"]["gradient_accumulation_steps"] == 1  # the batch is the whole step's
             found["sdpa", ""] = Outcome(failure=Failure("failed", [words]))
@@ -474,6 +475,7 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     monkeypatch.setattr(Bench, "measure", fails("out of memory: 3 GB"))
     (row,) = modes.train(bench)
     assert tried == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert bench.reference == {"why": "with --batch_size=auto each has a batch of its own"}
     assert (row["status"], row["batch_size"], row["fits"]["batch_size"]) == ("failed", 1, 1)
     tried.clear()
     monkeypatch.setattr(Bench, "measure", fails("RuntimeError: boom"))
@@ -720,7 +722,8 @@ def test_a_worker_that_dies_is_one_failure_with_its_last_words(stub):
     outcomes, _, notes = stub(at=("x", "y"), dies=["b", "x"])
     failure = outcomes["b", "x"].failure
     assert failure and failure.kind == "died"
-    assert "killed by SIGKILL" in failure.why[0] and failure.why[0].endswith("the last words")
+    assert "(killed by SIGKILL, as Linux does when memory runs out)" in failure.why[0]
+    assert failure.why[0].endswith("the last words")
     assert len(outcomes["b", "y"].rounds) == 2  # in a new process
     assert len(outcomes["a", "x"].rounds) == 2 == len(outcomes["c", "x"].rounds)
     assert sum(n.startswith("b warmx") for n in notes) == 1  # it is not tried again
@@ -877,8 +880,13 @@ def test_the_search_takes_its_minute_and_one_process(monkeypatch):
 
     monkeypatch.setattr(fitting, "Worker", Counts)
     config = BenchConfig(slowest_step=10.0)
-    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, print, {"memory_limit": 1e9})
+    doing, told = list[str](), list[str]()
+    bench = Bench("train", config, "cpu", 64, ["sdpa"], None, doing.append, {"memory_limit": 1e9},
+                  tell=told.append)  # fmt: skip
     found = fitting.search(bench, "sdpa", "")
+    assert told == [f"sdpa: batch {found['batch_size']}, limited by memory; tried "
+                    f"{', '.join(found['tried'])}, not compiled"]  # fmt: skip
+    assert doing == [f"does a batch fit? sdpa, {n} sequences" for n in found["tried"]]
     assert 36 <= found["batch_size"] <= 40 and found["limit"] == "memory"
     assert "128" in found["tried"]
     assert begun == ["sdpa", "closed", "sdpa", "closed"]  # 128 killed one

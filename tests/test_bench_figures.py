@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from test_bench import job
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 import bench_mfu
@@ -501,7 +502,9 @@ def test_what_a_worker_answers(monkeypatch):
     made.keeps_memory = True
     assert handler.answer({}) == want and held == [(CPU, False), (CPU, True)]
     refused = attention.BackendUnavailable("attention backend 'x' cannot run here. x: no; and so")
-    for error, why in ((refused, "no; and so"), (UserError("what?"), "what?")):
+    other = attention.BackendUnavailable("in words of its own: no")
+    said = (refused, "no; and so"), (other, str(other)), (UserError("what?"), "what?")
+    for error, why in said:
 
         def fails(request: Any, error: Any = error) -> Any:
             raise error
@@ -636,6 +639,9 @@ def test_the_last_level_cache_is_all_that_our_cores_share(tmp_path, monkeypatch)
     assert machine.last_level_cache(CPU) == 32 * 2**20
     monkeypatch.setattr(machine, "CPUS", tmp_path / "none")
     assert machine.last_level_cache(CPU) is None
+    of_gpu = SimpleNamespace(L2_cache_size=60 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_gpu)
+    assert machine.last_level_cache(torch.device("cuda")) == 60 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -659,7 +665,19 @@ def test_bandwidth_is_both_ways_of_the_best_copy(monkeypatch):
     monkeypatch.setattr(machine, "copy_size", lambda device, limit: (4000, ", a doubt"))
     times = iter([5.0, 2.0, 4.0, *[3.0] * 20])
     monkeypatch.setattr(machine.Clock, "ms", lambda self, a, b: next(times))
-    rate, how = machine.bandwidth(CPU)
+    did: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if call.overloadpacket is torch.ops.aten.copy_:
+                did.append(f"copy of {args[0].nbytes}")
+            return call(*args, **(kw or {}))
+
+    for name in ("start", "stop"):
+        monkeypatch.setattr(machine.Clock, name, lambda self, name=name: did.append(name))
+    with Watched():
+        rate, how = machine.bandwidth(CPU)
+    assert did == ["start", "copy of 4000", "stop"] * 10
     assert rate == pytest.approx((4000 + 4000) / 2e-3)
     assert how == "measured: copies of 4e-06 GB, a doubt"
 

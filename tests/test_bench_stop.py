@@ -372,6 +372,7 @@ def test_a_terminal_has_a_line_with_a_clock_and_the_results_above_it(monkeypatch
         tell("sdpa: 5 ms")
         tell("flex: failed: no kernel for [b, t] in [/usr/lib]")  # which is no markup
         watch("round 2 of 2: [a] sdpa")
+    assert screen.getvalue().endswith("\x1b[2K")  # the line itself is gone at the end
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "sdpa: 5 ms\n" in text and "0:00:00" in text and "round 2 of 2: [a] sdpa" in text
     assert "flex: failed: no kernel for [b, t] in [/usr/lib]\n" in text

@@ -637,6 +637,8 @@ def test_a_report_is_a_table_then_refusals_then_the_verdict() -> None:
     end = "All that it declares is right. Without --quick more is asked. 8 s."
     assert check.text(report).splitlines() == [*head, "", end]
     assert check.text(replace(report, quick=False)).endswith("declares is right. 8 s.")
+    none = replace(report, total=check.Count(refused=5))
+    assert check.text(none).endswith("\nIt refuses all: nothing ran. 8 s.")
     found = [{"what": f"c{n}", "dtype": "float32", "device": "cpu", "why": "off"}
              for n in range(12)]  # fmt: skip
     wrong = replace(report, failures=found, script="import this", refusals={})

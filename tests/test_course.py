@@ -265,6 +265,13 @@ def test_build_refuses_other_words() -> None:
         build.main(["--chek"])
 
 
+def test_a_figure_without_options_takes_none(monkeypatch) -> None:
+    monkeypatch.setitem(figures.FIGURES, "dot", lambda: ".")
+    assert figures.draw(["dot"]) == "."
+    with pytest.raises(UserError, match="dot takes no options; got --n=3"):
+        figures.draw(["dot", "--n=3"])
+
+
 # --- the figures of pages 1 to 5 ---
 
 

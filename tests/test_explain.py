@@ -453,6 +453,8 @@ def test_the_roofline():
     half = replace(spec, dtype="bfloat16")
     assert (found["peak"], found["bandwidth"], found["dtype"]) == (312e12, 2039e9, "bfloat16")
     assert found["ridge"] == 312e12 / 2039e9
+    with pytest.raises(ValueError, match=f"{fast_memory(half, 1, 1)} bytes at least, got 5"):
+        costs(spec, "A100-SXM4-80GB", 5)
     B_r, B_c = found["block_m"], found["block_n"]
     assert fast_memory(half, B_r, B_c) <= 192 * 1024 < fast_memory(half, 2 * B_r, B_c)
     for fits, rows in (

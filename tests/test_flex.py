@@ -227,6 +227,13 @@ def test_many_specs_and_shapes_do_not_use_up_the_versions_of_one_function(only_t
             check(inputs(Tq, Tk, spec, B), spec, packed(B, Tk))
 
 
+def test_another_window_is_another_mask_and_no_other_kernel(only_traced) -> None:
+    for window in (3, 5, None):
+        spec = Spec(2, 2, 8, "float32", grad=False, window=window)
+        flex.attend(*inputs(64, 64, spec), spec)
+    assert flex.compiled.cache_info().misses == 1
+
+
 def test_in_training_each_length_is_compiled_in(monkeypatch) -> None:
     """A symbol would cost the kernel for whole tiles, and a bench has many lengths in a process."""
     sizes: list[list[Any]] = []

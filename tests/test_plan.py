@@ -636,6 +636,10 @@ def test_what_a_ring_waits_for() -> None:
     over = replace(p, at=replace(p.at, node=2))  # its last GPU sends to the next node
     assert over.passed(2).network == kv * 1e9 and over.passed(2).nvlink == 0
     assert p.passed(2).nvlink == kv * 1e9 and p.passed(2).network == 0
+    p, over = (
+        replace(x, at=replace(x.at, nvlink=8e9, network=1e9, hops=(3, 5))) for x in (p, over)
+    )
+    assert (p.passed(2).seconds, over.passed(2).seconds) == pytest.approx((3 + kv / 8, 5 + kv))
 
 
 # ----------------------------------------------------------------------------- all together

@@ -37,6 +37,7 @@ from bench.config import BenchConfig
 from bench.process import Failure, Stop
 from bench.verify import verify
 from core.settings import UserError
+from train import TrainConfig
 
 TINY = [*SMALL, "--seconds=0.02", "--rounds=2", "--new_tokens=4", "--prompts=8", "--timeout=60"]
 
@@ -661,7 +662,7 @@ def test_the_time_says_how_many_are_compiled() -> None:
 
 
 def test_the_model_is_one_that_fits() -> None:
-    config = BenchConfig()
+    config = BenchConfig(train=TrainConfig(gradient_accumulation_steps=40))
     large = qualify.settled(config, (), True, 140e9)
     assert (large.batch_size, large.train.n_embd, large.train.block_size) == (64, 768, 1024)
     assert large.train.gradient_accumulation_steps == 1
@@ -824,6 +825,13 @@ def test_the_page_says_what_is_wrong_here() -> None:
         "MFU: x.",
     ):
         assert words in said, said
+    proved = [bad, nothing, {**nothing, "backend": "sdpa", "right": 5}, {**nothing, "right": 2}]
+    said = "\n".join(qualify.conclusions({"machine": here, "stages": [
+        {"name": "proof", "status": "done", "record": {"rows": proved}}]}))  # fmt: skip
+    assert "nothing leaked: sdpa (5 cases), paged (2 cases)." in said
+    shown = records.sections({"mode": "qualify", "stages": [{"name": "proof", "record": {
+        "rows": [{**row, "canary": None} for row in proved]}}]})  # fmt: skip
+    assert [(title, len(lines)) for title, (_, lines) in shown] == [("Proof", 4)]
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:

@@ -66,6 +66,14 @@ def test_a_continuation_in_one_call(trained):
         idx = torch.tensor([tokenizer.encode(begin)])
         (want,) = model.generate(idx, 9, temperature=0.0).tolist()
         assert text == tokenizer.decode(want) and text.startswith(begin)
+    made = []
+    for elsewhere, seed in ((1, 5), (2, 5), (1, 6)):  # the process's own state does not matter
+        torch.manual_seed(elsewhere)
+        made.append(texts.continuation(model, tokenizer, "to", 20, seed=seed))
+    assert made[0] == made[1] != made[2]
+    few = SimpleNamespace(encode=tokenizer.encode, decode=lambda ids: str(max(ids[2:])),
+                          vocab_size=4)  # fmt: skip
+    assert texts.continuation(model, few, "to", 20, seed=5) in "0123"
 
 
 # --- the same every time ---
@@ -302,7 +310,7 @@ def test_files_of_prompts_that_cannot_be(trained, tmp_path):
     assert "there is no prompt in" in refused(*words)
     path.write_text("Ann\n\nBob §\n")
     assert f"{path}:3: the character '§'" in refused(*words)
-    for other in ('{"text": "Bob"}', '{"prompt": 3}'):
+    for other in ('{"text": "Bob"}', '{"prompt": 3}', '["prompt"]', "Bob"):
         path.write_text(f'{{"prompt": "Ann"}}\n{other}\n')
         assert f'{path}:2 must be an object with a text "prompt"' in refused(*words)
     path.write_text('{"prompt": "Ann"}\n{"prompt": ""}\n')
@@ -475,6 +483,11 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     assert text_of(f"--init_from={out}", *words) == latest
     words = [f"--init_from={out}", *of(tmp_path / "of another run", "--seed=2")]
     assert text_of(*words, "--checkpoint=best") == best
+    for folder in (old, new):  # where none was evaluated the latest is the best that is known
+        (folder / "train_state.json").write_text(
+            re.sub(r'"val_loss": [\d.]+', '"val_loss": null', state)
+        )
+    assert text_of(*words, "--checkpoint=best") == latest
 
 
 def test_the_backend_that_is_asked_for_runs(trained):

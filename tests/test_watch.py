@@ -537,19 +537,26 @@ def test_a_store_that_fails_ends_a_process_that_is_not_done(done, four, exits, c
     assert process.closed.is_set() == done and process.rounds == rounds + 1
 
 
-def test_where_the_main_thread_is():
+def test_where_the_main_thread_is(tmp_path, monkeypatch):
     """In our own code, though it waits in a package that lies in a folder below it."""
     place = watch.ROOT / ".venv" / "lib" / "site-packages" / "theirs.py"
     code, there = "def wait(begun, thread):\n    begun.set(); thread.join()", dict[str, Any]()
     exec(compile(code, str(place), "exec"), there)
     looking, found = watch.Watch(DistInfo(torch.device("cpu"))), []
     begun = threading.Event()
-    thread = threading.Thread(target=lambda: begun.wait(20) and found.append(looking._stack()))
+
+    def look() -> None:
+        begun.wait(20)
+        found.append(looking._stack())
+        monkeypatch.setattr(watch, "ROOT", tmp_path)  # where nothing of ours is in the way
+        found.append(looking._stack())
+
+    thread = threading.Thread(target=look)
     thread.start()
     there["wait"](begun, thread)
     name, line, where = found[0].split(", ")
     assert (name, where) == ("test_watch.py", "in test_where_the_main_thread_is")
-    assert line.startswith("line ")
+    assert line.startswith("line ") and found[1].startswith("threading.py, line ")
 
 
 def test_what_a_process_ends_with_in_words():
@@ -670,6 +677,15 @@ def test_a_run_knows_itself_by_the_torchrun_above_it(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts, "_launcher", lambda: "boot pid:[1] 78 5")  # on another machine
     assert not restarts.restarted(str(tmp_path), Alone())
     assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # one has stayed
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(Path, "write_text", full)
+        restarts.mark_begun(str(tmp_path), Alone())
+    assert restarts.restarted(str(tmp_path), Alone("boot pid:[1] 77 12345"))  # as it was before
     for damaged in ("[", "[]", "{}", '{"torchrun": 3}'):
         (tmp_path / restarts.MARK).write_text(damaged)
         assert not restarts.restarted(str(tmp_path), Alone())
@@ -680,7 +696,8 @@ def test_the_torchrun_above_a_script_between():
     code = "from core import restarts; print(restarts._launcher())"
     line = ["sh", "-c", f'"{sys.executable}" -c "{code}"; true']
     env, root = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}, Path(__file__).parent.parent
-    found = subprocess.run(line, env=env, cwd=root, capture_output=True, text=True, timeout=60)
+    how: Any = {"capture_output": True, "text": True, "timeout": 60, "start_new_session": True}
+    found = subprocess.run(line, env=env, cwd=root, **how)
     assert found.stdout.split()[-2] == str(os.getpid()), found.stderr
 
 
