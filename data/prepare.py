@@ -76,8 +76,8 @@ class PrepareConfig:
         check_fields(self)
 
 
-def prepare(dataset: str, config: PrepareConfig) -> Path:
-    """Write train.bin, val.bin and meta.json unless they are there and intact; their folder."""
+def prepare(dataset: str, config: PrepareConfig) -> None:
+    """Write train.bin, val.bin and meta.json unless they are there and intact."""
     if dataset not in DATASETS:
         hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         if Path(dataset).suffix or Path(dataset).exists():
@@ -91,7 +91,7 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
         made_from["source"] = PLAYS_SHA256  # a later version may extract another text
     if not config.force and up_to_date(out_dir, made_from):
         print(f"{out_dir} is prepared already: nothing to do (--force does it again)")
-        return out_dir
+        return
     work = prepare_shakespeare if shakespeare else prepare_documents
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,6 @@ def prepare(dataset: str, config: PrepareConfig) -> Path:
             f"small text: {command(out_dir, meta)} --tokenizer=char --force"
         )
     print(f"next: {train_command(dataset, out_dir)}")
-    return out_dir
 
 
 def train_command(dataset: str, folder: Path) -> str:

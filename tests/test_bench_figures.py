@@ -633,9 +633,9 @@ def test_the_last_level_cache_is_all_that_our_cores_share(tmp_path, monkeypatch)
         group = f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}"
         files(cache / "index3", level="3", shared_cpu_list=group, size="32768K")
     monkeypatch.setattr(machine, "CPUS", tmp_path)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", {0: {0, 1, 2}}.get, raising=False)
     assert machine.last_level_cache(CPU) == 2 * 32 * 2**20
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", {0: {0, 1}}.get, raising=False)
     assert machine.last_level_cache(CPU) == 32 * 2**20
     monkeypatch.setattr(machine, "CPUS", tmp_path / "none")
     assert machine.last_level_cache(CPU) is None

@@ -290,6 +290,20 @@ def test_a_failed_converge_is_refused(edit: Any, says: str, converged: Content) 
     assert any(says in why for why in check(made)), check(made)
 
 
+def test_a_row_that_failed_is_one_sentence_and_the_noise_of_seeds_is_the_baselines(
+    converged: Content,
+) -> None:
+    made = copy.deepcopy(converged)
+    sdpa, base = (row(made, name, "converge") for name in ("sdpa", "manual"))
+    sdpa["seed_noise"] = 0.1
+    base["final_losses"] = [base["final_loss"] + d for d in (-1, 1)]
+    assert any("seed_noise is 0.1, but its figures give 1.414" in why for why in check(made))
+    sdpa["status"] = "failed"
+    del sdpa["final_losses"]
+    found = [why for why in check(made) if "converge sdpa" in why]
+    assert "converge sdpa did not converge as manual did" in found and len(found) == 1, found
+
+
 def test_a_failed_converge_is_refused_whatever_its_verdict_and_tolerance(
     converged: Content,
 ) -> None:
@@ -495,6 +509,9 @@ def test_every_record_here_is_what_it_says_and_the_board_is_up_to_date(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert board.main(["--check"]) == 0, capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        board.main(["--help"])
+    assert "usage: python -m bench.board [-h] [--check]\n" in capsys.readouterr().out
 
 
 def test_old_records_are_accepted_as_the_very_files_only(tmp_path: Path) -> None:

@@ -454,6 +454,15 @@ def test_a_train_bin_of_another_origin_is_not_replaced(tmp_path: Path, text: Pat
     run("shakespeare_char", tmp_path, source=str(text), force=True)
 
 
+def test_a_dataset_that_cannot_be_written_is_told_with_the_reason(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, why in ((OSError(28, "No space left"), "No space left"), (OSError("odd"), "odd")):
+        monkeypatch.setattr(prep, "_publish", unittest.mock.Mock(side_effect=error))
+        told = refusal("shakespeare_char", tmp_path, source=str(text))
+        assert told == f"{tmp_path} cannot be written ({why}); give another --out_dir"
+
+
 def test_the_default_by_its_name_is_the_same_dataset(
     tmp_path: Path, text: Path, gpt2: data.GPT2Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -625,6 +625,9 @@ def test_a_report_has_a_layer_of_any_name_that_ran() -> None:
     (only,) = hf.report(torch.nn.Sequential(torch.nn.ReLU(), layer))
     assert str(only) == ("1: manual (kernel: plain operators), 1 calls, float32, inference, scale "
                          "0.25, softcap 3, dropout 0.5")  # fmt: skip
+    ((spec, *what),) = only.ran
+    with_sinks = replace(only, ran=((replace(spec, sinks=True, softcap=None), *what),))
+    assert str(with_sinks).endswith("inference, scale 0.25, dropout 0.5, sinks")
 
 
 def test_fastest_measures_what_a_model_may_ask_of_it(monkeypatch) -> None:
