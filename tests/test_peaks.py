@@ -327,7 +327,7 @@ def test_rows_that_cannot_be_written_anew_do_not_end_a_run(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        m.reckon_anew(speed(0.5, Peak(2.0, "measured: y", True)))
+        assert m.reckon_anew(speed(0.5, Peak(2.0, "measured: y", True))) == 0
     assert "keeps the mfu of earlier steps" in caplog.text
     m.log(iter=2, loss=1.0)
     m.close()
