@@ -947,7 +947,7 @@ def test_transformers_trains_with_our_betas_and_writes_compiled_where_we_do():
     told = Job(job("train", "", beta1=0.7, beta2=0.8, weight_decay=0.3))
     stub: Any = SimpleNamespace(config=told.config, setup=told.setup, model=torch.nn.Linear(2, 2))
     (group,) = candidates.HuggingFace.make_optimizer(stub).param_groups
-    assert (group["betas"], group["weight_decay"]) == ((0.7, 0.8), 0.3)
+    assert (group["betas"], group["weight_decay"], group["fused"]) == ((0.7, 0.8), 0.3, True)
     seen: list[Any] = []
 
     def generate(prompt: Any, **how: Any) -> Any:

@@ -619,4 +619,5 @@ def test_the_picture_of_losses_shows_percents_from_the_baseline():
     assert left.get_ylabel() == "" and left.get_title() == "loss (nats a token)"
     off, tolerance = right.lines
     assert list(off.get_ydata()) == pytest.approx([5.0, 50.0]) and off.get_color() == "red"
+    assert right.get_yscale() == "log" and left.get_yscale() == "linear"
     assert list(off.get_xdata()) == [1, 2] and tolerance.get_ydata()[0] == pytest.approx(3.0)

@@ -144,9 +144,11 @@ def test_partial_folders_are_ignored_and_swept_away(tmp_path):
     for name in (".step-00000009.partial", ".step-00000001.deleted.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".step-00000003.partial").write_bytes(b"no folder")  # it is in nobody's way
     (tmp_path / "step-5-notes").mkdir()  # somebody else's
     assert [p.name for p in checkpoint.folders(tmp_path)] == ["step-00000001"]
     save(tmp_path, 2)
+    (tmp_path / ".step-00000003.partial").unlink()
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-5-notes"]
 
 

@@ -413,6 +413,21 @@ def test_a_canary_that_was_refused_everywhere_is_not_known() -> None:
     assert (found["right"], found["refused"], found["wrong"]) == (1, 1, 0)
 
 
+def test_what_cannot_be_resumed(tmp_path) -> None:
+    folder = tmp_path / "2026-01-02_cpu_qualify"
+    with pytest.raises(UserError, match=r"--resume: there is no record \*_cpu_qualify in"):
+        qualify.earlier(folder, {})
+    (tmp_path / "2026-01-01_cpu_qualify").mkdir()
+    old = tmp_path / "2026-01-01_cpu_qualify" / "record.json"
+    said = {"mode": "is no record of qualify", "source_sha256": "measured with another source",
+            "vocab_size": "measured with another vocabulary"}  # fmt: skip
+    for name, why in said.items():
+        made = {"format": records.FORMAT, "mode": "qualify", "stages": [], name: "another"}
+        old.write_text(json.dumps(made))
+        with pytest.raises(UserError, match=f"--resume: .*{why}"):
+            qualify.earlier(folder, {})
+
+
 @pytest.mark.slow
 def test_resume_does_what_is_missing_and_nothing_twice(tmp_path, quick) -> None:
     words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}")
@@ -733,6 +748,21 @@ def test_equally_slow_backends_take_turns(monkeypatch) -> None:
     made = proof.prove(bench, ["float32"])
     assert asked == ["a,", "b,"] * 3
     assert [(row["right"], row["seconds"]) for row in made] == [(3, 3.0)] * 2
+
+
+def test_a_backend_whose_test_is_stopped_is_not_wrong(monkeypatch) -> None:
+    class Stopped(Judge):
+        def ask(self, request: dict[str, str]) -> dict[str, Any]:
+            if request["what"] == "1":
+                raise Failure("stopped", ["its time was over"])
+            return super().ask(request)
+
+    monkeypatch.setattr(proof, "Worker", Stopped)
+    items = [{"what": str(i), "feature": "x", "dtype": "float32"} for i in range(3)]
+    monkeypatch.setattr(proof, "items", lambda dtypes: items)
+    (row,) = proof.prove(bench_of(backends="a"), ["float32"])
+    assert (row["right"], row["wrong"], row["not_reached"]) == (1, 0, 2)
+    assert Judge.made[-1].closed
 
 
 def test_a_worker_that_does_not_begin_is_no_proof_of_anything(monkeypatch) -> None:

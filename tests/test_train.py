@@ -1428,6 +1428,7 @@ def test_the_switches_of_the_process(monkeypatch) -> None:
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.matmul.allow_tf32
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     runtime.Setup.of(torch.device("cpu"), deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
