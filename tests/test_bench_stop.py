@@ -478,6 +478,15 @@ def test_what_takes_too_long_is_left_out_unless_it_is_named():
     assert plan.too_long(on_gpu("--backends=tiled"), "tiled", T)
     # what all are held against is never left out
     assert not plan.too_long(on_gpu("--block_size=8192", mode="converge"), "manual", {})
+    decode = on_gpu(mode="decode")
+    assert plan.too_long(decode, "tiled", {}) == "beside the point on a GPU; name it in --backends"
+    named = on_gpu("--backends=tiled", mode="decode")
+    for here, name in (
+        (decode, "sdpa"),
+        (named, "tiled"),
+        (replace(decode, device="cpu"), "tiled"),
+    ):
+        assert plan.too_long(here, name, {}) == ""
     # the work is that of the keys in the window
     assert plan.work({"B": 2, "H": 3, "D": 5, "T": 8, "window": None}) == 2 * 3 * 5 * 8 * 8
     assert plan.work({"B": 2, "H": 3, "D": 5, "T": 8, "window": 4}) == 2 * 3 * 5 * 8 * 4

