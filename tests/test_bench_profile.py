@@ -317,8 +317,12 @@ def test_the_profile_is_of_one_step_of_several(monkeypatch: pytest.MonkeyPatch):
                                      (None, "x", 2000), ("linear", "mm", 1000)):  # fmt: skip
         seen.add(part, name, microseconds)
     seen.busy_ms = 7.0
-    monkeypatch.setattr(training, "read", lambda *args: seen)
+    asked: list[Any] = []
+    monkeypatch.setattr(training, "read", lambda *args: asked.append(args) or seen)
     answer = worker.profile(4)
+    c = worker.config
+    tokens = c.batch_size * c.block_size
+    assert asked[0][1:] == (c.model(worker.job.vocab_size), tokens, worker.compiled, "cpu")
     assert (answer["steps"], answer["plain_ms"], answer["seen_ms"]) == (4, 2.0, 2.0)
     assert answer["parts"] == {"linear": 1.25, "unattributed": 0.5, "gaps": 0.25}
     assert answer["names"] == {"linear": [["mm", 1.0], ["addmm", 0.25]],

@@ -451,6 +451,8 @@ def test_a_reader_that_fails_in_many_words_is_quoted_by_its_first_line(tmp_path)
         checkpoint.store.read_file(folder / "x.bin", reader)
     other = f"another one there is --init_from={tmp_path / 'step-00000001'}"
     assert str(e.value) == f"{folder / 'x.bin'} cannot be read (EOFError: too short); {other}"
+    with pytest.raises(UserError, match=r"^in its own words$"):
+        checkpoint.store.read_file(folder, Mock(side_effect=UserError("in its own words")))
 
 
 def test_no_checkpoint_but_runs_nearby(tmp_path, monkeypatch):

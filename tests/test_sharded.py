@@ -232,6 +232,16 @@ def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two, recwarn):
     assert not [w for w in recwarn if "disabled" in str(w.message)]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_is_read_whole_in_the_dtype_in_which_it_was_written(tmp_path):
+    made = {f"model.{t.dtype}": t for t in (torch.rand(3), torch.rand(2, 3).bfloat16(),
+                                            torch.tensor(2**40 + 1))}  # fmt: skip
+    shards.write(tmp_path / "shards", made, None)
+    found = shards.read_whole(tmp_path / "shards", "model.")
+    assert same({f"model.{name}": t for name, t in found.items()}, made)
+    assert all(str(t.dtype) == name for name, t in found.items())
+
+
 @pytest.mark.parametrize("of", ["ddp", "fsdp"])
 def test_each_process_writes_its_half_and_nothing_twice(of, two):
     out, want = two[of]
