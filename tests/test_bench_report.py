@@ -561,10 +561,12 @@ def test_what_the_bars_and_lines_of_the_pictures_stand_for():
     alone = [attention_row("sdpa", T, ms, B, memory_bytes=bytes_)
              for T, ms, B, bytes_ in ((512, 2.0, 1, 3e6), (128, 1.0, 1, None), (512, 9.0, 4, 9e6),
                                       (2048, 8.0, 1, 5e6))]  # fmt: skip
-    figure = pictures.length(plt, alone[::-1], look, {})
+    other = attention_row("manual", 512, 4.0, 1, memory_bytes=7e6)
+    figure = pictures.length(plt, [*alone[::-1], other], look, {})
     time, memory = figure.axes
     plt.close(figure)
-    assert time.get_legend() and [line.get_label() for line in time.lines] == ["sdpa"]
+    assert time.get_legend() and [line.get_label() for line in time.lines] == ["sdpa", "manual"]
+    assert [*map(list, time.lines[1].get_data())] == [[512], [4.0]]
     assert [t.get_text() for t in time.get_xticklabels()] == ["128", "512", "2,048"]
     assert [*map(list, time.lines[0].get_data())] == [[128, 512, 2048], [1.0, 2.0, 8.0]]
     assert [*map(list, memory.lines[0].get_data())] == [[512, 2048], pytest.approx([3.0, 5.0])]

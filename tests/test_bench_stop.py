@@ -536,6 +536,11 @@ def test_the_plan_of_a_run_on_a_gpu():
     longer = on_gpu("--rounds=105", backends=everyone)
     more = plan.seconds(longer, [])["sdpa"] - plan.seconds(bench, [])["sdpa"]
     assert more == pytest.approx(100 * (max(1.0, step / plan.SHARE) + step / plan.SHARE), rel=0.01)
+    heads = {"B": 1, "H": 12, "D": 64, "window": None}  # at 8192 manual is left out
+    for name, at in (("manual", (2048,)), ("sdpa", (2048, 8192))):
+        costs = [plan.seconds(bench, [{**heads, "T": T} for T in some])[name]
+                 for some in ((2048, 8192), at)]  # fmt: skip
+        assert costs[0] == costs[1]
     decode = on_gpu(mode="decode", backends="sdpa")
     assert len(modes.points(decode)) == 8 and plan.seconds(decode, modes.points(decode))
     refused = replace(bench, refused={"flex": ["no"]})

@@ -594,7 +594,9 @@ def test_the_grid_is_the_papers_and_its_best_comes_first() -> None:
     assert any(p["window"] for p in points) and any(p["Hkv"] < p["H"] for p in points)
     names = [rows.where(p) for p in points]
     assert [(p["T"], p["D"]) for p in points[:2]] == [(1024, 64), (1024, 128)]
-    assert len(set(names)) == len(names)
+    assert len(set(names)) == len(names) == 15
+    plain = {(p["T"], p["D"]) for p in points if p["window"] is None and p["Hkv"] == p["H"]}
+    assert plain == {(2**n, D) for n in range(9, 15) for D in (64, 128)}
     assert {"B=4 T=4096 H=16 Hkv=4 D=128", "B=4 T=4096 H=32 Hkv=32 D=64 window=1024"} < set(names)
     small = qualify.grid(cuda=False)
     assert [(p["T"], p["D"], p["window"]) for p in small] == [
