@@ -117,6 +117,16 @@ def test_the_weights_are_float32_whatever_the_config_says():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_our_kernels_in_a_model_have_no_fallback(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(hf.bridge, "register", lambda **how: told.append(how) or {}["stop"])
+    config = transformers.CONFIG_MAPPING["llama"](**TINY).to_dict()
+    asked = Job(job("train", "auto"))
+    with pytest.raises(KeyError):
+        hf.build(asked, config, hf.bridge.implementation("sdpa"))
+    assert told == [{"policy": asked.config.policy}] and not asked.config.policy.fallback
+
+
 def test_a_name_of_the_hub_has_one_slash(tmp_path, monkeypatch):
     asked: list[Any] = []
 

@@ -863,6 +863,19 @@ def test_what_is_given_counts() -> None:
     assert "8 GPUs, fsdp, context 1: fsdp has no loss scaling" in out
 
 
+@pytest.mark.parametrize(
+    "argv, residual",
+    [((), 4), (("--residual_dtype=autocast",), 2),
+     (("--residual_dtype=autocast", "--dtype=float32"), 4)],
+)  # fmt: skip
+def test_the_bytes_between_the_blocks_are_the_runs(argv, residual, monkeypatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(planned, "plans", lambda config, job, at, n: jobs.append(job) or {}[n])
+    with pytest.raises(KeyError):
+        run(*ARGV, *argv)
+    assert [job.residual for job in jobs] == [residual]
+
+
 def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
     out = run(*ARGV, "--gpus=1,8,16", "--context_parallels=1", "--json")[1].splitlines()
     assert "links: NVLink 450 GB/s among 8 GPUs, network 50 GB/s a GPU, each way" in out

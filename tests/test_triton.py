@@ -402,6 +402,9 @@ def test_opcheck() -> None:
     kept = [t.detach() for t in (dout, q, k, v, out, L)]
     args = (*kept, first, last, seed, 21, 0.5, 0.3, 2.0, None)
     torch.library.opcheck(triton_kernels.flash_backward, args)
+    half = *(t.half() for t in kept[:-1]), L.detach()  # whose gradients are float16
+    torch.library.opcheck(triton_kernels.flash_backward, (*half, *args[6:]))
+    torch.library.opcheck(triton_kernels.flash_forward, (*half[1:4], *whole))
 
 
 @pytest.mark.slow
