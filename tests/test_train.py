@@ -1418,6 +1418,16 @@ def test_a_loss_of_float16_that_was_not_finite_is_noted_for_good() -> None:
         assert found_inf == 1
 
 
+@pytest.mark.parametrize("clip, length", [(1.0, 1.0), (9.0, 5.0), (0.0, 5.0)])
+def test_scaled_gradients_are_clipped_by_their_own_norm(clip, length) -> None:
+    """Whatever the scale of the loss is: here 65,536."""
+    weight, scaler = torch.nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu")
+    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+    optimizer: Any = torch.optim.SGD([weight], lr=1.0)  # it moves by the gradient itself
+    update(optimizer, scaler, torch.tensor(1.0), clip, torch.zeros(()))
+    torch.testing.assert_close(weight.data, -torch.tensor([0.6, 0.8]) * length)
+
+
 def test_the_switches_of_the_process(monkeypatch) -> None:
     """Deterministic algorithms and TF32 are for the whole process, and only where asked for; of
     cuBLAS's workspace the user's own size stays."""
