@@ -344,16 +344,19 @@ def test_one_gradient_is_right_where_the_other_is_not_wanted(frozen, monkeypatch
     )
 
 
-def test_the_weight_has_a_gradient_of_its_own_digits_beside_a_shorter_stream() -> None:
-    """x in bfloat16, as with --residual_dtype=autocast, and a weight in float32."""
+@pytest.mark.parametrize("short", ["x", "w"])
+def test_each_gradient_has_digits_of_its_own_beside_one_with_fewer(short) -> None:
+    """x in bfloat16, as with --residual_dtype=autocast, and a weight in float32; or reversed."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 24, generator=draw).bfloat16().requires_grad_()
-    w = torch.randn(91, 24, generator=draw).requires_grad_()
+    made = {"x": torch.randn(50, 24, generator=draw), "w": torch.randn(91, 24, generator=draw)}
+    made[short] = made[short].bfloat16()
+    x, w = (t.requires_grad_() for t in made.values())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(x, w, torch.randint(91, (50,), generator=draw))
     dx, dw = torch.autograd.grad(loss / 3, (x, w))  # a factor that bfloat16 does not hold
-    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
-    assert (dw.bfloat16().float() != dw).any()
+    assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
+    long = dw if short == "x" else dx
+    assert long.dtype == torch.float32 and (long.bfloat16().float() != long).any()
 
 
 def test_the_weight_gradients_of_many_chunks_add_up_in_float32(monkeypatch) -> None:

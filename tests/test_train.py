@@ -600,7 +600,7 @@ def test_lines_rows_and_the_picture(measured, data_dir, tmp_path, monkeypatch):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"step 9: train loss {evaluations[-1]['train_loss']:.4f}" in r.out
     assert re.search(r"unigram model \d\.\d\d, bigram model \d\.\d\d", r.out)
-    for words in ("max_iters", "(command line)", "float32, 1 process", "64 tokens a step"):
+    for words in ("max_iters", "(command line)", "float32, 1 process\n", "64 tokens a step"):
         assert words in r.out
 
 
