@@ -43,7 +43,7 @@ def meet(wait_s: float = JOIN_S) -> tuple[Any, int, int]:
     missing, deadline = list(range(1, size)), time.monotonic() + wait_s
     while missing:
         for r in missing:
-            if store.check([f"hello/{r}"]):  # one of an attempt before: nobody listens
+            if store.check([f"hello/{r}"]):  # to that of an attempt before nobody listens
                 store.set(f"welcome/{store.get(f'hello/{r}').decode()}", word)
         missing = [r for r in missing if not store.check([f"here/{word}/{r}"])]
         if missing and time.monotonic() > deadline:
