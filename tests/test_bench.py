@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import in_process
 import pytest
@@ -486,6 +487,30 @@ def test_a_batch_that_does_not_hold_after_all_gets_smaller(monkeypatch) -> None:
     assert Outcome(failure=killed).out_of_memory and not Outcome().out_of_memory
 
 
+def test_what_fails_before_the_rounds_is_kept_and_ends_nothing(monkeypatch) -> None:
+    here = {"peak_tflops": 1.0, "peak_source": "--peak_tflops", "peak_measured": False}
+
+    def fails(*how: Any) -> Any:
+        raise Failure("failed", ["no", "never"])
+
+    def measure(self: Any, found: Any, *how: Any) -> Any:
+        return [found["sdpa", ""].failure]
+
+    monkeypatch.setattr(fitting, "search", fails)
+    monkeypatch.setattr(Bench, "ask_once", fails)
+    monkeypatch.setattr(Bench, "measure", measure)
+    for batch in ("auto", "2"):
+        config = load_config(["--device=cpu", f"--batch_size={batch}", "--sweep=False"]).settings
+        bench = Bench("train", config, "cpu", 77, ["sdpa"], None, print, here)
+        (failure,) = modes.train(bench)
+        if batch == "auto":
+            assert failure.why == ("no", "never")
+        else:
+            assert failure is None and bench.reference == {"why": "no; never"}
+    points = [{"B": 1, "T": 8}]
+    assert modes.grid(replace(bench, points=points)) is points
+
+
 def test_a_worker_is_told_to_be_strict_whatever_the_user_says():
     config = BenchConfig(train=TrainConfig(attention_fallback=True, n_layer=3, compile=False))
     bench = Bench("train", config, "cpu", 77, ["sdpa"], 5, print, {})
@@ -561,6 +586,14 @@ def test_a_config_file_may_come_first(monkeypatch):
         assert seen.pop() == (mode, [a for a in argv if a != "kernel"])
     with pytest.raises(UserError, match="unknown mode 'trian'; the modes are train, kernel, decod"):
         bench_mfu.main(["trian"])
+    monkeypatch.setattr(bench_mfu, "run", Mock(side_effect=KeyboardInterrupt))
+    assert bench_mfu.main([]) == 130
+
+
+@pytest.mark.parametrize("name", ["kv_caches", "backends"])
+def test_a_list_that_must_not_be_empty(name):
+    with pytest.raises(ValueError, match=f"^{name} must name at least one$"):
+        BenchConfig(**{name: ()})
 
 
 def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
@@ -577,6 +610,18 @@ def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
     with pytest.raises(Failure, match="its time was over"):
         worker.begin({})
     assert not asked and worker.process.returncode is not None
+
+
+def test_a_worker_that_has_ended_by_itself_died():
+    worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", "raise SystemExit(3)"))
+    assert worker.process.wait(60) == 3
+    gone: Any = types.SimpleNamespace(write=Mock(side_effect=BrokenPipeError), close=lambda: None)
+    for pipe in (gone, worker.process.stdin):  # into which a first request may still fit
+        worker.process.stdin = pipe
+        with pytest.raises(Failure, match=r"^its process died \(exit code 3\)$") as e:
+            worker.ask({})
+        assert e.value.kind == "died"
+    worker.close()
 
 
 def test_a_worker_ends_however_its_set_up_ends(monkeypatch):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -593,6 +594,12 @@ def test_the_memory_of_a_process_is_what_linux_says(tmp_path, monkeypatch):
     assert machine.memory(CPU, peak=False) == 1000 * 1024
     monkeypatch.setattr(machine, "trim", lambda: files(tmp_path, status="VmHWM: 9 kB\nVmRSS: 2 kB"))
     assert machine.empty_cache(CPU) == 2 * 1024  # of now, and after what was freed is given back
+    monkeypatch.setattr(machine, "STATUS", tmp_path / "none")  # a Mac, which counts in bytes
+    rusage = SimpleNamespace(getrusage=lambda who: SimpleNamespace(ru_maxrss=7), RUSAGE_SELF=0)
+    monkeypatch.setitem(machine.sys.modules, "resource", rusage)  # type: ignore[arg-type]
+    for system, most in (("darwin", 7), ("freebsd", 7 * 1024)):
+        monkeypatch.setattr(machine.sys, "platform", system)
+        assert machine.memory(CPU) == most
 
 
 def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatch):
@@ -606,6 +613,9 @@ def test_the_memory_of_a_process_on_a_gpu_and_what_it_holds_for_later(monkeypatc
     assert machine.empty_cache(gpu, keep=True) == 7 + machine.CONTEXT and not done
     assert machine.empty_cache(gpu) == 7 + machine.CONTEXT and done == ["emptied"]
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append("reset"))
+    with monkeypatch.context() as refused:  # a system that lets nobody reset it
+        refused.setattr(machine, "trim", Mock(side_effect=OSError))
+        assert machine.reset_peak(CPU) is False
     ring = torch.nn.Module()  # garbage that only the collector finds
     ring.__dict__["itself"], seen = ring, weakref.ref(ring)
     del ring
@@ -924,6 +934,19 @@ def test_what_a_baseline_cannot_do_is_refused_and_no_more(monkeypatch):
                     candidates.build(f"{name}=x", told)
             else:
                 assert candidates.build(f"{name}=x", told) == "x"
+
+
+def test_int8_weights_are_ours_to_decode_with_where_they_can_be(monkeypatch):
+    told = Job(job("decode", "sdpa"))
+    made = candidates.Ours(told).for_decoding(False, "int8")
+    assert any(t.dtype == torch.int8 for t in made.model.state_dict().values())
+    plain = candidates.Ours(told).for_decoding(False, "dtype")
+    assert not any(t.dtype == torch.int8 for t in plain.model.state_dict().values())
+    monkeypatch.setattr(candidates.int8, "why_not", lambda model, device, dtype: "not here")
+    with pytest.raises(UserError, match=r"^not here$"):
+        candidates.Ours(told).for_decoding(False, "int8")
+    with pytest.raises(UserError, match="caches dynamic and static, not with paged"):
+        candidates.HuggingFace.write(told, torch.zeros(1, 1), 1, "paged")  # type: ignore[arg-type]
 
 
 def test_our_model_is_compiled_for_its_micro_batches_and_writes_without_dropout(monkeypatch):

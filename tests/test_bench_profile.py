@@ -26,6 +26,7 @@ from torch.profiler import record_function
 import bench_mfu
 from attention.gpus import datasheet_bandwidth
 from bench import modes, profiling, roofline, rows, training
+from bench.config import load_config
 from bench.profiling import RANGE, Found, Owner, Scopes, read
 from bench.roofline import work
 from core import flops
@@ -136,6 +137,9 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
     code, out = run(["--roofline", "Tesla T4", "--vocab_size=64", "--json", "--peak_tflops=60"])
     assert json.loads(out.splitlines()[-1])["dtype"] == "float16"
     assert "peak: 60 TFLOP/s (--peak_tflops)" in out
+    config = load_config(["--roofline=NVIDIA H200", "--bandwidth_gbs=2000"]).settings
+    dtype, _, bandwidth = modes.datasheet(config, "NVIDIA H200", "--roofline")
+    assert (dtype, bandwidth) == ("bfloat16", (2e12, "--bandwidth_gbs"))
     code, out = run(["--roofline", "Tesla T4", "--data_dir=nowhere", "--json"])
     content = json.loads(out.splitlines()[-1])
     assert (content["gpu"], content["vocab_size"]) == ("Tesla T4", 50304)

@@ -598,6 +598,15 @@ def test_a_backend_looks_the_same_in_every_picture_and_like_no_other():
     assert len(set(look.values())) == 6
 
 
+def test_a_record_that_cannot_be_written_and_one_without_a_reference(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "record"
+    with pytest.raises(UserError, match=f"the record {folder} cannot be written \\(Not a dir"):
+        records.write(folder, content(TRAIN), whole=False)
+    bench_mfu.show(content(TRAIN) | {"reference": {"why": "out of memory"}})
+    assert "\nno reference: out of memory\n" in capsys.readouterr().out
+
+
 def test_the_pictures_of_a_record(tmp_path):
     records.write(tmp_path, content([*TRAIN, *KERNEL]))
     assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}

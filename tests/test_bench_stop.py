@@ -34,6 +34,7 @@ from bench.bench import Bench
 from bench.config import BenchConfig, load_config
 from bench.process import Failure, Outcome, Stop, Worker, measure
 from core import flops
+from core.settings import UserError
 from model import GPTConfig
 
 # A worker that answers once, and then is in one long call that lets no other thread run; and a
@@ -399,6 +400,14 @@ def test_what_is_stopped_before_it_began_leaves_nothing(monkeypatch, capsys):
     in_process.use(monkeypatch, Refuses)
     assert bench_mfu.main([*SMALL, "--backends=sdpa"]) == 143
     assert "it was stopped by SIGTERM; nothing was measured" in capsys.readouterr().err
+
+    class Broken(in_process.InProcess):
+        def __init__(self, timeout: float, stop: Any = None) -> None:
+            raise Failure("died", ["it has no torch"])
+
+    in_process.use(monkeypatch, Broken)
+    with pytest.raises(UserError, match="nothing can be measured on cpu: it has no torch"):
+        bench_mfu.main([*SMALL, "--backends=sdpa"])
 
 
 def test_what_a_command_says_of_itself(tmp_path, monkeypatch):
