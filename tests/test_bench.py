@@ -612,13 +612,15 @@ def test_a_worker_begins_nothing_once_the_bench_is_to_end(monkeypatch):
     assert not asked and worker.process.returncode is not None
 
 
-def test_a_worker_that_has_ended_by_itself_died():
-    worker = process.Worker(60.0, None, (sys.executable, "-IS", "-c", "raise SystemExit(3)"))
-    assert worker.process.wait(60) == 3
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_worker_that_has_ended_by_itself_died(code):
+    command = (sys.executable, "-IS", "-c", f"raise SystemExit({code})")
+    worker = process.Worker(60.0, None, command)
+    assert worker.process.wait(60) == code
     gone: Any = types.SimpleNamespace(write=Mock(side_effect=BrokenPipeError), close=lambda: None)
     for pipe in (gone, worker.process.stdin):  # into which a first request may still fit
         worker.process.stdin = pipe
-        with pytest.raises(Failure, match=r"^its process died \(exit code 3\)$") as e:
+        with pytest.raises(Failure, match=rf"^its process died \(exit code {code}\)$") as e:
             worker.ask({})
         assert e.value.kind == "died"
     worker.close()
