@@ -132,6 +132,7 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
     assert content["ceiling"]["ms"] == pytest.approx(58.66, abs=0.01)
     assert content["reachable"]["ms"] == pytest.approx(72.16, abs=0.01)
     assert "with matmuls at 790 TFLOP/s: 72.16 ms, mfu 78.5%" in out
+    assert "The roofline of each part" in out and "\n| head and loss " in out
     assert "4,800 GB/s (datasheet: NVIDIA H200 datasheet)" in out
     # a card without bfloat16 takes float16, and a peak that is given counts
     code, out = run(["--roofline", "Tesla T4", "--vocab_size=64", "--json", "--peak_tflops=60"])

@@ -255,7 +255,8 @@ def test_in_training_each_length_is_compiled_in(monkeypatch) -> None:
     assert all(type(size) is int for graph in sizes for size in graph)
 
 
-def test_the_model_compiles_into_one_graph(graphs) -> None:
+@pytest.mark.parametrize("by", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_model_compiles_into_one_graph(by, graphs) -> None:
     config = GPTConfig(block_size=256, vocab_size=64, n_layer=1, n_head=2, n_embd=32,
                        attention_window=100)  # fmt: skip
     models = []
@@ -268,7 +269,7 @@ def test_the_model_compiles_into_one_graph(graphs) -> None:
         models[0].compiled = True
         assert models[0].attention(segments=True)[0].backend.name == "flex"
         before = graphs()
-        got = torch.compile(models[0], fullgraph=True)(idx, None, segments)[0]
+        got = torch.compile(models[0], fullgraph=True, backend=by)(idx, None, segments)[0]
         assert graphs() == before + 1
         torch.testing.assert_close(got, models[1](idx, None, segments)[0])
 

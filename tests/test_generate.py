@@ -66,7 +66,10 @@ def test_these_decode_here() -> None:
     assert {("manual", "static"), ("sdpa", "static"), ("paged", "paged")} <= here
 
 
-@pytest.mark.parametrize("name, kv", PAIRS)
+@pytest.mark.parametrize(
+    "name, kv",  # flex compiles for half a minute: test_attention.py has its caches
+    [pytest.param(*p, marks=pytest.mark.slow) if p[0] == "flex" else p for p in PAIRS],
+)
 def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
     """Through the limit of 16 positions, where the window begins to slide; GQA, MQA, windows."""
     for shape, changes in SHAPES.items():
