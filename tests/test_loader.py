@@ -239,8 +239,9 @@ def folder(tmp_path: Path) -> Path:
     """A prepared dataset of ten different tokens."""
     source = tmp_path / "source.txt"
     source.write_text("0123456789" * 100)
-    config = data.PrepareConfig(source=str(source), out_dir=str(tmp_path / "shakespeare_char"))
-    return data.prepare("shakespeare_char", config)
+    folder = tmp_path / "shakespeare_char"
+    data.prepare("shakespeare_char", data.PrepareConfig(source=str(source), out_dir=str(folder)))
+    return folder
 
 
 def test_load_gives_the_tokens(folder: Path) -> None:
