@@ -1,24 +1,16 @@
-"""Measure every attention backend side by side: speed, MFU, memory, error.
+"""Measure attention backends side by side: speed, MFU, memory, error.
 
-    python bench_mfu.py                                    training steps, every backend
-    python bench_mfu.py train --profile                    and where their time goes
-    python bench_mfu.py train --roofline="NVIDIA H200"     where it would go at best, on any GPU
-    python bench_mfu.py train --hf=FOLDER                  any causal model of transformers
+    python bench_mfu.py train --profile                    training steps, every backend
+    python bench_mfu.py train --roofline="NVIDIA H200"     the least time of each part on any GPU
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
-    python bench_mfu.py converge --paths=bfloat16          a precision beside plain float32
-    python bench_mfu.py qualify                            all of that here, in nine minutes
+    python bench_mfu.py qualify                            all of these on a new machine
     python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
     python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
-    python bench_mfu.py --help                             every knob
+    python bench_mfu.py --help                             every option
 
-The model's knobs and config files are train.py's. Each backend runs in a process of its own, the
-rounds in turn (bench/process.py), and strictly: a row is the kernel that was named, or says why it
-is not. With --record=SLUG all of it is kept in bench/records/, as each round ends. Ctrl-C, SIGTERM
-and --minutes end a run and leave what was measured so far.
-
-Before you trust a faster kernel: `converge` with it, and look at its verdict against manual.
+The model's options and config files are train.py's. See docs/MEASURE.md.
 """
 
 from __future__ import annotations
@@ -29,21 +21,18 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from bench import candidates, hf, modes, plan, planned, qualify, records, rows, tables
+from bench import candidates, hf, modes, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
+from bench.plan import planned
 from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
 from core.settings import UserError, exit_on_user_error
@@ -52,8 +41,8 @@ MODES = (*modes.MODES, "qualify", "compare", "plan")
 
 
 def run(mode: str, argv: list[str]) -> int:
-    """Measure in one of the modes; the exit code."""
-    state = records.git_state()  # of the source that is about to run
+    """Measure in one of the modes. Returns the exit code."""
+    state = records.git_state()
     loaded = load_config(argv, mode)
     config = loaded.settings
     check(mode, config)
@@ -70,7 +59,7 @@ def run(mode: str, argv: list[str]) -> int:
         vocab_size, source = theirs["config"]["vocab_size"], f"--hf={config.hf}"
     limit = None
     if device.type == "cpu":
-        limit = int(config.memory_gb * 1e9 if config.memory_gb else 0.7 * free_memory(device))
+        limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
     print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", file=sys.stderr)
     print(f"vocabulary: {vocab_size:,} ({source})", file=sys.stderr)
@@ -89,14 +78,15 @@ def run(mode: str, argv: list[str]) -> int:
 
     def keep(bench: Bench, table: list[rows.Row]) -> None:
         if folder:
-            content = bench.content(table + others, "it had not ended when this was written")
+            content = bench.content(table + others, "the run had not ended")
             records.write(folder, {**told, **content}, whole=False)
 
-    whole = mode == "qualify"  # it gives each stage a deadline of its own
+    whole = mode == "qualify"  # each stage has a deadline of its own
     stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
-    with progress() as (watch, tell), signals() as stop.signals:
-        how: dict[str, Any] = {"hf": theirs, "stop": stop, "tell": tell, "keep": keep}
-        bench = Bench(mode, config, str(device), vocab_size, backends, limit, watch, **how)
+    shown = Progress()
+    with signals() as stop.signals:
+        how: dict[str, Any] = {"hf": theirs, "stop": stop, "tell": shown.tell, "keep": keep}
+        bench = Bench(mode, config, str(device), vocab_size, backends, limit, shown.watch, **how)
         try:
             if whole:
                 content, folder = qualify.run(bench, told, loaded.origins)
@@ -113,8 +103,6 @@ def run(mode: str, argv: list[str]) -> int:
                 return stop.code or 1
             raise UserError(f"nothing can be measured on {device}: {e}") from None
         if not whole:
-            if device.type == "cuda":
-                tell(plan.told(bench, modes.points(bench)))
             if config.record is not None:
                 folder = records.folder_of(config.records_dir, config.record, bench.machine)
             content = {**told, **bench.content(modes.MODES[mode](bench) + others)}
@@ -131,8 +119,7 @@ def run(mode: str, argv: list[str]) -> int:
     return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
 
 
-# The knobs that only some of the modes have.
-OF_MODES = {
+OF_MODES = {  # options of some modes only
     ("profile", "roofline"): ("train",),
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
@@ -145,7 +132,7 @@ OF_MODES = {
 
 
 def check(mode: str, config: BenchConfig) -> None:
-    """Raises UserError for knobs that this mode does not have, before anything starts."""
+    """Raises UserError for options that this mode does not have."""
     if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
         slug = repr(config.record)
         raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
@@ -153,60 +140,45 @@ def check(mode: str, config: BenchConfig) -> None:
     for names_, where in OF_MODES.items():
         fields = [ALIASES.get(name, name) for name in names_]
         if mode not in where and any(getattr(config, f) != getattr(default, f) for f in fields):
-            knobs = " and ".join(f"--{name}" for name in names_)
-            of = f"{'are' if len(names_) > 1 else 'is'} for the mode{'s' * (len(where) > 1)}"
-            raise UserError(f"{knobs} {of} {', '.join(where)}, not for {mode}")
+            options = ", ".join(f"--{name}" for name in names_)
+            raise UserError(f"{options}: for {', '.join(where)} only, got mode {mode}")
     if config.paths and config.backends != ("all",):
-        raise UserError("--paths compares training paths, --backends backends: give one of them")
+        raise UserError("give either --paths or --backends")
     if config.hf and (config.baseline or config.profile or config.roofline):
-        raise UserError("--rival, --profile and --roofline are for our own model, not for --hf")
+        raise UserError("--hf does not support --rival, --profile and --roofline")
     candidates.parse(config.baseline)
 
 
 @contextmanager
 def signals() -> Iterator[StopSignal]:
-    """Inside, Ctrl-C and SIGTERM set the signal: see bench/process.py."""
+    """Within this context Ctrl-C and SIGTERM set the StopSignal."""
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield StopSignal("stopping; what was measured is kept")
+        yield StopSignal("stopping; keeping the results so far")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Two functions: one shows what is being measured, the other reports a result.
+class Progress:
+    """Plain lines on stderr, with the seconds since the start."""
 
-    On a terminal a line with a clock below the results; else plain lines with the seconds since the
-    start, for each result and each round, and otherwise at most one every two seconds.
-    """
-    console = Console(stderr=True)
-    if console.is_terminal:
-        text = TextColumn("{task.description}", markup=False)
-        columns = (text, BarColumn(bar_width=20), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as shown:
-            task = shown.add_task("starting", total=None)
-            show = partial(console.print, markup=False)  # an error may have brackets
-            yield (lambda what: shown.update(task, description=what)), show
-        return
-    began = last = time.monotonic()
-    doing = ""
+    def __init__(self) -> None:
+        self.began = self.last = time.monotonic()
+        self.doing = ""
 
-    def tell(line: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {line}", file=sys.stderr, flush=True)
+    def tell(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
-    def watch(what: str) -> None:
-        nonlocal doing, last
-        if (of := what.partition(":")[0]) != doing or time.monotonic() - last >= 2:
-            doing, last = of, time.monotonic()
-            tell(what)
-
-    yield watch, tell
+    def watch(self, what: str) -> None:
+        """Print each new round, otherwise at most every two seconds."""
+        if (of := what.partition(":")[0]) != self.doing or time.monotonic() - self.last >= 2:
+            self.doing, self.last = of, time.monotonic()
+            self.tell(what)
 
 
 def show(content: dict[str, Any]) -> None:
-    """Print the tables, and the answers that follow from them."""
+    """Print the tables and the conclusions."""
     print(records.title(content))
     if "incomplete" in content:
         print(f"incomplete: {content['incomplete']}")
@@ -215,7 +187,7 @@ def show(content: dict[str, Any]) -> None:
             print(f"{name}: {value}")
     if why := content.get("reference", {}).get("why"):
         print(f"no reference: {why}")
-    if content["mode"] != "qualify":  # its tables are many: on the record's page
+    if content["mode"] != "qualify":  # its tables are in the record
         for name, made in records.sections(content):
             print(f"\n{name}\n{tables.markdown(made)}")
     print("", *content["answers"], sep="\n")

@@ -4,9 +4,9 @@ Learned positions, pre-norm blocks, GELU, a head tied to the token embedding. In
 comments: B sequences of T tokens each, C = n_embd channels, H query heads and Hkv key/value heads
 of D = C / H channels each, V tokens in the vocabulary.
 
-What makes this GPT different is one call, in CausalSelfAttention.forward: `attend` is any of the
-kernels in attention/, chosen by the name in `config.attention_backend`. Next to read:
-attention/manual.py, the formula; attention/select.py, how a name becomes a kernel.
+The difference to other GPTs is one call in CausalSelfAttention.forward: `attend` is any kernel of
+attention/, chosen by `config.attention_backend`. Read next: attention/manual.py, the formula;
+attention/select.py, the choice of a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Policy, Resolution, Ring, Spec
+from attention import Choices, Policy, Resolution, Ring, Spec
 from core.loss import Head
 from core.settings import check_fields
 
@@ -33,7 +33,7 @@ Attend = Callable[..., Tensor]  # see attention.Backend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What the model is: its sizes, and how it attends; a ValueError where they cannot be."""
+    """Model sizes and attention settings. Raises ValueError if they are inconsistent."""
 
     block_size: PositiveInt = 1024  # the longest sequence, in tokens
     vocab_size: PositiveInt = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for speed
@@ -44,8 +44,8 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in Linear and LayerNorm
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
-    attention_backend: str = "auto"  # a name from attention/, or the path of a file like those
-    attention_window: int | None = None  # keys that a query sees, itself included; None: all
+    attention_backend: str = "auto"  # a backend's name, or the path of a kernel file
+    attention_window: int | None = None  # keys that a query attends to, itself included; None: all
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -64,16 +64,16 @@ class GPTConfig:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     def spec(self, dtype: str, *, training: bool = True, **asked: Any) -> Spec:
-        """What this model asks of an attention backend."""
+        """The attention that this model requests."""
         window = self.attention_window
         if window is not None and window >= self.block_size:
-            window = None  # as wide as every sequence: no window, and a kernel without one will do
+            window = None  # as wide as every sequence: then kernels without a window can run it
         asked = {"window": window, "dropout": self.dropout if training else 0.0, **asked}
         return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization with an optional bias; mean and variance are taken in float32."""
+    """Layer normalization with an optional bias; mean and variance are computed in float32."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class LayerNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # it would lift x to float32 on CUDA
+        with torch.autocast(x.device.type, enabled=False):  # it would cast x to float32 on CUDA
             return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
 
 
 class CausalSelfAttention(nn.Module):
-    """Every token looks at itself and at the tokens before it, in H heads."""
+    """Each token attends to itself and to the tokens before it, in H heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Every token by itself: widen four times, GELU, narrow again."""
+    """For each token: expand four times, GELU, project back."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -142,18 +142,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model. `config.attention_backend` names its attention kernel, and `policy`
-    says what may be done to get one (fall back, download it, ...)."""
+    """A GPT-2 language model. `config.attention_backend` names its attention kernel; `policy`
+    permits a fallback, a download, and so on."""
 
     def __init__(self, config: GPTConfig, policy: Policy = Policy()) -> None:
         super().__init__()
         self.config, self.policy = config, policy
-        # How it is run, not what it is: set by whoever runs it.
+        # Set by the program that runs the model:
         self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
-        self.ring: Ring | None = None  # context parallelism: a call gets a shard of each sequence
-        self._kernels: dict[tuple[Any, ...], tuple[Resolution, Spec]] = {}
+        self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
+        self.choices = Choices(config.attention_backend, policy)
         self.transformer: Any = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
@@ -179,8 +179,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
-        Targets (B, T) int64 are the token after each; -1 counts for nothing. The loss is the mean
-        cross entropy in nats, float32 (); the logits never exist at once (core/loss.py).
+        Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
+        in nats, float32 (), computed without storing all logits (core/loss.py).
         """
         x = self.hidden(idx, segments, cache)
         if targets is None:
@@ -188,12 +188,12 @@ class GPT(nn.Module):
         return None, self.lm_head.loss(x, self.transformer.wte.weight, targets)
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Any = None) -> Tensor:
-        """Token ids (B, T) int64, T <= block_size -> (B, T, C), what the head reads.
+        """Token ids (B, T) int64, T <= block_size -> (B, T, C), the input of the head.
 
         Args:
-            segments: (B, T) int32; a token sees only its own segment.
-            cache: one step of a KV cache (inference/cache.py): the tokens stored in it come before
-                idx, and idx joins them. It has positions and segments of its own.
+            segments: (B, T) int32; a token attends to its own segment only.
+            cache: one step of a KV cache (inference/cache.py): its tokens come before idx, and idx
+                is appended. It has its own positions and segments.
         """
         (B, T), device, ring = idx.shape, idx.device, self.ring
         kind, page_size = "none", None
@@ -202,7 +202,7 @@ class GPT(nn.Module):
                 raise ValueError(f"{T} tokens do not fit into block_size {size}")
             pos = ring.positions(T, size - 1, device) if ring else torch.arange(T, device=device)
         elif segments is not None:
-            raise ValueError("segments cannot be given with a cache, which keeps its own")
+            raise ValueError("segments cannot be passed with a cache, which has its own")
         else:
             kind, page_size = cache.kind, cache.page_size
             pos, segments = cache.positions(T), cache.segments
@@ -232,10 +232,10 @@ class GPT(nn.Module):
         page_size: int | None = None,
         compiled: bool = False,
     ) -> tuple[Resolution, Spec]:
-        """The kernel for this phase, device and dtype: chosen when first asked for, then kept.
+        """The kernel for this phase, device and dtype: chosen at the first call, then remembered.
 
         Call it once before torch.compile, which cannot trace the choice. `shape` is the batch size
-        and the tokens of a sequence (None: 1, block_size); the other arguments are as in Spec.
+        and the tokens in a sequence (None: 1, block_size); the other arguments are those of Spec.
         """
         weight = self.transformer.wte.weight
         device, dtype = weight.device, weight.dtype
@@ -245,42 +245,34 @@ class GPT(nn.Module):
         asked = {"training": self.training, "grad": torch.is_grad_enabled(), "segments": segments,
                  "compiled": compiled, "cache": cache, "page_size": page_size,
                  "lse": self.ring is not None and cache == "none"}  # fmt: skip
-        # Plain values, and not a Spec: a compiled graph that looks for a Spec in a dict is compiled
-        # anew when another one is added to it.
+        # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
         key = str(device), dtype, *asked.values()
-        if key not in self._kernels:
-            # Not as a decorator, which would import torch._dynamo, a second, for everyone.
+        if key not in self.choices.known:
+            # Not as a decorator, which would import torch._dynamo: a second for everybody.
             choose = torch.compiler.disable(self._choose) if compiled else self._choose
             choose(key, asked, shape or (1, self.config.block_size))
-        return self._kernels[key]
+        return self.choices.known[key]
 
     def _choose(self, key: tuple[Any, ...], asked: dict[str, Any], shape: tuple[int, int]) -> None:
-        (device, dtype, *_), cache = key, asked["cache"]
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        spec = self.config.spec(name_of_dtype, hub_kernels=self.policy.hub_kernels, **asked)
-        if (name := self.config.attention_backend) == "fastest":
-            B, T = shape
-            # With a cache nearly all calls decode: one query, and in the end block_size keys.
-            full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
-            chosen = attention.fastest(spec, device, full, self.policy)
-        else:
-            chosen = attention.select(name, spec, device, self.policy, shape=shape)
-        where = f" with the {cache} cache" if cache != "none" else " without gradients"
-        attention.announce(chosen, "" if spec.grad else where)
-        self._kernels[key] = chosen, spec
+        (device, dtype, *_), (B, T), cache = key, shape, asked["cache"]
+        spec = self.config.spec(str(dtype).removeprefix("torch."), **asked)
+        # With a cache nearly all calls decode: one query, and in the end block_size keys.
+        full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
+        phase = f" with the {cache} cache" if cache != "none" else " without gradients"
+        self.choices.choose(key, spec, device, full, phase)
 
     @torch.no_grad()
     def generate(
         self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
     ) -> Tensor:
-        """Append `max_new_tokens` tokens to idx (B, T) int64, each drawn given all before it.
+        """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
 
-        The plain loop, to be read: every token costs a pass over the whole text. With KV caches,
-        stop conditions, constraints and more: inference/engine.py, which draws from the same
-        distributions, with other random numbers.
+        The plain loop: each token costs a forward pass over the whole text. inference/engine.py
+        has KV caches, stop conditions and constraints; it samples from the same distributions, with
+        other random numbers.
         """
         for _ in range(max_new_tokens):
-            context = idx[:, -self.config.block_size :]  # there is no position beyond block_size
+            context = idx[:, -self.config.block_size :]  # positions end at block_size
             logits = self.head(self.hidden(context)[:, -1])  # (B, V), of the last token only
             if temperature == 0:
                 token = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
@@ -294,12 +286,12 @@ class GPT(nn.Module):
         return idx
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """How many parameters; without the position embeddings unless non_embedding=False."""
+        """The number of parameters, without the position embeddings unless non_embedding=False."""
         n = sum(p.numel() for p in self.parameters())
         return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
     def crop_block_size(self, block_size: int) -> None:
-        """Keep the first `block_size` positions only; a ValueError if there are fewer."""
+        """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""
         have = self.config.block_size
         if not 1 <= block_size <= have:
             raise ValueError(f"block_size can only be cropped, from {have}; got {block_size}")
@@ -311,8 +303,8 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, source: str, override_args: dict[str, Any] | None = None, **changes: Any
     ) -> GPT:
-        """GPT-2 weights from a folder as `transformers` writes it, or from the hub ("gpt2-xl");
-        override_args (nanoGPT's way) and changes are fields of GPTConfig that differ."""
+        """Load GPT-2 weights from a folder in the format of `transformers`, or from the hub
+        ("gpt2-xl"). override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

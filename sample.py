@@ -1,4 +1,4 @@
-"""Prompts in, text out.
+"""Generate text from prompts.
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
@@ -6,11 +6,10 @@ python sample.py --init_from=gpt2 --start="Call me at " --regex="[0-9]{3}-[0-9]{
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --batch_size=16
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out, in the order of their prompts; how fast they came, to
-stderr. Ctrl-C keeps what is there: the texts so far are written, and the exit code is 130.
+Texts go to stdout, or as JSON lines to --out, in the order of their prompts; the speed goes to
+stderr. Ctrl-C writes the texts so far and exits with code 130.
 
-Each text has a seed of its own: --seed for the first, one more for each that follows it, samples of
-a prompt one after another. A text is the same alone, in a batch, as a stream, and with any cache.
+Text n has the seed --seed + n: it is the same alone, in a batch, as a stream and with any cache.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ class SampleConfig:
     # --- model ---
     out_dir: str = "out/gpt"  # folder of the run to sample from
     init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
-    dataset: str | None = None  # a prepared one's folder: its tokenizer, if the model brings none
+    dataset: str | None = None  # folder of a dataset: its tokenizer, if the model has none
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
-    attention_fallback: bool = True  # False: a backend that cannot run here is an error
-    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
+    attention_fallback: bool = True  # False: error if the backend cannot run here
+    attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
-    start: Texts = ()  # a prompt, or FILE:prompt.txt; may be given several times; none: a newline
+    start: Texts = ()  # prompt or FILE:prompt.txt, repeatable; none: a newline
     prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
     num_samples: PositiveInt = 1  # texts for each prompt
-    max_new_tokens: PositiveInt = 500  # tokens to generate; less where the model ends the text
-    temperature: float = 0.8  # below 1 plays safe, above dares; 0 takes the likeliest token
+    max_new_tokens: PositiveInt = 500  # most tokens to generate
+    temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     stop: str | None = None  # a text ends before this string
-    seed: int = 1337  # of the first text; each that follows has one more
+    seed: int = 1337  # of the first text; one more for each further text
     overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
-    # --- what each text must match, and does (inference/constrain.py) ---
-    regex: str | None = None  # a regular expression, as a whole
-    choices: tuple[str, ...] = ()  # one of these, or of the lines of FILE:choices.txt
-    json_schema: str | None = None  # JSON that this schema describes, or FILE:schema.json
+    # --- constraint on each text (inference/constrain.py) ---
+    regex: str | None = None  # a regular expression for the whole text
+    choices: tuple[str, ...] = ()  # one of these, or one line of FILE:choices.txt
+    json_schema: str | None = None  # JSON of this schema, or of FILE:schema.json
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
-    out: str | None = None  # a file for JSON lines, in place of stdout
+    out: str | None = None  # file for JSON lines instead of stdout
     # --- speed ---
     kv_cache: Literal["none", "dynamic", "static", "paged"] = "dynamic"  # see inference/engine.py
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
-    weights: Literal["dtype", "int8"] = "dtype"  # int8: of linear layers and head (core/int8.py)
+    weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
     batch_size: PositiveInt = 8  # texts at a time
     n_pages: int | None = None  # of 16 tokens, with --kv_cache=paged; none: enough for batch_size
     # --- machine ---
@@ -91,7 +90,7 @@ class SampleConfig:
 
 ALIASES = {"attn_implementation": "attention_backend"}
 
-if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
+if __name__ == "__main__":  # --help and errors before torch takes its seconds
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
 import torch
@@ -99,19 +98,19 @@ import torch
 import attention
 import checkpoint
 import data
+from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
-from inference import constrain, quality
+from inference import constrain
 from inference.sampling import Options
 from inference.texts import Prompt, Text, Writer, before
 from model import GPT
 
 
 def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
-    """The model in evaluation mode on its device, changed by further fields of GPTConfig, and its
-    tokenizer."""
+    """The model in evaluation mode and its tokenizer; `changes` go into the GPTConfig."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
-        raise UserError(f"--compile cannot work here: {possible.reason}")
+        raise UserError(f"--compile is not possible here: {possible.reason}")
     setup = Setup.of(device, config.dtype)
     source = config.out_dir if config.init_from == "resume" else config.init_from
     if config.init_from == "resume" or checkpoint.folders(source):
@@ -125,8 +124,11 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
     changes["attention_backend"] = config.attention_backend
     model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
     if config.weights == "int8":
-        quality.to_int8(model, Path(source))
-    # Says what runs, before the text. A static cache is empty when the prompts are read: none.
+        embedding = model.transformer.wte.weight
+        if why := int8.why_not(model, embedding.device, embedding.dtype):
+            raise UserError(f"--weights=int8: {why}")
+        int8.convert(model, embedding)
+    # Logs the kernel before any text.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
     with torch.no_grad():
         model.attention(False, None, kind, 16 if kind == "paged" else None)
@@ -140,14 +142,10 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
         meta = data.read_meta(config.dataset)["tokenizer"]
     tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
-        other = (
-            f"that of {config.dataset} has {tokenizer.vocab_size}"
-            if config.dataset
-            else "GPT-2's, which would be used, has more; name the folder of the dataset that it "
-            "was trained on: --dataset=data/shakespeare_char"
-        )
         raise UserError(
-            f"{source} has a vocabulary of {vocab_size} tokens and no tokenizer of its own; {other}"
+            f"{source} has a vocabulary of {vocab_size} tokens, the tokenizer of "
+            f"{config.dataset or 'GPT-2'} has {tokenizer.vocab_size}: name its own dataset, as in "
+            "--dataset=data/shakespeare_char"
         )
     return tokenizer
 
@@ -156,23 +154,23 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
 
 
 def prompts(config: SampleConfig) -> list[Prompt]:
-    """Every --start that was given, files read, and the lines of --prompts."""
+    """The prompts of --start and --prompts."""
     starts = config.start or (("\n",) if config.prompts is None else ())
     lines = [] if config.prompts is None else prompt_lines(config.prompts)
     return [Prompt(_text(start)) for start in starts] + lines
 
 
 def prompt_lines(path: str) -> list[Prompt]:
-    """The prompts of a file; where its first line is an object with "prompt", it is JSON lines."""
+    """The prompts of a file: JSON lines if its first line is an object with "prompt"."""
     lines = [(n, line) for n, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
     if not lines:
-        raise UserError(f"there is no prompt in {path}")
+        raise UserError(f"no prompt in {path}")
     is_json = _prompt_of(lines[0][1]) is not None
     found = []
     for n, line in lines:
         text = _prompt_of(line) if is_json else line
         if text is None:
-            raise UserError(f'{path}:{n} must be an object with a text "prompt", as line 1 is')
+            raise UserError(f'{path}:{n}: expected an object with a text "prompt", as in line 1')
         found.append(Prompt(text, f"{path}:{n}: "))
     return found
 
@@ -193,30 +191,26 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"the prompt file {path} cannot be read ({e})") from e
+        raise UserError(f"cannot read {path} ({e})") from e
 
 
 def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: str) -> None:
-    """Fill in the ids of each prompt, or say why it cannot be continued."""
+    """Encode each prompt. Raises UserError if one is empty or too long."""
     for prompt in given:
         try:
             prompt.ids = tokenizer.encode(prompt.text)
         except UserError as e:
             raise UserError(f"{prompt.where}{e}") from None
         if not prompt.ids:
-            raise UserError(
-                f"{prompt.where}a prompt is empty; leave --start out, or give it a character"
-            )
+            raise UserError(f"{prompt.where}a prompt is empty")
         if len(prompt.ids) > block_size:
-            tokens = f"{len(prompt.ids)} tokens, the model's context {block_size}"
-            too_long = f"{prompt.where}a prompt has {tokens}"
+            too_long = f"{prompt.where}a prompt has {len(prompt.ids)} tokens, more than block_size"
             if overflow == "stop":
                 raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
-            log.warning(f"{too_long}: it reads the last {block_size} of them")
+            log.warning(f"{too_long}: only the last {block_size} are read")
 
 
 def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton | None:
-    """What each text must match, if anything."""
     if config.regex:
         return constrain.regex(config.regex, tokenizer)
     if config.choices:
@@ -238,7 +232,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Answer every prompt; the exit code."""
+    """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
     given = prompts(config)
@@ -273,7 +267,6 @@ def run(argv: list[str]) -> int:
 
 
 def _stream(steps: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
-    """Print one text while it is being written."""
     print(text.prompt.text, end="", flush=True)
     text.finish = "interrupted"
 
@@ -289,7 +282,6 @@ def _stream(steps: Iterator[None], text: Text, tokenizer: Any, config: SampleCon
 
 
 def _print(text: Text, tokenizer: Any, config: SampleConfig, out: IO[str] | None) -> None:
-    """Put a text where it belongs, at once, so that a later Ctrl-C takes nothing away."""
     new = "".join(before(config.stop, [tokenizer.decode(text.new)]))
     row = {"prompt": text.prompt.text, "text": new, "tokens": len(text.new), "seed": text.seed}
     line = json.dumps({**row, "finish": text.finish}, ensure_ascii=False)
@@ -304,7 +296,7 @@ def _open(path: str | None) -> AbstractContextManager[IO[str] | None]:
     try:
         return nullcontext() if path is None else open(path, "w", encoding="utf-8")
     except OSError as e:
-        raise UserError(f"{path} cannot be written ({e})") from e
+        raise UserError(f"cannot write {path} ({e})") from e
 
 
 if __name__ == "__main__":

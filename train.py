@@ -1,24 +1,22 @@
-"""Train a GPT: the knobs, the set-up, the loop, the step.
+"""Train a GPT: settings, set-up, loop, step.
 
     python train.py config/train_shakespeare_cpu.py
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-`python train.py --help` lists every knob. A run writes to out_dir: checkpoints (step-N),
+`python train.py --help` lists every option. A run writes to out_dir: checkpoints (step-N),
 metrics.jsonl and loss.png. One step is train_step(), near the end.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +24,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from core.settings import Loaded, UserError, check_fields, exit_on_user_error, read, read_early
 
-# ----------------------------------------------------------------------------- the knobs
+# ----------------------------------------------------------------------------- options
 
 VocabSize = Annotated[int, Field(ge=1, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -46,16 +44,16 @@ class TrainConfig:
     eval_on_start: bool = False  # evaluate before the first step too
     eval_only: bool = False  # evaluate, print, and stop
     log_interval: PositiveInt = 10  # steps between log lines
-    keep_checkpoints: PositiveInt = 2  # the newest ones that stay, beside the best
+    keep_checkpoints: PositiveInt = 2  # newest checkpoints to keep, in addition to the best
     sample_tokens: NonNegativeInt = 0  # tokens of text to generate and print at the end
     wandb_log: bool = False  # log to Weights & Biases too (pip install wandb)
     wandb_project: str = "nanoattn"  # its project name
     wandb_run_name: str = "gpt"  # its run name
     # --- data ---
     dataset: str = "shakespeare_char"  # a folder in data_dir, made by python -m data
-    data_dir: str = "data"  # where the prepared datasets lie
-    batch_size: PositiveInt = 12  # sequences in a micro-batch, per process: at most
-    gradient_accumulation_steps: PositiveInt = 1  # batches of that size in a step, of all together
+    data_dir: str = "data"  # folder of the prepared datasets
+    batch_size: PositiveInt = 12  # largest micro-batch per process, sequences
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches per step, over all processes
     # --- model ---
     block_size: PositiveInt = 1024  # context length, tokens
     n_layer: PositiveInt = 12  # blocks
@@ -69,14 +67,14 @@ class TrainConfig:
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
-    attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
-    attention_window: PositiveInt | None = None  # keys that a query sees, with its own; none: all
-    attention_fallback: bool = True  # False: a backend that cannot run here is an error
-    attention_hub_kernels: bool = False  # flash_attn_*: download a prebuilt kernel, and run it
+    attention_backend: str = "auto"  # a name (python -m attention) or a file (docs/KERNEL.md)
+    attention_window: PositiveInt | None = None  # keys per query, itself included; none: all
+    attention_fallback: bool = True  # False: an unavailable backend is an error
+    attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
-    max_iters: PositiveInt = 600000  # steps in all
+    max_iters: PositiveInt = 600000  # total steps
     learning_rate: PositiveFloat = 6e-4  # the highest, after warm-up
     min_lr: NonNegativeFloat | None = None  # the lowest, at the end; none: learning_rate / 10
     decay_lr: bool = True  # cosine decay after warm-up; False: stay at learning_rate
@@ -87,10 +85,10 @@ class TrainConfig:
     beta2: Fraction = 0.95  # AdamW
     grad_clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     # --- many processes (torchrun; docs/SCALE.md) ---
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # each has the whole model; or a part of it
-    shard_size: PositiveInt | None = None  # fsdp: processes that share one copy; none: all
-    context_parallel: PositiveInt = 1  # processes that share each sequence (attention/ring.py)
-    async_checkpoint: bool = False  # write checkpoints while the training goes on
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # copies of the model, or shards (FSDP2)
+    shard_size: PositiveInt | None = None  # fsdp: processes per copy; none: all
+    context_parallel: PositiveInt = 1  # processes per sequence (attention/ring.py)
+    async_checkpoint: bool = False  # write checkpoints in the background
     hang_timeout: PositiveFloat = 45.0  # seconds in which nothing moves until all end
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
@@ -132,21 +130,20 @@ ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic"
 if __name__ == "__main__":  # --help and mistakes are answered before torch takes its seconds
     read_early(TrainConfig, sys.argv[1:], aliases=ALIASES)
 
+import numpy as np
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 import attention
 import checkpoint
 import data
-from attention import Policy
-from core import flops, parallel, runtime
+from attention import Policy, Resolution
+from core import parallel, runtime
 from core.distributed import DistInfo
-from core.metrics import Metrics, log_step, not_finite, say_first, say_last
+from core.metrics import Meter, Metrics, not_finite
 from core.optimizer import build_optimizer, learning_rate, update
-from core.restarts import mark_begun
 from core.runtime import Setup
-from core.watch import WRITING, Watch
-from inference.texts import continuation
 from model import GPT, GPTConfig
 
 # ----------------------------------------------------------------------------- the set-up
@@ -159,31 +156,38 @@ class Run:
     config: TrainConfig
     distributed: DistInfo
     setup: Setup
-    meta: dict[str, Any]  # the dataset's
-    model: GPT  # what is saved
-    module: Any  # what is called: the model itself, compiled, shared between processes
-    chosen: attention.Resolution
+    meta: dict[str, Any]  # the dataset's meta.json
+    model: GPT  # the parameters, as they are saved
+    module: nn.Module | Callable[..., Any]  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
-    splits: dict[str, Any]  # "train" and "val" -> (N,) uint16 tokens
-    peak: flops.Peak
-    micro_steps: int  # micro-batches of a process in a step
+    splits: dict[str, np.ndarray]  # "train" and "val": (N,) uint16 tokens
+    attention: Resolution  # the kernel of the training steps
+    micro_steps: int  # micro-batches per step in this process
+    saver: checkpoint.Saver
     step: int = 0  # steps done
-    best_loss: float = math.inf  # the lowest validation loss so far
-    weight: float = 1.0  # of this process's mean loss: N times its share of a ring's tokens
-    peak_from: int = 0  # the step before which the peak is not measured again
-    rates: list[float] = field(default_factory=list)  # tokens a second, of each logged interval
-    metrics: Metrics | None = None
-    saving: checkpoint.Saving | None = None  # the checkpoints that are written in the background
 
     @property
     def global_batch(self) -> int:
-        """Sequences in a step, over all processes and micro-batches."""
+        """Sequences per step, summed over processes and micro-batches."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
 
+def create_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
+    """The model on the CPU: new, or with the weights that --init_from names."""
+    config = loaded.settings
+    if config.init_from != "scratch":
+        return checkpoint.build_model(loaded, meta)
+    return GPT(config.model(config.vocab_size or padded(meta["vocab_size"])), config.policy)
+
+
+def padded(V: int) -> int:
+    """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
+    return V if V <= 1024 else -(-V // 64) * 64
+
+
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
-    """Everything before the first step: data, model, optimizer, kernel; and say what will run."""
+    """Create data, model, optimizer and kernel, and print what will run."""
     config, device, say = loaded.settings, distributed.device, distributed.say
     micro_steps = distributed.micro_steps(config.batch_size, config.gradient_accumulation_steps)
     if device.type == "cpu":
@@ -193,11 +197,11 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     config = replace(config, dtype=runtime.dtype_name(setup.dtype))  # type: ignore[arg-type]
     folder, T = Path(config.data_dir) / config.dataset, config.block_size
     meta = data.read_meta(folder)
-    model = checkpoint.build_model(loaded, meta)
+    model = create_model(loaded, meta)
     if config.parallel == "fsdp":
         parallel.shard(model, distributed, setup, config.shard_size)
     model = setup.place(model)
-    ring = model.ring = parallel.ring(distributed, T)
+    model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = config.residual_dtype == "autocast"
     optimizer, scaler = build_optimizer(model, config, device), setup.scaler()
@@ -210,22 +214,21 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-
-    with setup.autocast:  # the kernel of each phase is chosen here, before torch.compile
-        chosen, _ = model.attention(shape=(config.batch_size, T))
+    with setup.autocast:  # the kernel of each phase is chosen here: torch.compile cannot trace it
+        kernel, _ = model.attention(shape=(config.batch_size, T))
         with torch.no_grad():
             model.eval().attention(shape=(config.batch_size, T))
         model.train()
-    peak = flops.peak(device, runtime.dtype_name(setup.dtype), config.peak_tflops)
-    module: Any = model  # which FSDP has changed in place
+    module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    run = Run(config, distributed, setup, meta, model, module, chosen, optimizer, scaler, splits,
-              peak, micro_steps, step, best_loss, ring.weight(T) if ring else 1.0)  # fmt: skip
-
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    say_first(run)
-    return run
+    counts = model.get_num_params(non_embedding=False), model.get_num_params()
+    say("model: {:,} parameters, {:,} without positions".format(*counts))
+    saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
+                             config.async_checkpoint, best_loss)  # fmt: skip
+    return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
+               micro_steps, saver, step)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -239,8 +242,7 @@ def main(argv: list[str]) -> int:
     config = loaded.settings
     distributed = DistInfo.join(config.device, config.context_parallel)
     try:
-        with Watch(distributed, config.hang_timeout) as watch:
-            return train(checkpoint.started_again(loaded, distributed), distributed, watch)
+        return train(checkpoint.restarted(loaded, distributed), distributed)
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     except torch.OutOfMemoryError as e:
@@ -249,127 +251,153 @@ def main(argv: list[str]) -> int:
             f"{max(1, config.batch_size // 2)} with --gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps * 2}, or --gradient_checkpointing=True"
         ) from e
+    except RuntimeError as e:
+        distributed.name_missing(e, distributed.resume_command(config.out_dir))
+        raise
     finally:
         distributed.leave()
 
 
-def train(loaded: Loaded[TrainConfig], distributed: DistInfo, watch: Watch) -> int:
-    """Train as the settings say; the exit code."""
+def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
+    """Train as the settings say; returns the exit code."""
     distributed.say("\n".join(loaded.report()))
     run = set_up(loaded, distributed)
     config, T, device, say = run.config, run.config.block_size, distributed.device, distributed.say
+    meter = Meter(distributed, run.model.config, T, run.global_batch * T, config.max_iters,
+                  config.dtype, config.peak_tflops)  # fmt: skip
+    meter.begin(run.step)
     if config.eval_only:
         evaluate(run)
         return 0
     if run.step >= config.max_iters:
         say(f"nothing to do: all {config.max_iters} steps are done; --max_iters sets more")
         return 0
-    distributed.gather(None)  # all are ready: only now may an earlier run be moved aside
+    distributed.gather(None)  # every process is ready: an earlier run may be moved aside now
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
-        run.metrics = Metrics(Path(config.out_dir), run.step, config)
-    mark_begun(config.out_dir, distributed)
+        meter.metrics = Metrics(Path(config.out_dir), run.step, config)
     if config.eval_on_start and run.step == 0:
-        evaluate(run)
+        evaluate(run, meter.metrics)
 
-    stop = runtime.StopSignal()
-    found_inf = torch.zeros((), device=device)  # becomes 1 at a loss or gradient that is not finite
+    stop, kernel = runtime.StopSignal(), run.attention
+    found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     val_loss: float | None = None
+    # Gradients are averaged evenly, but processes may have different numbers of sequences.
+    share = parallel.loss_weight(run.model, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     began, began_step = runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
-        mark = partial(watch.mark, run.step + 1)
+        # --- one step ---
         lr = learning_rate(run.step, config)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        weight = run.weight * len(x) * distributed.data_size / run.global_batch
-        x, y = parallel.mine(run.model, x, y)
+        weight = share * len(x)
+        x, y = parallel.shard_batch(run.model, x, y)
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
-                          run.micro_steps, config.grad_clip, found_inf, mark, weight)  # fmt: skip
-        mark("agree")
+                          run.micro_steps, config.grad_clip, found_inf, weight=weight)  # fmt: skip
         run.step += 1
-        if run.step == warm_step and run.step % config.log_interval:  # a due line does it too
-            began, began_step = runtime.now(device), run.step
-        # All processes must come to the same answer: whether to stop, whether a line is overdue.
-        # On a GPU no look at found_inf: it would wait for the device.
+        if run.step == warm_step:
+            distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
+            if run.step % config.log_interval:  # a line that is due restarts the clock, too
+                began, began_step = runtime.now(device), run.step
+
+        # --- all processes agree: stop? log? ---
+        # On a GPU do not look at found_inf here: it would wait for the device.
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = distributed.sum([float(stop.signal is not None), float(due)])
-        watch.mark(run.step + 1, "data")
-        last = bool(stopping) or run.step == config.max_iters
-        logging_now = last or overdue or run.step == 1 or run.step % config.log_interval == 0
-        evaluating = run.step == config.max_iters or run.step % config.eval_interval == 0
+        done = run.step == config.max_iters
+        logging_now = bool(stopping or overdue or done or run.step == 1)
+        logging_now = logging_now or run.step % config.log_interval == 0
+        evaluating = done or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
 
-        mark("evaluate" if evaluating else "log")  # from here on the device is synchronized
+        # --- logging ---
         mean_loss, any_inf = distributed.sum([float(loss), float(found_inf)])
         mean_loss /= distributed.world_size
-        per_step = (time.perf_counter() - began) / max(1, run.step - began_step)
-        val_loss = evaluate(run) if evaluating and not any_inf else None
+        timed = run.step - began_step if run.step > warm_step else 0
+        seconds = (time.perf_counter() - began) / timed if timed else None
+
+        # --- evaluation ---
+        val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            say(not_finite(run, mean_loss, val_loss, lr), file=sys.stderr)
-            mark("finish")
-            checkpoint.finish(run)
+            how = lr, kernel.backend.name, distributed.resume_command(config.out_dir)
+            say(not_finite(run.step, mean_loss, val_loss, *how), file=sys.stderr)
+            run.saver.wait()
             return 1
         if logging_now:
-            log_step(run, mean_loss, lr, per_step, warm=run.step > warm_step)
-        if evaluating or last:
-            mark(WRITING)
-            checkpoint.finish(run)  # the one before, in a phase that may take long
-            mark("checkpoint")
-            checkpoint.save_run(run, val_loss)
+            meter.log(run.step, mean_loss, lr, seconds)
+
+        # --- checkpoint ---
+        if evaluating or stopping:
+            run.saver.save(
+                run.model, run.optimizer, run.scaler, asdict(config), run.meta["tokenizer"],
+                step=run.step, val_loss=val_loss, sequences_seen=run.step * run.global_batch,
+                attention_backend=kernel.backend.name, attention_kernels=list(kernel.kernels),
+            )  # fmt: skip
         if stopping:
             break
         began, began_step = runtime.now(device), run.step
 
-    watch.mark(run.step, "finish")  # which may take long, and once
-    checkpoint.finish(run)
-    if run.metrics:
-        run.metrics.close()
+    run.saver.wait()
+    if meter.metrics:
+        meter.metrics.close()
     if run.step < config.max_iters:
-        again = f"train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
-        say(f"stopped after step {run.step}; to go on: {distributed.launcher} {again}")
+        resume = distributed.resume_command(config.out_dir)
+        say(f"stopped after step {run.step}; to continue: {resume}")
         return 128 + (stop.signal or signal.SIGTERM)
-    say_last(run, val_loss)
-    alone = checkpoint.gathered(run.model) if config.sample_tokens else None
-    if alone is not None and distributed.main:
-        torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
-        tokenizer, n = data.from_meta(run.meta["tokenizer"]), config.sample_tokens
-        how: Any = {"seed": config.seed, "temperature": 0.8, "top_k": 200}
-        text = continuation(alone.eval(), tokenizer, "\n", n, **how)
-        say(f"--- {n} tokens of what it has learned ---\n{text.strip()}")
+    meter.end(val_loss, run.meta.get("baselines", {}))
+    if config.sample_tokens:
+        sample(run)
     return 0
 
 
-def evaluate(run: Run) -> float:
+@torch.no_grad()
+def evaluate(run: Run, metrics: Metrics | None = None) -> float:
     """Print and log the mean loss on fixed batches of each split; returns the validation loss."""
     config, distributed, device, losses = run.config, run.distributed, run.setup.device, {}
     T, iters, B = config.block_size, config.eval_iters, config.batch_size
     run.model.eval()
-    with torch.no_grad(), run.setup.autocast:
+    with run.setup.autocast:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=device), 0
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                total += run.module(*parallel.mine(run.model, x, y))[1] * counted * run.weight
+                _, loss = run.module(*parallel.shard_batch(run.model, x, y))
+                total += loss * counted * parallel.loss_weight(run.model, T)
                 n += counted
-            loss, sequences = distributed.sum([float(total), n])
-            losses[split] = loss / sequences
+            summed, sequences = distributed.sum([float(total), n])
+            losses[split] = summed / sequences
     parallel.reshard(run.model)
     run.model.train()
     train_loss, val_loss = losses["train"], losses["val"]
     distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
-    if run.metrics and math.isfinite(train_loss + val_loss):
-        run.metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss)
+    if metrics and math.isfinite(train_loss + val_loss):
+        metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss)
     return val_loss
+
+
+def sample(run: Run) -> None:
+    """Print text from the model; all processes must call this."""
+    alone, n = checkpoint.gathered(run.model), run.config.sample_tokens
+    if not run.distributed.main:
+        return
+    torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
+    torch.manual_seed(run.config.seed)
+    tokenizer = data.from_meta(run.meta["tokenizer"])
+    start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
+    with run.setup.autocast:
+        tokens = alone.eval().generate(start, n, temperature=0.8, top_k=200)[0]
+    text = tokenizer.decode(tokens.tolist()).strip()
+    print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
 
 # ----------------------------------------------------------------------------- the step
 
 
 def train_step(
-    module: Any,
+    module: nn.Module | Callable[..., Any],
     optimizer: torch.optim.AdamW,
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
@@ -384,26 +412,23 @@ def train_step(
     """One step of training: forward and backward of each micro-batch, clip, update.
 
     Args:
-        module: the model, plain, compiled or shared between processes.
-        x, y: (micro_steps * B, T) int64, token ids and the token after each.
-        clip, found_inf: see update().
-        mark: told what begins, "forward", "backward" and "update", and of the "end": for whoever
-            measures.
-        weight: of this process's mean loss in the average over all processes.
+        module: the model: plain, compiled, DDP or FSDP.
+        x, y: (micro_steps * B, T) int64, token ids and their successors.
+        mark: called with "forward", "backward", "update" and "end" as each begins (benchmarks).
+        weight: of this process's mean loss in the average over processes.
 
     Returns:
-        the mean loss in nats a token, float32 (), perhaps not computed yet: on a GPU nothing here
-        waits for the device.
+        mean loss in nats per token, float32 (). On a GPU nothing here waits for the device.
     """
     loss = torch.zeros((), device=x.device)
     micro_batches = zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)
     for i, (mx, my) in enumerate(micro_batches):
-        # Gradients are averaged over processes once, in the last micro-step's backward.
+        # Processes average their gradients once, in the backward pass of the last micro-step.
         with parallel.no_sync(module) if i < micro_steps - 1 else nullcontext():
             mark("forward")
             with autocast:
                 part = module(mx, my)[1] * (weight * len(mx) / len(x))
-                # A loss that is not finite gets a gradient that is not: all will see it.
+                # A loss that is not finite makes the gradients NaN: every process sees it.
                 part = part * torch.where(part.isfinite(), 1.0, torch.nan)
             mark("backward")
             scaler.scale(part).backward()
@@ -416,4 +441,7 @@ def train_step(
 
 
 if __name__ == "__main__":
-    exit_on_user_error(lambda: main(sys.argv[1:]))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # record: torchrun prints the exception of the first process that failed.
+    exit_on_user_error(lambda: record(main)(sys.argv[1:]))

@@ -1,24 +1,19 @@
 """Attention: one function, many interchangeable kernels. Start with spec.py, then manual.py."""
 
+import importlib.util
+import os
+import sys
+
 from . import hf
-from .autotune import fastest
-from .flash_impl import use_flash_impl
+from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
+from .choose import Choices
+from .machine.autotune import fastest
+from .machine.flash_impl import use_flash_impl
 from .own import is_file
 from .probing import probe
 from .ring import Ring
 from .select import BACKENDS, RULES, announce, check_name, get, packages, resolve, select
-from .spec import (
-    Backend,
-    BackendUnavailable,
-    Caps,
-    Machine,
-    Partial,
-    Policy,
-    Refusal,
-    Resolution,
-    Spec,
-    visible,
-)
+from .spec import Machine, Policy, Spec, visible
 
 __all__ = [
     "BACKENDS",
@@ -26,6 +21,7 @@ __all__ = [
     "Backend",
     "BackendUnavailable",
     "Caps",
+    "Choices",
     "Machine",
     "Partial",
     "Policy",
@@ -48,7 +44,12 @@ __all__ = [
 ]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
-if __name__ == "attention":  # a checkout; where it is installed, the package is nanoattn
-    from .alias import share
-
-    share()
+# pip installs this package as nanoattn. In a checkout both names are one package, whichever is
+# imported first, so that each operator is registered once.
+if __name__ == "attention" and "nanoattn" in sys.modules:
+    raise ImportError(f"nanoattn is another package: {sys.modules['nanoattn'].__file__}")
+_spec = importlib.util.find_spec("attention")
+if _spec and _spec.origin and os.path.samefile(_spec.origin, __file__):
+    _other = "nanoattn" if __name__ == "attention" else "attention"
+    for _name in [n for n in sys.modules if n.partition(".")[0] == __name__]:
+        sys.modules[_other + _name.removeprefix(__name__)] = sys.modules[_name]

@@ -1,153 +1,107 @@
-"""What runs here, what does not and why, and how fast and how exact it is.
+"""Which backends run, why others do not, and how fast and exact each is.
 
-    python -m attention                                   every backend on this machine
-    python -m attention sdpa_flash --dtype=float32        explain one decision
-    python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    what would run there?
-    python -m attention --as=h100                         every backend there
-    python -m attention check my_kernel.py                prove a kernel; check --help: options
-    python -m attention --help                            all options
+    python -m attention                                         measure every backend here
+    python -m attention sdpa_flash --dtype=float32              explain one choice
+    python -m attention flash_attn_2 --as="NVIDIA TITAN RTX"    the same on another machine
+    python -m attention --as=h100                               every backend there
+    python -m attention check my_kernel.py                      test a kernel (check --help)
 
-The times are of one attention call at the given shape, not of a model; bench_mfu.py measures those.
-The error is max|out - float64| over max|float64|, from the probe. For a machine that is only
-described nothing is run: what the backends declare decides.
+Each time is for one attention call, not for a model (bench_mfu.py). The error is
+max|out - float64| / max|float64|, from the probe. On a described machine nothing runs.
 """
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__" and (sys.argv[1:2] == ["check"] or __package__ == "nanoattn"):
-    # Before the imports below, of what pip does not install.
-    if sys.argv[1:2] != ["check"]:
-        sys.exit("python -m nanoattn has one command, check; all else is in a checkout of the "
-                 "project: python -m attention")  # fmt: skip
-    from .check import main as check
-
-    sys.exit(check(sys.argv[2:]))
-
+import argparse
+import logging
 import os
 import re
-import statistics
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from core.runtime import pick_device, show_log
-from core.settings import UserError, exit_on_user_error, read
-
-from . import autotune
-from .autotune import Shape, draw, seconds, work
-from .gpus import describe
+from .caps import BackendUnavailable, dotted
+from .machine import autotune
+from .machine.gpus import describe
+from .machine.system import first_line
 from .probing import Probe, probe
-from .select import BACKENDS, RULES, packages, resolve, select
-from .spec import Backend, BackendUnavailable, Machine, Policy, Spec, dotted
-from .system import first_line
-
-ALIASES = {
-    "as": "machine",  # a keyword in Python, so no name for a field
-    # The reasons use the names of train.py and sample.py.
-    "attention_window": "window",
-    "attention_hub_kernels": "hub_kernels",
-}
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+from .select import BACKENDS, RULES, admit, packages, resolve, select
+from .spec import CACHES, DTYPES, Machine, Policy, Spec
 
 
-@dataclass(frozen=True)
-class Options:
-    # The docstring is set below: it names the backends.
-
-    backend: str | None = None  # explain the choice of this name or file; none: measure all
-    # --- where ---
-    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
-    dtype: Dtype | None = None  # of inputs and output (None: the GPU's best half, else float32)
-    allow_mps_sdpa: bool = False  # let PyTorch's SDPA run on Apple's Metal
-
-    # --- another machine: nothing is run, it is only described ---
-    machine: str | None = None  # its name, --as: "NVIDIA TITAN RTX", 4090, h100, "apple m3", cpu
-
-    # --- shape; the defaults are GPT-2 124M's ---
-    batch_size: int | None = None  # sequences (None: 16 on cuda, else 1)
-    seq_len: int = 1024  # tokens a sequence, queries and keys alike
-    n_head: int = 12  # query heads
-    n_kv_head: int | None = None  # key and value heads (None: as many as n_head)
-    head_dim: int = 64  # numbers a head
-
-    # --- what else ---
-    window: int | None = None  # keys that a query sees, itself included (None: all)
-    dropout: float = 0.0  # on the attention probabilities
-    segments: bool = False  # two documents a sequence that do not see each other
-    scale: float | None = None  # of the scores (None: 1/sqrt(head_dim))
-    softcap: float | None = None  # c: scores become c * tanh(s / c) (None: they stay)
-    sinks: bool = False  # a logit a head in the softmax's denominator, without a value
-    lse: bool = False  # in parts, joined by L: what --context_parallel of train.py needs
-    inference: bool = False  # no backward pass
-    kv_cache: Literal["none", "dynamic", "static", "paged"] = "none"  # inference with this cache
-    page_size: int | None = None  # tokens a page of the paged cache (None: 256)
-    deterministic: bool = False  # under torch.use_deterministic_algorithms(True)
-    compiled: bool = False  # inside torch.compile
-    hub_kernels: bool = False  # a prebuilt kernel may be downloaded, and run
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.page_size is not None and self.kv_cache != "paged":
-            raise ValueError("page_size belongs to the paged cache (--kv_cache=paged)")
-        if self.machine is not None and self.device != "auto":
-            raise ValueError("--device is of this machine; leave it out with --as")
-        if self.machine is not None and self.backend == "fastest":
-            raise ValueError("what is fastest has to be measured there; ask for auto, or a name")
-        self.spec("float32")  # checks the rest
-
-    def spec(self, dtype: str) -> Spec:
-        """The Spec that these options ask for."""
-        asked = {f.name: getattr(self, f.name) for f in fields(Spec) if hasattr(self, f.name)}
-        asked |= {"dtype": dtype, "cache": self.kv_cache}
-        asked["grad"] = not self.inference and self.kv_cache == "none"
-        if self.n_kv_head is None:
-            asked["n_kv_head"] = self.n_head
-        if self.kv_cache == "paged":
-            asked["page_size"] = self.page_size or 256
-        return Spec(**asked)
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(hub_kernels=self.hub_kernels, mps_sdpa=self.allow_mps_sdpa)
-
-    @property
-    def shape(self) -> Shape:
-        """Sequences, queries and keys; with a cache one query, as in decoding."""
-        queries = self.seq_len if self.kv_cache == "none" else 1
-        return self.batch_size or 1, queries, self.seq_len
+def flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
+    return text.lower() == "true"
 
 
-Options.__doc__ = f"""What is asked of attention, and on which device. The backends:
-{", ".join([*RULES, *BACKENDS])}."""
+def parser() -> argparse.ArgumentParser:
+    """The command line. The defaults are the shape of GPT-2 124M."""
+    made = argparse.ArgumentParser(
+        prog="python -m attention",
+        description=__doc__,
+        epilog=f"backends: {', '.join([*RULES, *BACKENDS])}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("backend", nargs="?", help="explain the choice of this name or file; none: measure all")
+    add("--device", default="auto", help="auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=DTYPES, help="of inputs and output; default: the GPU's, else float32")
+    add("--as", dest="machine", help='another machine: "NVIDIA TITAN RTX", 4090, h100, cpu, ...')
+    add("--batch_size", type=int, help="sequences; default: 16 on cuda, else 1")
+    add("--seq_len", type=int, default=1024, help="tokens in a sequence (default: 1024)")
+    add("--n_head", type=int, default=12, help="query heads (default: 12)")
+    add("--n_kv_head", type=int, help="key and value heads; default: n_head")
+    add("--head_dim", type=int, default=64, help="channels of a head (default: 64)")
+    add("--window", "--attention_window", type=int, help="keys that a query attends to")
+    add("--dropout", type=float, default=0.0, help="on the attention probabilities")
+    add("--scale", type=float, help="factor of the scores; default: 1/sqrt(head_dim)")
+    add("--softcap", type=float, help="c: scores become c * tanh(s / c)")
+    add("--kv_cache", choices=CACHES, default="none", help="inference with this cache")
+    add("--page_size", type=int, help="tokens in a page of the paged cache (default: 256)")
+    flags = {
+        "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal",
+        "segments": "two documents in each sequence",
+        "sinks": "a logit for each head in the softmax's denominator",
+        "lse": "split sequences, as --context_parallel of train.py",
+        "inference": "no backward pass",
+        "deterministic": "under torch.use_deterministic_algorithms(True)",
+        "compiled": "inside torch.compile",
+    }
+    for name, text in flags.items():
+        add(f"--{name}", type=flag, nargs="?", const=True, default=False, help=text)
+    add("--hub_kernels", "--attention_hub_kernels", type=flag, nargs="?", const=True,
+        default=False, help="allow downloading a prebuilt kernel and running it")  # fmt: skip
+    return made
+
+
+def spec_of(asked: argparse.Namespace, dtype: str) -> Spec:
+    """The requested attention. Raises ValueError if the options are inconsistent."""
+    cache = asked.kv_cache
+    return Spec(
+        asked.n_head, asked.n_kv_head or asked.n_head, asked.head_dim, dtype, asked.window,
+        asked.dropout, asked.segments, grad=not asked.inference and cache == "none", cache=cache,
+        compiled=asked.compiled, page_size=asked.page_size or (256 if cache == "paged" else None),
+        scale=asked.scale, softcap=asked.softcap, sinks=asked.sinks, lse=asked.lse,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend at one shape; times in milliseconds."""
-
     name: str
     title: str
-    why: tuple[str, ...]  # why it does not run here; empty: it does
+    why: tuple[str, ...]  # why it does not run here; empty if it does
     kernels: tuple[str, ...] = ()
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
     error: float | None = None
-    notes: tuple[str, ...] = ()  # why it was not timed, or without the backward
+    notes: tuple[str, ...] = ()  # why it was not timed, or only without the backward
 
 
 def best_dtype(machine: Machine) -> str:
-    """train.py's default there, except on a CPU: the rule of runtime.pick_dtype."""
     if machine.device != "cuda":
         return "float32"
     return "bfloat16" if (machine.capability or (0, 0)) >= (8, 0) else "float16"
@@ -156,41 +110,36 @@ def best_dtype(machine: Machine) -> str:
 # --- this machine ---
 
 
-def declared(backend: Backend, spec: Spec, machine: Machine, options: Options) -> Row:
-    """What the backend says of itself; nothing is run."""
-    why = autotune.refusals(backend, spec, machine, options.policy)
-    return Row(backend.name, backend.title, why)
-
-
-def measure(backend: Backend, spec: Spec, machine: Machine, options: Options) -> Row:
-    """Resolve, probe and time one backend; only the forward if it has no backward."""
-    row = declared(backend, spec, machine, options)
-    forward = declared(backend, replace(spec, grad=False), machine, options)
-    if row.why and not forward.why:
-        row, spec = replace(forward, notes=row.why), replace(spec, grad=False)
-    if row.why:
-        return row
-    device = str(pick_device(options.device))
+def measure(
+    name: str, spec: Spec, machine: Machine, policy: Policy, device: torch.device,
+    shape: autotune.Shape,
+) -> Row:  # fmt: skip
+    """Probe and time one backend; only the forward if it has no backward."""
+    backend, why = admit(name, spec, machine, policy)
+    notes: tuple[str, ...] = ()
+    if why and not admit(name, replace(spec, grad=False), machine, policy)[1]:
+        why, notes, spec = [], tuple(why), replace(spec, grad=False)
+    if why:
+        return Row(name, backend.title, tuple(why))
     slow = autotune.only_interpreted(backend, spec, machine)
-    # The probe holds all scores in float64: only as long as needed to see the kernel.
-    T = 64 if slow else min(max(options.seq_len, 64), 512)
-    tried = probe(backend, spec, device, T)
-    if tried.why:
-        return replace(row, why=tried.why)
-    row = replace(row, kernels=kernel_names(tried), error=tried.error)
-    if slow:
-        return replace(row, notes=(*row.notes, "Triton's interpreter, for tests: not timed"))
+    # The probe stores all scores in float64: only as long as needed to see the kernel.
+    tried = probe(backend, spec, device, 64 if slow else min(max(shape[2], 64), 512))
+    row = Row(name, backend.title, tried.why, kernel_names(tried), error=tried.error, notes=notes)
+    if tried.why or slow:
+        return replace(row, notes=(*notes, "Triton's interpreter, for tests: not timed"))
     try:
-        inputs = draw(spec, torch.device(device), options.shape)
-        ms = median_ms(work(backend, replace(spec, grad=False), inputs), device)
-        both_ms = median_ms(work(backend, spec, inputs), device) if spec.grad else None
-    except RuntimeError as e:  # usually out of memory; PyTorch's message says so
-        return Row(backend.name, backend.title, (f"at this shape: {first_line(e)}",))
-    return replace(row, forward_ms=ms, forward_backward_ms=both_ms)
+        inputs, ms = autotune.draw(spec, device, shape), []
+        for one in (replace(spec, grad=False), spec)[: 1 + spec.grad]:
+            call = {"": autotune.work(backend, one, inputs)}
+            once = {"": autotune.warmed_up(call[""], device)}
+            ms.append(1e3 * autotune.race(call, once, device, budget_s=0.5)[""])
+    except RuntimeError as e:  # usually out of memory
+        return Row(name, backend.title, (f"at this shape: {first_line(e)}",))
+    return replace(row, forward_ms=ms[0], forward_backward_ms=ms[1] if spec.grad else None)
 
 
 def kernel_names(tried: Probe) -> tuple[str, ...]:
-    """What ran in the probe: PyTorch's kernels, else another library's operators."""
+    """PyTorch's kernels in the probe, else another library's operators."""
     of_torch = "aten|prims|autograd|c10d|mkldnn|inductor"
     names = [e for e in tried.events if re.fullmatch(rf"(?!({of_torch})::)\w+::\w+", e)]
     if not names and any(e.startswith("Torch-Compiled Region") for e in tried.events):
@@ -198,150 +147,139 @@ def kernel_names(tried: Probe) -> tuple[str, ...]:
     return tried.kernels or tuple(name.partition("::")[2] or name for name in names)
 
 
-def median_ms(call: Callable[[], None], device: str) -> float:
-    """The median of 3 to 100 calls, about half a second in all, after two for warming up."""
-    taken: list[float] = []
-    while len(taken) < 5 or (sum(taken) < 0.5 and len(taken) < 102):
-        taken.append(seconds(call, torch.device(device)))
-    return statistics.median(taken[2:]) * 1e3
+# --- printing ---
 
 
-def survey(spec: Spec, machine: Machine, options: Options) -> None:
-    """Print what runs and what does not: measured here, or as declared for another machine."""
-    there = options.machine is not None
-    console, rows = Console(stderr=True), []
-    for backend in BACKENDS.values():
-        status = console.status(f"measuring {backend.name}")
-        with status if console.is_terminal and not there else nullcontext():
-            rows.append((declared if there else measure)(backend, spec, machine, options))
-    show(rows, spec, machine, options)
-    if there:
-        try:
-            takes = f" takes {resolve('auto', spec, machine, options.policy).backend.name} there."
-        except BackendUnavailable as e:
-            takes = f": {e}"
-        print(f"\nauto{takes}")
-
-
-def explain(name: str, spec: Spec, machine: Machine, options: Options) -> None:
-    """Print what a run with the backend `name` would say and do, here or on that machine."""
-    try:
-        if options.machine is not None:
-            chosen = resolve(name, spec, machine, options.policy)
-            say_where(machine, spec, options)
-            print()
-        elif name == "fastest":
-            show_log()
-            device = pick_device(options.device)
-            chosen = autotune.fastest(spec, device, options.shape, options.policy)
-        else:
-            chosen = select(name, spec, pick_device(options.device), options.policy)
-    except ValueError as e:  # an unknown name, or nothing that may run
-        raise UserError(str(e)) from None
-    print(chosen)
-
-
-# --- what is printed ---
-
-
-def say_where(machine: Machine, spec: Spec, options: Options) -> None:
-    """Print the machine and the shape, and for another machine what was assumed."""
-    console = Console(highlight=False)
+def heading(machine: Machine, spec: Spec, shape: autotune.Shape, described: bool) -> str:
     software = f"torch {machine.torch}" + (f", CUDA {machine.cuda}" if machine.cuda else "")
     if machine.capability:
         software = f"compute capability {dotted(machine.capability)}, " + software
-    console.print(Text(f"{machine.name} ({machine.device}), {software}", style="bold"))
     groups = f" over {spec.n_kv_head} key/value heads" if spec.n_kv_head != spec.n_head else ""
     pages = f" of {spec.page_size}" if spec.page_size else ""
-    said = {
-        f"batch {options.batch_size}": True,
-        f"{options.seq_len} tokens": True,
-        f"{spec.n_head} heads{groups} of {spec.head_dim}": True,
-        f"{spec.dtype}, causal": True,
+    request = {
+        f"batch {shape[0]}, {shape[2]} tokens": True,
+        f"{spec.n_head} heads{groups} of {spec.head_dim}, {spec.dtype}, causal": True,
         f"window {spec.window}": spec.window,
         f"dropout {spec.dropout:g}": spec.dropout,
         "2 segments": spec.segments,
         f"scale {spec.softmax_scale:g}": spec.scale,
         f"softcap {spec.softcap or 0:g}": spec.softcap,
         "sinks": spec.sinks,
-        "in parts": spec.lse,
+        "split": spec.lse,
         "inference": not spec.grad,
         f"{spec.cache} cache{pages}": spec.cache != "none",
-        "one query": options.shape[1] < options.seq_len,
+        "one query": shape[1] < shape[2],
         "deterministic": machine.deterministic,
         "compiled": spec.compiled,
     }
-    console.print(Text(", ".join(text for text, holds in said.items() if holds)))
-    if options.machine is not None:
+    lines = [f"{machine.name} ({machine.device}), {software}"]
+    lines.append(", ".join(text for text, holds in request.items() if holds))
+    if described:
         rows = (c for b in BACKENDS.values() for c in b.caps)
-        asked = [c for c in rows if machine.device in c.devices and not c.interpreted]
-        wanted = {p.partition(">=")[0] for c in asked for p in c.packages}
-        has = [p for p in machine.packages if p in wanted]
-        there = f", with {', '.join(has)} installed" if has else ""
-        console.print(Text(f"Nothing was run: this is what the backends declare{there}."))
+        possible = [c for c in rows if machine.device in c.devices and not c.interpreted]
+        wanted = {p.partition(">=")[0] for c in possible for p in c.packages}
+        there = [p for p in machine.packages if p in wanted]
+        assumed = f", with {', '.join(there)} installed" if there else ""
+        lines.append(f"Nothing was run: the backends declare this{assumed}.")
+    return "\n".join(lines)
 
 
-def show(rows: Sequence[Row], spec: Spec, machine: Machine, options: Options) -> None:
-    """Print the table of what runs, and below it what does not, with every reason."""
-    say_where(machine, spec, options)
-    there = options.machine is not None
+def table(rows: Sequence[Row], described: bool) -> str:
+    able, lines = [row for row in rows if not row.why], []
+    if able and described:
+        lines += autotune.aligned([["runs there", ""], *([r.name, r.title] for r in able)], "<")
+    elif able:
+        cells = [["runs here", "forward ms", "fwd+bwd ms", "error", "kernel"]]
+        for row in able:
+            ms = [
+                "-" if t is None else f"{t:.2f}" for t in (row.forward_ms, row.forward_backward_ms)
+            ]
+            cells.append([row.name, *ms, f"{row.error:.1e}", ", ".join(row.kernels) or "-"])
+        lines += autotune.aligned(cells, ">")
     notes: dict[str, list[str]] = {}
-    runs, does_not = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)) for _ in range(2))
-    for table, title in ((runs, f"runs {'there' if there else 'here'}"), (does_not, "does not")):
-        table.add_column(title, no_wrap=True, min_width=max(len(row.name) for row in rows))
-    does_not.add_column("why", overflow="fold")  # never cut a path short
-    if there:
-        runs.add_column("what it is", overflow="fold")
-    else:
-        runs.add_column("kernel", no_wrap=True, overflow="ellipsis", max_width=26)
-        for title in ("forward ms", "fwd+bwd ms", "error"):
-            runs.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        if row.why:
-            does_not.add_row(row.name, Text("\n".join(row.why)))
-        elif there:
-            runs.add_row(row.name, row.title)
-        else:
-            times = row.forward_ms, row.forward_backward_ms
-            ms = ("-" if t is None else f"{t:.2f}" for t in times)
-            runs.add_row(row.name, ", ".join(row.kernels) or "-", *ms, f"{row.error:.1e}")
-        for note in () if row.why else row.notes:
+    for row in able:
+        for note in row.notes:
             notes.setdefault(note, []).append(row.name)
-    console = Console(highlight=False, markup=False)
-    if runs.row_count:
-        console.print("", runs, sep="\n")
-    for note, names in notes.items():
-        console.print(Text(f"- {', '.join(names)}: {note}"))
-    if does_not.row_count:
-        console.print("", does_not, sep="\n")
+    lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
+    if len(able) < len(rows):
+        lines += ["", "does not run"]
+    wide = max(len(row.name) for row in rows)
+    for row in rows:
+        for n, why in enumerate(row.why):
+            first = f"{row.name if n == 0 else '':{wide}}  "
+            lines += textwrap.wrap(why, 100, initial_indent=first, break_long_words=False,
+                                   subsequent_indent=" " * len(first))  # fmt: skip
+    return "\n".join(lines)
 
 
 # --- the entry ---
 
 
-def main(argv: Sequence[str]) -> None:
-    """Read the options, then explain one backend or survey all."""
-    options = read(Options, argv, aliases=ALIASES, positional="backend").settings
-    if options.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
+def run(asked: argparse.Namespace) -> None:
+    """Explain one backend, or measure all. Raises ValueError for inconsistent options."""
+    if min(asked.batch_size or 1, asked.seq_len) < 1:
+        raise ValueError("--batch_size and --seq_len must be at least 1")
+    if asked.machine and (asked.device != "auto" or asked.backend == "fastest"):
+        raise ValueError("--as describes a machine: --device and fastest need a real one")
+    if asked.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-    try:
-        needed = packages(options.backend or "")
-        if options.machine is None:
-            machine = Machine.here(str(pick_device(options.device)), needed)
-        else:
-            there = describe(options.machine, torch.__version__.partition("+")[0], needed)
-            machine = replace(there, deterministic=options.deterministic)
-    except ValueError as e:  # an unknown machine, or a file that defines no backend
-        raise UserError(str(e)) from None
-    spec = options.spec(options.dtype or best_dtype(machine))
-    batch_size = options.batch_size or (16 if machine.device == "cuda" else 1)
-    options = replace(options, batch_size=batch_size)
-    if options.backend is not None:
-        explain(options.backend, spec, machine, options)
+    needed = packages(asked.backend or "")
+    if asked.machine:
+        described = describe(asked.machine, torch.__version__.partition("+")[0], needed)
+        machine = replace(described, deterministic=asked.deterministic)
     else:
-        survey(spec, machine, options)
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        best = "cuda" if torch.cuda.is_available() else mps
+        device = torch.device(best if asked.device == "auto" else asked.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device={device}: not found on this machine")
+        machine = Machine.here(str(device), needed)
+    spec = spec_of(asked, asked.dtype or best_dtype(machine))
+    batch_size = asked.batch_size or (16 if machine.device == "cuda" else 1)
+    shape = batch_size, asked.seq_len if spec.cache == "none" else 1, asked.seq_len
+    policy = Policy(hub_kernels=asked.hub_kernels, mps_sdpa=asked.allow_mps_sdpa)
+    head = heading(machine, spec, shape, bool(asked.machine))
+    if asked.backend and asked.machine:
+        print(head, resolve(asked.backend, spec, machine, policy), sep="\n\n")
+    elif asked.backend == "fastest":
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+        print(autotune.fastest(spec, device, shape, policy))
+    elif asked.backend:
+        print(select(asked.backend, spec, device, policy))
+    elif asked.machine:
+        found = [(b, *admit(b.name, spec, machine, policy)[1:]) for b in BACKENDS.values()]
+        rows = [Row(b.name, b.title, tuple(why)) for b, why in found]
+        print(head, table(rows, True), sep="\n\n")
+        try:
+            chosen = resolve("auto", spec, machine, policy).backend.name
+            print(f"\nauto takes {chosen} there.")
+        except BackendUnavailable as e:
+            print(f"\nauto: {e}")
+    else:
+        rows = []
+        for name in BACKENDS:
+            if sys.stderr.isatty():
+                print(f"\rmeasuring {name:20}", end="\r", file=sys.stderr, flush=True)
+            rows.append(measure(name, spec, machine, policy, device, shape))
+        print(head, table(rows, False), sep="\n\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run one command; an invalid option prints one line and exits with 2."""
+    if argv[:1] == ["check"]:
+        from .check.command import main as check
+
+        sys.exit(check(argv[1:]))
+    if __package__ == "nanoattn":
+        sys.exit("python -m nanoattn has one command, check; the others need a checkout of the "
+                 "project: python -m attention")  # fmt: skip
+    try:
+        run(parser().parse_args(argv))
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(lambda: main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,40 +1,34 @@
 """flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
 
-All run tiled.py's algorithm, never the whole matrix of scores. Each was written for the GPUs of its
-day, and each is a separate package with its own signature:
+All run the algorithm of tiled.py. Each was written for the GPUs of its time, and is a separate
+package with its own signature:
 
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
 
 Memory  O(T): the output, and for the backward the log-sum-exp of each row. FLOPs as in sdpa.py.
-Layout  (B, T, H, D), which is ours: nothing is transposed. With segments all sequences lie end to
-        end, (total, H, D), and cu_seqlens holds where each begins: a (B, T) batch is that already.
+Layout  (B, T, H, D): nothing is transposed. With segments all sequences are concatenated,
+        (total, H, D), and cu_seqlens holds where each begins.
 Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A window of W keys is
-        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions take
-        a run of one segment as a sequence: no mask, and no work on pairs that segments hide. The
-        runs are found once for a tensor of segments, not once a layer, and the host waits for the
-        device there, since their number decides a shape.
+        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions treat
+        each segment as a sequence: no mask, and no work on masked pairs. The host waits for the
+        device once per tensor of segments, since their number decides a shape.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
 Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
         does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments shapes
         depend on data: there each call is a graph break.
-Hub     Building 2 or 3 takes long. With attention_hub_kernels, and only then, the package `kernels`
-        downloads a prebuilt one at a fixed commit, which is run instead. 4 is a pure Python wheel:
-        nothing to gain.
-Parts   (spec.Partial) Queries at any offset see a band of the keys, which is a window_size once the
-        rows and keys without a visible pair are cut off: band(). No segments: a run that two parts
-        share would need an offset of its own. L comes back by an argument; that of the whole row is
-        given to the function behind the backward pass. Out and gradients are rounded at each part.
-Refuses what the rows of Caps below say, float32 above all; only 2 has dropout, only 4 sinks. The
-        rows follow the packages' sources; what those do not tell, the probe finds: their tanh is
-        the processor's approximate one, so a softcap may be too inexact for float16.
+Hub     With attention_hub_kernels the package `kernels` downloads a prebuilt 2 or 3 at a fixed
+        commit. 4 is a pure Python wheel.
+Partial Queries at any offset see a band of the keys: a window_size, after rows and keys without a
+        visible pair are cut off (band()). No segments. Each part is rounded.
+Refuses what Caps declare below, such as float32; only 2 has dropout, only 4 sinks. Their tanh is
+        approximate, so the probe may refuse a softcap in float16.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Partial, Spec
+from .caps import Backend, Caps, Partial
+from .spec import CACHES, Spec
 from .views import PagedView, StaticView, kept, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
@@ -57,26 +52,17 @@ class Package:
     unbounded: int | None  # how it writes an unlimited side of the window
     dropout: bool = False  # do its functions take dropout_p?
     kvcache: str | None = None  # the name of its page table in flash_attn_with_kvcache
-    hub: tuple[str, str] | None = None  # repository and commit of the prebuilt kernel
-    lse: str = "return_attn_probs"  # what makes flash_attn_func return L too
+    lse: str = "return_attn_probs"  # the argument that makes flash_attn_func return L too
+    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel to download
 
 
+FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
+FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
 # The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
 # grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
 # 2.9. They were not run here.
-FA2 = Package(
-    "flash_attn",
-    unbounded=-1,
-    dropout=True,
-    kvcache="block_table",
-    hub=("kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"),
-)
-FA3 = Package(
-    "flash_attn_interface",
-    unbounded=-1,
-    kvcache="page_table",
-    hub=("kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"),
-)
+HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
+HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
 FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
 
 
@@ -89,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).
     """
-    flash = _load(package, spec.hub_kernels)
+    flash = _load(package)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     window = (package.unbounded, package.unbounded)
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
@@ -114,7 +100,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def _varlen(
     flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, Any]
 ) -> Tensor:
-    """Attention with each run of one segment as a sequence."""
     found = runs(segments, q.shape[1])
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
     if found.keys is not None:
@@ -127,10 +112,8 @@ def _varlen(
 
 def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    """Attention to all tokens that a sequence has stored, this call's included."""
-    # Query i is at position start + i, and queries are aligned with the end, so the length is
-    # start + Tq even if a row has fewer real tokens. That may be past the row's end, where the
-    # kernel still reads: it finds the null page, or zeros, which only padding sees.
+    # Queries are aligned with the end, so the length is start + Tq even if a row has fewer real
+    # tokens. Past the row's end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
@@ -149,9 +132,8 @@ def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | 
 
 
 def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slice, int, int] | None:
-    """The queries I that see a key and the keys J that are seen, and how many keys a query sees to
-    the left and to the right of the diagonal that ends in the last corner of I x J: what the
-    packages call a window. None: nothing is seen."""
+    """The queries I that see a key, the keys J that are seen, and the packages' window: the keys
+    seen to the left and right of the diagonal through the last corner of I x J. None: no keys."""
     W = max(offset + Tq, 1) if window is None else window
     I = slice(max(0, -offset), min(Tq, Tk + W - 1 - offset))
     J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset))
@@ -162,7 +144,7 @@ def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slic
 
 
 def _in_band(package: Package, rows: int, keys: int, left: int, right: int) -> dict[str, Any]:
-    """The band as arguments; a side that reaches the end of every row has none."""
+    # A side that reaches the end of every row has no limit.
     window = (left if left < keys - 1 else package.unbounded,
               right if right < rows - 1 else package.unbounded)  # fmt: skip
     return {"causal": right == 0, "window": (window[0], 0) if right == 0 else window}
@@ -178,7 +160,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
         asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
         asked = {"causal": asked["causal"], "window_size": asked["window"], package.lse: True}
         given = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
-        out[:, I], L[..., I] = _load(package, spec.hub_kernels).flash_attn_func(
+        out[:, I], L[..., I] = _load(package).flash_attn_func(
             *given, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked
         )[:2]
     return out, L
@@ -207,15 +189,17 @@ def _write_gradients(
     """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
     2.7 on, hopper/flash_attn_interface.py and flash_attn/cute/interface.py at 0251105a (August
     2026). Where a release has others, the probe fails, and the package is refused in parts."""
-    flash = _load(package, spec.hub_kernels)
+    flash = _load(package)
     scale, softcap = spec.softmax_scale, spec.softcap or 0.0
     ordered = torch.are_deterministic_algorithms_enabled()
-    if package is FA2:
+    if package.module == FA2.module:
         flash.flash_attn_interface._flash_attn_backward(
-            *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, ordered)  # fmt: skip
-    elif package is FA3:
+            *rows, L, *grads, 0.0, scale, causal, *window, softcap, None, ordered
+        )
+    elif package.module == FA3.module:
         flash._flash_attn_backward(
-            *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, ordered)  # fmt: skip
+            *rows, L, *[None] * 6, *grads, scale, causal, *window, softcap, ordered
+        )
     else:
         dout, q, k, v, out = rows
         flash.interface._flash_attn_bwd(
@@ -224,7 +208,7 @@ def _write_gradients(
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """4, and 3 until July 2025, return (out, log-sum-exp)."""
+    # 4, and 3 until July 2025, return (out, log-sum-exp).
     return out if isinstance(out, Tensor) else out[0]
 
 
@@ -232,11 +216,10 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 _loaded: dict[tuple[str, bool], Any] = {}
 
 
-def _load(package: Package, hub: bool) -> Any:
-    """The package's module; with `hub`, if `kernels` is installed, the prebuilt one."""
-    key = (package.module, hub)
+def _load(package: Package) -> Any:
+    key = (package.module, package.hub is not None)
     if key not in _loaded:
-        if hub and package.hub is not None and importlib.util.find_spec("kernels"):
+        if package.hub is not None:
             from kernels import get_kernel
 
             repository, commit = package.hub
@@ -248,7 +231,7 @@ def _load(package: Package, hub: bool) -> Any:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one segment that hold queries, end to end, as the varlen functions take them."""
+    """The segments that hold queries, as the varlen functions take them."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys
@@ -280,16 +263,6 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
 
 
-CACHES = ("none", "dynamic", "static", "paged")
-
-
-def _or_hub(*rows: Caps) -> tuple[Caps, ...]:
-    """The rows, then the same rows for the prebuilt kernel."""
-    # 0.14 is the first release whose documentation and requests mention kernel repositories.
-    hub = (replace(row, packages=("kernels>=0.14",), hub_kernels=True) for row in rows)
-    return (*rows, *hub)
-
-
 _PARTS: dict[str, Any] = {"lse": True, "lse_segments": False}
 
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
@@ -302,7 +275,7 @@ _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
 # silently launches nothing, and leaves the gradients uninitialized.
-FA2_CAPS = _or_hub(
+FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
@@ -315,7 +288,7 @@ FA2_CAPS = _or_hub(
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",), **_PARTS)  # fmt: skip
-FA3_CAPS = _or_hub(_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
+FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
 # the code has branches for 8.x, 11.x and 12.x too, but no backward for 8.x, and 12.x failed to
@@ -348,19 +321,33 @@ FA4_CAPS = (
 _HUB = "--attention_hub_kernels=True with pip install kernels"
 
 
-def _backend(generation: int, package: Package, caps: tuple[Caps, ...], title: str, fallback: str,
-             install: str) -> Backend:  # fmt: skip
-    parts = Partial(partial(forward_part, package=package), partial(backward_part, package=package))
-    return Backend(
-        f"flash_attn_{generation}", title, partial(attend, package=package), caps, fallback,
-        (f"flash_attention_{generation}",), install, partial=parts)  # fmt: skip
+def _backend(
+    generation: int, package: Package, caps: tuple[Caps, ...], fallback: str, install: str,
+    hub: tuple[str, str] | None = None,
+) -> Backend:  # fmt: skip
+    distribution = "flash-attn" if generation == 2 else f"flash-attn-{generation}"
+    plain = Backend(
+        f"flash_attn_{generation}",
+        f"FlashAttention-{generation}, package {distribution}",
+        partial(attend, package=package),
+        caps,
+        fallback,
+        (f"flash_attention_{generation}",),
+        install,
+        partial=Partial(
+            partial(forward_part, package=package), partial(backward_part, package=package)
+        ),
+    )
+    if hub is None:
+        return plain
+    # 0.14 is the first release whose documentation and requests mention kernel repositories.
+    rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in caps)
+    prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
+    return replace(plain, install=f"{install}, or {_HUB}", prebuilt=prebuilt)
 
 
-V2 = _backend(2, FA2, FA2_CAPS, "FlashAttention-2, package flash-attn", "sdpa",
-              f"pip install flash-attn --no-build-isolation, or {_HUB}")  # fmt: skip
-V3 = _backend(3, FA3, FA3_CAPS, "FlashAttention-3, package flash-attn-3", "flash_attn_2",
-              "from github.com/Dao-AILab/flash-attention: cd hopper && python setup.py install, "
-              f"or {_HUB}")  # fmt: skip
-V4 = _backend(4, FA4, FA4_CAPS, "FlashAttention-4, package flash-attn-4", "flash_attn_3",
-              "pip install --pre flash-attn-4")  # fmt: skip
+V2 = _backend(2, FA2, FA2_CAPS, "sdpa", "pip install flash-attn --no-build-isolation", HUB2)
+V3 = _backend(3, FA3, FA3_CAPS, "flash_attn_2", "from github.com/Dao-AILab/flash-attention: "
+              "cd hopper && python setup.py install", HUB3)  # fmt: skip
+V4 = _backend(4, FA4, FA4_CAPS, "flash_attn_3", "pip install --pre flash-attn-4")
 V4 = replace(V4, attend=not_compiled(V4.attend), fullgraph=False)

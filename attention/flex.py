@@ -1,35 +1,29 @@
 """flex: PyTorch's flex_attention, whose mask is Python, traced and compiled into the kernel.
 
-The kernel is a template: FlashAttention's loops (see tiled.py) with a hole where the mask belongs.
-torch.compile traces mask_mod(b, h, i, j), here just visible(), and fills the hole with it. A
-BlockMask lists in advance what to do with each tile of 128 x 128 scores:
+The kernel is FlashAttention (tiled.py) as a template. torch.compile traces mask_mod(b, h, i, j),
+here just visible(), into it. A BlockMask lists what to do with each tile of 128 x 128 scores:
 
               K_0 K_1 K_2 K_3     partial   full
         Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
-        Q_1 [  x   /   .   .  ]   1         0         x  full: no mask at all
-        Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: never read
+        Q_1 [  x   /   .   .  ]   1         0         x  full: no mask
+        Q_2 [  x   x   /   .  ]   2         0 1       .  in neither list: skipped
         Q_3 [  .   /   x   /  ]   1 3       2            (here for a window)
 
-A softcap is a score_mod(score, b, h, i, j), the hole before that one: the kernel has scaled the
-score by then, and masks it afterwards. Sinks need no hole: a key of score t and no value takes
-
-    e^t / (e^L + e^t) = 1 - sigmoid(L - t)       L = log sum_j e^s_ij, which the kernel returns
-
-of a row's weight, so out * sigmoid(L - t) is what is left; the gradient of L flows in its backward.
+A softcap is a score_mod(score, b, h, i, j), applied to the scaled score before the mask. Sinks use
+the returned logsumexp L: a key of score t without a value takes e^t / (e^L + e^t) of a row's
+weight, so out * sigmoid(L - t) remains.
 
 Memory  O(T): q, k, v, out and one logsumexp a row; the lists are (T / 128)^2 integers.
-FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the tiles in no list.
-        Backward is seven matmuls where FlashAttention has five: the pass for dQ and the pass for
-        dK and dV both recompute S and dP. No two blocks add to one element: it is deterministic.
+FLOPs   4 * Tq * Tk * D a head forward and 14 * Tq * Tk * D backward, less the skipped tiles.
+        Backward is seven matmuls where FlashAttention has five: dQ, and dK with dV, each recompute
+        S and dP. No two blocks add to one element: it is deterministic.
 Layout  (B, H, T, D) to PyTorch; these are transposed views.
-Compile Eager flex_attention materializes all scores, so it never runs that way. In a compiled model
-        it is traced into the model's graph, and the lists, which are cheap, are rebuilt in each
-        layer. Otherwise it is compiled here, and the lists are cached. Then, without a gradient,
-        lengths are symbolic, and the mask's parameters are tensors, since a Python number would be
-        a constant: a new length costs nothing. With a gradient each shape is compiled separately.
-Refuses dropout, float64, and on the CPU and Apple's Metal gradients, and sinks, since their kernels
-        give no L (torch/_inductor/kernel/flex of PyTorch 2.13). The probe finds the rest: CUDA
-        takes a head_dim from 16, torch before 2.7 only powers of two; a CPU must be x86 with AVX2.
+Compile Eager flex_attention stores all scores, so it never runs. In a compiled model it is traced
+        into the model's graph; each layer rebuilds the lists. Otherwise it is compiled here, and
+        the lists are cached; without a gradient lengths are symbolic and the mask's parameters are
+        tensors, so that a new length needs no compilation.
+Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks (no L in torch 2.13).
+        The probe finds the rest: CUDA needs a head_dim of at least 16, a CPU AVX2.
 Source  Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
         Kernels" (arXiv 2412.05496); He et al. 2024, pytorch.org/blog/flexattention.
 """
@@ -45,17 +39,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec, visible
-from .system import own_code
+from .caps import Backend, Caps
+from .machine.system import own_code
+from .spec import Spec, visible
 from .views import kept, zeros_before_the_first_key
 
 TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
 THREE = ("float16", "bfloat16", "float32")
-# Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left: it
-# overwrites what lies behind the scores, the rows' maxima (_inductor/codegen/cpp_micro_gemm.py,
-# pull request 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). Four zeros
-# more, and it multiplies key by key. Also in v, which does not need them: in a compiled model the
-# kernel reads a v wrongly that is a view, as the model's is, where q and k are not.
+# Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
+# overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
+# 145194, still so in 2.13: tail_n with trans_b, K % 8 == 0 and K < 24). With four zeros more it
+# multiplies key by key. v is padded, too: in a compiled model the kernel misreads a v that is a
+# view if q and k are not.
 SPOILT = (8, 16)
 
 
@@ -90,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float | str | None,
          softcap: float | str | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
-    """The function that is compiled: flex_attention, and the weight that sinks (H,) leave."""
+    """flex_attention, and the weight that sinks (H,) leave."""
     from torch.nn.attention.flex_attention import flex_attention
 
     asked: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -112,11 +107,10 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Any, scale: float
 def compiled(
     spec: Spec, kind: tuple[int, ...], size: tuple[int, int] | None
 ) -> Callable[..., Tensor]:
-    """flex(), compiled for one Spec, whatever its window, and one kind of shape, or one shape.
+    """flex(), compiled for one Spec and one kind of shape, or one shape.
 
-    torch.compile recompiles a function at most 8 times, then gives up. So each Spec gets a copy of
-    flex(), and so does whatever would force a recompilation: a size of one (sequence, query or
-    tile), which it specializes on, and the size that segments are padded to.
+    torch.compile recompiles a function at most 8 times, so each cause of a recompilation gets its
+    own copy of flex(): a Spec, a size of one (sequence, query or tile), padded segments.
     """
     name = f"flex_{hash((spec, kind, size)) & 0xFFFFFFFF:x}"  # sizes are remembered under the name
     own = own_code(flex, name)
@@ -129,11 +123,10 @@ def compiled(
 def block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
 ) -> Any:
-    """The BlockMask of visible() for Tq <= Tk: which tiles are full, and which partial.
+    """The BlockMask of visible() for Tq <= Tk.
 
-    Found from the corners of the tiles, without a mask of Tq x Tk. A segment is one run of
-    positions, so a tile's first and last decide what lies between. A tile in which nothing is
-    visible may be listed as partial.
+    Computed from the corners of the tiles, without a mask of Tq x Tk, since a segment is one run of
+    positions. A tile in which nothing is visible may be listed as partial.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -201,10 +194,10 @@ def kept_block_mask(
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk): what segments are padded to outside of a model's graph.
+    """(B, the least 128 * 2^n >= Tk), to which segments are padded outside of a model's graph.
 
-    Their size must be a constant, so it should seldom change: with a symbolic size PyTorch 2.13
-    may generate C++ that does not compile, and its kernel for Apple's Metal does not support one.
+    Their size must be a constant: with a symbolic size PyTorch 2.13 may generate C++ that does not
+    compile, and its kernel for Apple's Metal does not support one.
     """
     B, Tk = segments.shape
     return B, TILE << ((Tk - 1) // TILE).bit_length()

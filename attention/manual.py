@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec
+from .caps import Backend, Caps
+from .spec import Spec
 from .views import StaticView, mask
 
 

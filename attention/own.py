@@ -1,8 +1,7 @@
-"""A person's own kernel: a file that defines BACKEND is a backend wherever a name is.
+"""User kernels: a file that defines BACKEND can be used instead of a backend's name.
 
-Its name is its path. Who types that on a command line, or in a config of their own, asks for the
-file to be run, and select.get() runs it, once a process. Nothing else does: a name that was read
-from a checkpoint or a record is no request (model.GPTConfig, checkpoint/store.py).
+The backend's name is the path. The file runs once per process, if the user names it on a command
+line or in a config. A path read from a checkpoint or a record is never run.
 """
 
 from __future__ import annotations
@@ -10,64 +9,65 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 
-from .spec import Backend, BackendUnavailable, Caps
-from .system import first_line
+from .caps import Backend, BackendUnavailable, Caps
+from .machine.system import first_line
 
-_RUN: dict[str, Backend] = {}  # absolute path -> what the file defines, once it was run
+_loaded: dict[str, Backend] = {}  # by absolute path
 
 
 def is_file(name: str) -> bool:
-    """Whether the name is a path: it ends in .py, or has a separator in it."""
+    """True if the name is a path: it ends in .py or contains a separator."""
     return name.endswith(".py") or os.sep in name or bool(os.altsep and os.altsep in name)
 
 
 def load(path: str, backends: Collection[str], rules: Collection[str]) -> Backend:
-    """The BACKEND that the file defines; the file is run when it is first asked for. It may fall
-    back to `backends`, and have none of their names and those of `rules`.
+    """Run the file and return its BACKEND, which may fall back to one of `backends`.
 
     Raises:
-        BackendUnavailable: there is no such file, it raises, or its BACKEND cannot be used.
+        BackendUnavailable: the file does not exist or raises, its BACKEND is not valid, or its
+            name is already taken.
     """
-
-    def fail(why: str) -> BackendUnavailable:
-        return BackendUnavailable(f"attention kernel {path!r} cannot be used: {why}")
-
-    if not os.path.isfile(path):
-        raise fail("there is no such file")
-    backend = _run(os.path.abspath(path), fail)
-    if taken := {backend.name, *backend.aliases} & {*backends, *rules}:
-        raise fail(f"its name {min(taken)!r} is taken; give it another one")
-    if not (backend.fallback is None or backend.fallback in backends):
-        raise fail(f"it would fall back to {backend.fallback!r}, and there is no such backend")
+    try:
+        backend = _run(os.path.abspath(path))
+        if taken := {backend.name, *backend.aliases} & {*backends, *rules}:
+            raise ValueError(f"its name {min(taken)!r} is taken")
+        if not (backend.fallback is None or backend.fallback in backends):
+            raise ValueError(f"its fallback {backend.fallback!r} is not a backend")
+    except ValueError as e:
+        raise BackendUnavailable(f"attention kernel {path!r} cannot be used: {e}") from e
     return backend
 
 
-def _run(path: str, fail: Callable[[str], BackendUnavailable]) -> Backend:
-    if path in _RUN:
-        return _RUN[path]
-    # In sys.modules, as dataclasses, Triton and torch.compile expect of a module.
-    name = f"nanoattn_kernel_{len(_RUN)}"
+def _run(path: str) -> Backend:
+    if path in _loaded:
+        return _loaded[path]
+    if not os.path.isfile(path):
+        raise ValueError("no such file")
+    # In sys.modules, as dataclasses, Triton and torch.compile expect.
+    name = f"nanoattn_kernel_{len(_loaded)}"
     spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, path))
     assert spec and spec.loader
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:  # whatever the file does, it is told in a sentence
+    except (Exception, SystemExit) as e:  # whatever the file raises
         del sys.modules[name]
         own = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else own[-1] if own else None
-        hint = "; import it as nanoattn" * (getattr(e, "name", "") == "attention")  # the wheel
-        raise fail(f"line {line}: {type(e).__name__}: {first_line(e)}{hint}") from e
-    if not hasattr(module, "BACKEND"):
-        raise fail("it defines no BACKEND = Backend(...)")
-    if not isinstance(module.BACKEND, Backend):
-        raise fail(f"its BACKEND is a {type(module.BACKEND).__name__}, not a Backend")
-    caps = module.BACKEND.caps
-    if not (isinstance(caps, tuple) and caps and all(isinstance(row, Caps) for row in caps)):
-        raise fail("its caps are no tuple of Caps: write caps=(Caps(...),), with the last comma")
-    _RUN[path] = module.BACKEND
-    return module.BACKEND
+        hint = "; import nanoattn instead" * (getattr(e, "name", "") == "attention")
+        raise ValueError(f"line {line}: {type(e).__name__}: {first_line(e)}{hint}") from e
+    backend = getattr(module, "BACKEND", None)
+    if not isinstance(backend, Backend):
+        raise ValueError("it defines no BACKEND = Backend(...)")
+    if not (
+        isinstance(backend.caps, tuple)
+        and backend.caps
+        and all(isinstance(c, Caps) for c in backend.caps)
+    ):
+        raise ValueError("its caps must be a tuple of Caps: caps=(Caps(...),)")
+    _loaded[path] = backend
+    return backend

@@ -1,29 +1,23 @@
-"""paged: attention over keys and values in pages, found through a page table. Inference only.
+"""paged: attention over keys and values in pages, through a page table. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-and the formula of manual.py. A row's pages may be anywhere in the cache, and one call takes rows of
-different lengths without padding between them (Kwon et al. 2023, arXiv 2309.06180). The pages
-already hold this call's keys and values. Two paths read them:
+Otherwise the formula of manual.py. The rows of one call may have different lengths (Kwon et al.
+2023, arXiv 2309.06180). Two paths:
 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
-             paged_kernels.py read the pages where they lie, and only those that the row sees. The
-             profiler shows nanoattn::paged_decode.
-    gather   everything else (prefill, chunks, float64, any device): the row's tokens are copied
-             into one tensor, then PyTorch's SDPA on the CPU, elsewhere, and where there is a
-             softcap or sinks, the formula of manual.py. The profiler shows aten::index_select.
+             triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
+    gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
+             the CPU; elsewhere, and with a softcap or sinks, the formula (aten::index_select).
 
-Memory  gather: 2 * B * max_pages * page_size * Hkv * D elements for the copies, all rows as long as
-        the longest; with SDPA a mask of B * H / Hkv * Tq * max_pages * page_size, else the scores,
-        B * H * Tq * max_pages * page_size.
-        decode: only B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
-FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each key that is seen.
-        Decode is bound by memory bandwidth: it reads the keys and values once.
+Memory  gather: 2 * B * max_pages * page_size * Hkv * D elements for the copies; with SDPA a mask of
+        B * H / Hkv * Tq * max_pages * page_size, else B * H * Tq * max_pages * page_size scores.
+        decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
+FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Masks   visible(), with an offset for each row. Unwritten slots, other sequences' pages and the null
-        page enter no sum, even if they hold NaN: past a row's end its own last token is copied,
-        and masked.
-Refuses any other cache and none, so training falls back; segments and dropout.
+Masks   visible(), with an offset for each row. Unwritten slots and other sequences' pages are never
+        read, since they may hold NaN: past a row's end its own last token is copied, and masked.
+Refuses calls without a paged cache, so training falls back; segments and dropout.
 """
 
 from __future__ import annotations
@@ -32,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec, visible
+from .caps import Backend, Caps
+from .spec import Spec, visible
 from .views import PagedView
 
 
@@ -40,12 +35,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
            cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend to the tokens in the pages k and v that cache.page_table lists.
 
-    Queries from cache.count on are padding: their outputs are finite and mean nothing.
+    Queries from cache.count on are padding: their outputs are finite but meaningless.
     """
     assert cache is not None, "paged reads a cache"
     assert segments is None, "paged has no segments"
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
-        from .paged_kernels import decode
+        from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
         return decode(
@@ -63,8 +58,8 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
-    # A probability of 0 does not mask a NaN: 0 * NaN is NaN. So past the end of a row its last
-    # token is read again, rather than whatever another sequence may have left there.
+    # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
+    # sequence has left there.
     at = torch.minimum(j, last)  # (B, Tk)
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
@@ -81,30 +76,31 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    """The tokens in these slots, (B, Tk) int32: (B, Tk, Hkv, D)."""
+    """pages at slot (B, Tk) int32: (B, Tk, Hkv, D)."""
     taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
     return taken.view(*slot.shape, *pages.shape[2:])
 
 
-def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
-             sinks: Tensor | None) -> Tensor:  # fmt: skip
+def _formula(
+    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec, sinks: Tensor | None
+) -> Tensor:
     """softmax(scale q k^T) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
     scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
-    if sinks is not None:  # one more score in each row, for which there is no value
+    if sinks is not None:  # one more score in each row, without a value
         column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
     probs = F.softmax(scores, dim=-1)[..., : k_BGTD.shape[2]]
     return probs @ v_BGTD.unsqueeze(2)
 
 
-def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
-          _sinks: Tensor | None) -> Tensor:  # fmt: skip
-    """The same by PyTorch's SDPA, which has no softcap and no sinks; the query heads of a key/value
-    head are rows."""
+def _sdpa(
+    q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec, _sinks: Tensor | None
+) -> Tensor:
+    """_formula() by PyTorch's SDPA: the query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     out = F.scaled_dot_product_attention(
@@ -114,7 +110,7 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the decode kernel supports this on the current CUDA device."""
+    """True if the decode kernel supports this on the current CUDA device."""
     least = (8, 0) if dtype == torch.bfloat16 else (7, 5)  # what Triton compiles for
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
@@ -126,8 +122,8 @@ def _triton_capability() -> tuple[int, int]:
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
 
 
-# torch.compiler.assume_constant_result, which is this line and an import of torch._dynamo. Without
-# arguments: 2.13 cannot pass it a Spec's integers.
+# As torch.compiler.assume_constant_result, without its import of torch._dynamo. The function takes
+# no arguments: torch 2.13 cannot pass it a Spec's integers.
 _triton_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,9 +1,8 @@
-"""probe(): a backend, run once before anything depends on it.
+"""probe(): one run of a backend before anything depends on it.
 
-An installed package may fail to import, an imported one to run, and the kernel that runs may not be
-the one that was named. So it runs forward and backward, at the real dtype, head_dim and head
-counts, on ordinary and on large scores; its results are compared with manual's in float64, a later
-token is changed to check that no earlier output moves, and the profiler tells which kernels ran.
+The backend runs forward and backward, with the real dtype, head_dim and head counts, on ordinary
+and on large scores. The results are compared with manual's in float64. A later token is changed to
+check that no earlier output moves. The profiler records which kernels ran.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
-from .flash_impl import flash_impl
+from .caps import Backend
+from .machine.flash_impl import flash_impl
+from .machine.system import first_line, profiled
 from .ring import Ring
-from .spec import Backend, Spec
-from .system import first_line, profiled
+from .spec import Spec
 from .views import filled_cache
 
-# Attention operators as the profiler names them, and their usual names.
+# Profiler names of attention operators, and the usual names of the kernels.
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -39,10 +39,9 @@ KERNELS = {
 }
 
 
-# The probe's second sequence has its queries scaled by this: scores with a standard deviation of
-# LARGE, some beyond 88, where exp() overflows in float32, and in most rows one key dominates.
-# Trained models have such scores, and kernels have failed on them only (NVIDIA/TransformerEngine
-# issue 3216).
+# Scale of the second sequence's queries. Scores then have a standard deviation of 32, some beyond
+# 88, where exp() overflows in float32. Trained models have such scores, and some kernels fail on
+# them only (NVIDIA/TransformerEngine issue 3216).
 LARGE = 32
 
 
@@ -50,13 +49,13 @@ LARGE = 32
 class Probe:
     """The result of running a backend once."""
 
-    why: tuple[str, ...] = ()  # why it cannot be used; empty: its results are right
+    why: tuple[str, ...] = ()  # why it cannot be used; empty if its results are right
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
-    # "error": max |out - float64| over max |float64| on ordinary scores, and "allowed", in the same
-    # unit; "grad_error" and "grad_allowed": the same for the gradient closest to its limit, None
-    # without gradients; "canary": did earlier outputs stay when the last token changed?
-    proof: dict[str, Any] | None = None  # None: it failed before it had results
+    # "error": max|out - float64| / max|float64| on ordinary scores; "allowed": its limit;
+    # "grad_error" and "grad_allowed": the same of the gradient closest to its limit, or None;
+    # "canary": True if earlier outputs did not move when the last token changed.
+    proof: dict[str, float | bool | None] | None = None  # None: no results
 
     @property
     def error(self) -> float | None:
@@ -66,10 +65,9 @@ class Probe:
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64) -> Probe:
     """Run `backend` once, forward and, if `spec.grad`, backward, at batch 2 and length T.
 
-    A cache is filled with all T tokens, and the queries come in chunks, then one by one. The random
-    state is restored.
+    With a cache the queries come in chunks, then one by one. The random state is restored.
     """
-    # A window longer than T would not be tested. No gradient flows through a cache.
+    # A window longer than T would not be tested, and no gradient flows through a cache.
     window, grad = spec.window and min(spec.window, T // 2), spec.grad and spec.cache == "none"
     spec = replace(spec, window=window, grad=grad)
     quiet = replace(spec, dropout=0.0)
@@ -90,26 +88,25 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
             plain += _run(manual.attend, inputs, seg, quiet)
             truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
             try:
-                # The kernels are read from the last run: as many queries as keys, and dropout.
+                # Record the kernels of the last run: as many queries as keys, with dropout.
                 with nullcontext() if Tq < T or spec.dropout else profiled(events):
                     out += run(attend, inputs, seg, quiet)
-                if spec.dropout:  # random: only that it runs, and is finite, can be checked
+                if spec.dropout:  # random: check only that it is finite
                     with nullcontext() if Tq < T else profiled(events):
                         tried = run(attend, inputs, seg, spec)
                     if not all(bool(t.isfinite().all()) for t in tried):
                         raise FloatingPointError("not finite with dropout")
                 if Tq == T:
-                    for _ in range(3):  # a library may round differently once, as under load
+                    for _ in range(3):  # a library may round differently once, under load
                         leak = leakage(partial(run, attend), inputs, seg, quiet)
                         if leak == 0:
                             break
-            except Exception as e:  # whatever a kernel raises is the reason to refuse it
-                words = f"{type(e).__name__}: {first_line(e)}"
-                return Probe(why=(f"it failed when it was tried ({words})",))
+            except Exception as e:  # anything that a kernel raises
+                return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
     names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
     out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
-    # The gradient of the sinks is a sum over both sequences: it belongs to the larger scores.
+    # The sinks' gradient sums over both sequences: it belongs to the large scores.
     found, large = (
         _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs]
                              for xs in (out, plain, truth)),
@@ -133,9 +130,10 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     return Probe(wrong, kernels, tuple(events), proof)
 
 
-def leakage(run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None,
-          spec: Spec) -> float:  # fmt: skip
-    """By how much the earlier outputs move when q, k and v of the last token change."""
+def leakage(
+    run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None, spec: Spec
+) -> float:
+    """The largest change of earlier outputs when q, k and v of the last token change."""
     before = run(inputs, seg, spec, backward=False)[0]
     last = [t[:, -1].clone() for t in inputs[:3]]
     for t in inputs[:3]:
@@ -159,27 +157,23 @@ class Deviation(NamedTuple):
 def _deviations(names: list[str], out: list[Tensor], plain: list[Tensor],
                 truth: list[Tensor], *, dtype: torch.dtype,
                 scale: float) -> list[Deviation]:  # fmt: skip
-    """Of each tensor the largest error, then the root mean square: rows that see few keys have
-    large values, which would hide an error of a few percent in the others."""
-
-    def most(x: Tensor) -> float:
-        return float(x.abs().max())
-
-    def root_mean_square(x: Tensor) -> float:
-        return float(x.square().mean().sqrt())
-
-    largest = max(map(most, truth))
+    """The largest error of each tensor, and the root mean square: the large values of rows with few
+    visible keys would hide an error of a few percent in the others."""
+    sizes: dict[str, Callable[[Tensor], float]] = {
+        "": lambda x: float(x.abs().max()),
+        " in the mean": lambda x: float(x.square().mean() ** 0.5),
+    }
+    largest = max(map(sizes[""], truth))
     found = []
     for name, o, p, t in zip(names, out, plain, truth, strict=True):
         m = 3 if name.startswith("d") else 2
-        for size, where in ((most, ""), (root_mean_square, " in the mean")):
+        for where, size in sizes.items():
             allowed = allowed_error(size(p - t), size(t), scale * largest, dtype, m)
             found.append(Deviation(name, where, size(o - t), allowed, size(t)))
     return found
 
 
 def _wrong(found: list[Deviation]) -> list[str]:
-    """The tensors whose error is more than allowed, a text each; empty: none."""
     texts: dict[str, str] = {}
     for d in found:
         if not d.off <= d.allowed:  # written so that NaN fails
@@ -191,21 +185,25 @@ def _wrong(found: list[Deviation]) -> list[str]:
 def allowed_error(
     plain: float, size: float, largest: float, dtype: torch.dtype, m: int = 2
 ) -> float:
-    """The largest allowed error of a kernel: the policy of attention/oracle.py, simplified.
+    """The largest allowed error of a kernel, the one tolerance of this project.
 
     m times the error of manual in the same dtype, plus one rounding error at this size, plus 32 at
-    the largest value in the precision that kernels compute in (float32 for half precision): manual
-    may be exact by luck where a correct kernel rounds. Scores that are LARGE times as large have
-    rounding errors LARGE times as large: there `largest` is scaled accordingly.
+    the largest value in the precision of the kernel's sums (float32 for half precision): manual may
+    be exact by luck where a correct kernel rounds.
+
+    Args:
+        plain: the error of manual in this dtype.
+        size: of the true values.
+        largest: the largest true value; for large scores times their scale.
     """
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
 
-def _inputs(spec: Spec, device: Any, Tq: int, T: int,
-            draw: torch.Generator) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """q, k, v, slices of one tensor as in a model, the output's gradient, and sinks if there are
-    any; segments."""
+def _inputs(
+    spec: Spec, device: Any, Tq: int, T: int, draw: torch.Generator
+) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v as slices of one tensor, the output's gradient, any sinks; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
@@ -220,7 +218,7 @@ def _inputs(spec: Spec, device: Any, Tq: int, T: int,
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
          spec: Spec, backward: bool = True) -> list[Tensor]:  # fmt: skip
-    """The output and, with spec.grad and unless disabled, the gradients of q, k, v and sinks."""
+    """The output, and with spec.grad the gradients of q, k, v and sinks."""
     q, k, v, dout, *sinks = (t.detach().requires_grad_(spec.grad) for t in inputs)
     out = attend(q, k, v, spec, segments=seg, **({"sinks": sinks[0]} if sinks else {}))
     assert out.shape == q.shape and out.dtype == q.dtype, (out.shape, out.dtype)
@@ -231,7 +229,7 @@ def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
                 spec: Spec, backward: bool = False) -> list[Tensor]:  # fmt: skip
-    """The same output through a cache: two chunks, then single tokens; rows of two lengths."""
+    """The output through a cache: two chunks, then single tokens; rows of two lengths."""
     q, k, v, _, *sinks = inputs
     more = {"sinks": sinks[0]} if sinks else {}
     T, out = q.shape[1], torch.empty_like(q)
@@ -249,6 +247,6 @@ def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
 
 
 def _kernel(event: str) -> str:
-    """Its usual name; PyTorch's flash operator on CUDA may run another generation's kernel."""
+    # PyTorch's flash operator on CUDA may run FlashAttention-3 or -4.
     swapped = KERNELS[event] == "flash" and flash_impl() != "FA2"
     return f"flash ({flash_impl()})" if swapped else KERNELS[event]

@@ -1,23 +1,21 @@
-"""ring: attention over a sequence that N processes share: tiled.py, processes in place of tiles.
+"""ring: attention over a sequence that N processes share (context parallelism).
 
-Each process holds the queries, keys and values of its own positions alone. Its queries stay; the
-keys and values of all go round in a ring, a block at each process at each step, and are taken as
-tiled.py takes tiles: the same online softmax, with its two sums written as one. Over the keys seen
-so far let O_i be a row's output, normalised, and L_i = m_i + log l_i its logsumexp. A block of keys
-j gives O_ij and L_ij (spec.Partial, by whichever kernel can), and
+Each process holds the queries, keys and values of its own positions. The queries stay; the blocks
+of keys and values move around a ring. O_i is a row's normalized output over the keys seen so far,
+and L_i the logsumexp of its scores. A block of keys j contributes O_ij and L_ij (caps.Partial):
 
     L_new = log(e^L_i + e^L_ij)
-    O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij      the old sum, rescaled to the new total
+    O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-After the last block O_i is exactly softmax(S) V, and L_i what the backward pass needs.
+After the last block O_i is exactly softmax(S) V. The backward pass needs L_i.
 
-Zigzag  A late query sees more keys than an early one, so N equal runs would be unequal work. The
-        sequence is cut into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a
-        digit is the step at which that tile is computed, and what a point hides is skipped:
+Zigzag  Late queries attend to more keys than early ones. To balance the work the sequence is cut
+        into 2 N chunks, and process r holds chunks r and 2 N - 1 - r. For N = 4, a digit is the
+        step that computes the tile, and a dot is a masked tile, which is skipped:
 
                           K_0 K_1 K_2 K_3 K_4 K_5 K_6 K_7
             process 0 Q_0 [0   .   .   .   .   .   .   . ]
-            process 1 Q_1 [1   0   .   .   .   .   .   . ]      K, V at hand, by step
+            process 1 Q_1 [1   0   .   .   .   .   .   . ]      current K, V by step
             process 2 Q_2 [2   1   0   .   .   .   .   . ]       0      1      2      3
             process 3 Q_3 [3   2   1   0   .   .   .   . ]
             process 3 Q_4 [3   2   1   0   0   .   .   . ]  3:  3 4    2 5    1 6    0 7
@@ -25,21 +23,18 @@ Zigzag  A late query sees more keys than an early one, so N equal runs would be 
             process 1 Q_6 [1   0   3   2   2   3   0   . ]  1:  1 6    0 7    3 4    2 5
             process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
 
-        At step 0 each process has two tiles on the diagonal and a whole one, at any other two whole
-        ones. At the end of a step it sends the K, V at hand to the next process: r to r + 1.
-Sent    Forward K, V N - 1 times, each time while the block at hand is being computed. Backward they
-        go round again, N - 1 times: to keep them would be the memory that the ring is there to
-        save. The sums dK, dV of a block follow it in float32, N times, so that they end at home.
-        All is sent whatever window and segments hide: no process may wait for another in vain.
-Memory  O(T / N): of K and V two blocks beside its own, the one at hand and the one that comes.
-Numbers O_i, dQ_i, dK_j and dV_j stay float32 until all is added, then are rounded once. L_i is as
-        large as the scores, and its rounding an error of all of P: it is joined in float64. (MPS
-        has none: scores of 0 +- 9 made dV's error 1.3 times as large at N = 4 as at 1.) What is
-        left, a kernel's L in float32, is the same at any N in the mean: with scores of 0 +- 900 one
-        row's made dQ's error 2.8 times as large at N = 4 as at 1, and 1.00 times over eight draws.
+        After each step a process sends its current K, V from r to r + 1.
+Sent    Forward K, V are sent N - 1 times, each time while the current block is computed. Backward
+        they are sent again, N - 1 times: storing them would cost the memory that the ring saves.
+        The float32 sums dK, dV follow their block N times and so return to its process. Windows
+        and segments do not change what is sent: no process waits forever.
+Memory  O(T / N): its own K and V, and two blocks, the current and the incoming one.
+Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
+        float64, since its rounding is an error of all of P. (MPS has no float64: with scores of
+        0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
 Refuses dropout, sinks and a cache. Under torch.compile each call is a graph break.
 Source  Liu et al. 2023, Ring Attention (arXiv 2310.01889); Brandon et al. 2023, Striped Attention
-        (arXiv 2311.09431), which deals out single tokens where the zigzag deals out chunks.
+        (arXiv 2311.09431), with single tokens instead of chunks.
 """
 
 from __future__ import annotations
@@ -52,14 +47,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Partial, Spec
+from .caps import Backend, Partial
+from .spec import Spec
 from .tiled import wholly_masked
 from .views import not_compiled
 
 
 class Ring:
-    """The processes of a torch.distributed group, in its order, that share each sequence. None:
-    this process alone, which cuts its sequence into two chunks all the same."""
+    """The processes of a torch.distributed group that share each sequence; None: this one alone."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
@@ -69,23 +64,22 @@ class Ring:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def on_tile(self, *tile: Any) -> None:
-        """For who watches: it gets step, I, J, L_ij, O and L after each tile, forward."""
+        """Hook for the viewer: step, I, J, L_ij, O and L after each forward tile."""
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """The two of 2 N chunks that a process holds."""
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
-        """This process's part (B, T_r, ...) of t (B, T, ...), which is filled up with `pad` at the
-        end, where no query of the T sees it, to a multiple of 2 N."""
+        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end with `pad` to a
+        multiple of 2 N."""
         c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
         filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
         return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
 
     def weight(self, T: int) -> float:
-        """The weight of a mean over this process's tokens, filling left out, with which the mean of
-        all N processes' is that over T tokens."""
+        """The weight of this process's mean in the mean over all T tokens."""
         c = -(-T // (2 * self.size))
         here = sum(max(0, min(c, T - a * c)) for a in self.chunks(self.rank))
         return here * self.size / T
@@ -102,8 +96,8 @@ class Ring:
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: Any = None) -> Tensor:
-        """Where this process's tokens stand in the sequence, (T_r,) int64. Filling stands past the
-        end, and gets `last` where there is no such position; a token there is a ValueError."""
+        """The positions (T_r,) int64 of this process's tokens, at most `last` for padding. Raises
+        ValueError if a token would be past `last`."""
         c = T_r // 2
         if 2 * self.size * (c - 1) > last:  # of T <= last + 1 tokens shard() cuts shorter chunks
             got = f"{self.size} processes with {T_r} tokens each"
@@ -112,14 +106,13 @@ class Ring:
         return torch.cat(here).clamp(max=last)  # made on the device: a copy would wait for it
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """An attend() as in spec.Backend, of parts of the sequence, by that backend's kernel: all
-        processes call it alike, and its backward pass."""
+        """A collective attend() on shards, with the arguments of caps.Backend."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[tuple[slice, slice, int]]:
-        """What this process computes at a step: a chunk of its queries and one of the keys at hand,
-        both as slices of T_r positions, and the offset between them, as in visible()."""
+        """This process's tiles in a step: slices of its queries and of the current keys, and the
+        offset between them, as in visible()."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
@@ -128,8 +121,8 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send tensors to the next process; what is returned waits, and gives those that
-        came from the one before."""
+        """Start sending tensors to the next process. Returns a function that waits for the previous
+        process's tensors."""
         if self.size == 1:
             return lambda: tensors
         import torch.distributed as dist
@@ -155,8 +148,8 @@ class Ring:
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
-    """Attention over the ring's sequence: q (B, T_r, H, D), k, v (B, T_r, Hkv, D) and segments
-    (B, T_r) are this process's parts, made as by Ring.shard(), and so is the output, like q."""
+    """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
+    and segments (B, T_r) are this process's shards, as made by Ring.shard()."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
@@ -213,7 +206,7 @@ class RingAttention(torch.autograd.Function):
                 dQ[:, I] += dQ_ij
                 dK[:, J] += dK_ij
                 dV[:, J] += dV_ij
-            if step:  # those of the processes that had this block before
+            if step:  # add the sums of the processes that had this block before
                 dK, dV = map(torch.add, (dK, dV), sums())
             sums = ring.pass_on([dK, dV])
             block = coming() if coming else block

@@ -1,24 +1,24 @@
 """sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
 
-The same formula as manual.py, computed by a fused kernel where there is one:
+The formula of manual.py, by a fused kernel where there is one:
 
     sdpa_flash      FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA; a blocked kernel on the
                     CPU. O(T) memory. On CUDA it takes no mask: causal only.
     sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
     sdpa_cudnn      cuDNN's fused attention, CUDA.
     sdpa_math       the unfused formula, O(T^2) memory, everywhere; in float32 for half precision.
-    sdpa            whichever of these PyTorch picks (see permitted()); the profiler shows which.
+    sdpa            PyTorch's choice among these (see permitted()); the profiler shows which.
 
-FLOPs   4 * Tq * Tk * D a head forward, about half of it where a causal kernel skips masked tiles;
-        a flash-type backward recomputes S, so 2.5 times the forward instead of 2.
+FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips masked tiles; a
+        flash-type backward recomputes S: 2.5 times the forward instead of 2.
 Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
-Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk, where that is the
-        same thing. A single query sees every key: no mask. Everything else gets an explicit bool
-        mask, but pinned flash on CUDA takes none: it gets torch's own bottom-right bias object.
+Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. A single query sees
+        every key: no mask. All else gets a bool mask; pinned flash on CUDA gets torch's own
+        bottom-right bias object.
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
-Refuses a softcap and sinks, for which it has no argument, and what the rows of Caps say (sdp_utils
-        .cpp and sdp_utils_cpp.cpp of PyTorch 2.13). The probe finds the limits of older releases.
+Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
+        2.13). The probe finds the limits of older releases.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .caps import Backend, Caps
 from .sdpa_partial import PARTIAL
-from .spec import Backend, Caps, Spec
+from .spec import Spec
 from .views import StaticView, mask, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
@@ -89,9 +90,9 @@ def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
     """The kernels that PyTorch may choose from; None: all of them.
 
     On Hopper and Blackwell it prefers cuDNN (since torch 2.11, which brings cuDNN 9.15.1 or later).
-    That is right for training. But cuDNN builds a plan for each new length, which takes the host
-    tens of ms: too expensive in decoding, where every token is a new length. And some of its
-    kernels round dropout to sixteenths, unchecked by torch 2.11 (pytorch pull request 174245).
+    But cuDNN builds a plan for each new length, which takes the host tens of ms: too slow in
+    decoding. And some of its kernels round dropout to sixteenths, unchecked by torch 2.11 (pytorch
+    pull request 174245).
     """
     if on_cuda and (not spec.grad or spec.dropout % CUDNN_DROPOUT_STEP):
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -109,7 +110,7 @@ BACKEND = Backend(
     title="PyTorch scaled_dot_product_attention",
     attend=attend,
     caps=(Caps(min_torch="2.1", scale=True, caches=("none", "dynamic", "static")),),
-    fallback="manual",
+    fallback=None,
 )
 
 

@@ -1,8 +1,8 @@
 """sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
 
 On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for the processor's
-matrix units (AMX): it takes 6 times as long as its forward (docs/LOG.md). Here some heads at a time
-are done whole, with batched products that oneDNN gives to those units:
+matrix units (AMX): it takes 6 times as long as its forward (docs/LOG.md). Here a few heads at a
+time are computed whole, with batched products that oneDNN runs on those units:
 
     S = scale * Q K^T       P = softmax(S)                       computed again, as flash does
     dV = P^T dO             dP = dO V^T
@@ -27,15 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Spec
+from .caps import Backend, Caps
+from .spec import Spec
 from .views import mask, zeros_before_the_first_key
 
 ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
 @zeros_before_the_first_key
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-           segments: None = None, cache: None = None) -> Tensor:  # fmt: skip
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
+) -> Tensor:
     """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return SDPA.apply(q, k, v, spec.window, spec.softmax_scale)
@@ -43,8 +45,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
 
 class SDPA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None,
-                scale: float) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.window, ctx.scale = window, scale
         Tq, Tk = q.shape[1], k.shape[1]

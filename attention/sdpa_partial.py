@@ -1,8 +1,7 @@
-"""sdpa_flash in parts (spec.Partial): PyTorch's flash operator, asked for L and given it back.
+"""sdpa_flash in parts (caps.Partial): PyTorch's flash operators, which return and take L.
 
-The operator computes L for its own backward pass, and that takes out and L as arguments: with those
-of the whole row, the gradients of a row's parts add up. What is left is the mask of queries that
-stand anywhere before or behind the keys:
+The backward operator takes out and L as arguments: given out and L of the whole row, the gradients
+of its parts add up. The mask depends on the offset between queries and keys:
 
     CPU   is_causal is aligned top-left, which is offset 0; all else takes a mask, O(Tq Tk)
     CUDA  no mask; is_causal is aligned bottom-right: aligned() finds parts of that kind
@@ -22,15 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Partial, Spec
+from .caps import Partial
+from .spec import Spec
 from .views import mask
 
 aten = torch.ops.aten
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
-            segments: Pair = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None
+) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
     how, blind = _cpu_mask(q, k, spec, offset, segments)
@@ -47,12 +48,14 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     how, _ = _cpu_mask(q, k, spec, offset, segments)
     given = (t.transpose(1, 2) for t in (dout, q, k, v, out.to(q.dtype)))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, L, 0.0, how.pop("is_causal", False), scale=spec.scale, **how)  # fmt: skip
+        *given, L, 0.0, how.pop("is_causal", False), scale=spec.scale, **how
+    )
     return tuple(t.transpose(1, 2).to(L.dtype) for t in grads)
 
 
-def _cpu_mask(q: Tensor, k: Tensor, spec: Spec, offset: int,
-              segments: Pair) -> tuple[dict[str, Any], Tensor | None]:  # fmt: skip
+def _cpu_mask(
+    q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair
+) -> tuple[dict[str, Any], Tensor | None]:
     """The operator's arguments, and which queries see no key, (B or 1, 1, Tq); None: all do."""
     Tq, Tk = q.shape[1], k.shape[1]
     if spec.window is None and segments is None:
@@ -66,8 +69,8 @@ def _cpu_mask(q: Tensor, k: Tensor, spec: Spec, offset: int,
 
 
 def aligned(Tq: int, Tk: int, offset: int) -> Iterator[tuple[slice, slice, bool]]:
-    """The queries and keys of parts that are causal to their bottom-right corner (True), or whole:
-    together all visible pairs."""
+    """Split the visible pairs into rectangles of queries and keys: causal to their bottom-right
+    corner (True), or not masked."""
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
     if first < whole:
         yield slice(first, whole), slice(0, whole + offset), True
@@ -75,21 +78,24 @@ def aligned(Tq: int, Tk: int, offset: int) -> Iterator[tuple[slice, slice, bool]
         yield slice(whole, Tq), slice(0, Tk), False
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-                  offset: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int
+) -> tuple[Tensor, Tensor]:
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     L = torch.full((B, H, Tq), -torch.inf, device=q.device)
     for I, J, causal in aligned(Tq, Tk, offset):
         qkv = (by_8(t).transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
         got = aten._scaled_dot_product_flash_attention(
-            *qkv, 0.0, causal, False, scale=spec.softmax_scale)  # fmt: skip
+            *qkv, 0.0, causal, False, scale=spec.softmax_scale
+        )
         out[:, I], L[..., I] = got[0].transpose(1, 2)[..., :D], got[1]
     return out, L
 
 
-def _cuda_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   spec: Spec, offset: int) -> tuple[Tensor, ...]:  # fmt: skip
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int
+) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     for I, J, causal in aligned(q.shape[1], k.shape[1], offset):

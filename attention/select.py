@@ -1,9 +1,7 @@
-"""From a backend's name to the one that will run, with every reason why others will not.
+"""The choice of a backend, with the reasons to refuse others.
 
-resolve()  is pure: it decides from what the backends declare, for any described machine, so what
-           an RTX 4090 or an Apple laptop would run is tested anywhere.
-select()   what a model calls: resolves, and has what was chosen run once (probing.py), until a
-           backend passes.
+resolve()  reads declared capabilities only, so it can choose for any described machine.
+select()   resolves, probes the chosen backend (probing.py), and tries the next until one passes.
 """
 
 from __future__ import annotations
@@ -11,19 +9,20 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 import torch
 
 from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
+from .caps import Backend, BackendUnavailable, Refusal, Resolution
 from .probing import probe
-from .spec import Backend, BackendUnavailable, Machine, Policy, Refusal, Resolution, Spec
+from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 
-# Every kernel there is. A new one is a file with a BACKEND, imported above and named here.
+# All kernels. A new one is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {
     b.name: b
     for b in (
@@ -32,22 +31,21 @@ BACKENDS: dict[str, Backend] = {
         flash.V4, paged.BACKEND,
     )
 }  # fmt: skip
-RULES = ("auto", "fastest")  # not kernels: they choose one. autotune.py measures for "fastest"
+RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (autotune.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
 MPS_GUARD = Refusal(
-    "on Apple's Metal it has given NaN and leaked future tokens "
-    "(--allow_mps_sdpa=True runs it all the same)",
+    "on Apple's Metal it has given NaN and leaked future tokens (--allow_mps_sdpa=True permits it)",
     "device",
 )
 
 
 def get(name: str) -> Backend:
-    """The backend with that name or alias, or the one that a file defines, which is run (own.py).
+    """The backend with that name or alias. A file is run (own.py).
 
     Raises:
         ValueError: unknown name; the message lists the known ones.
-        BackendUnavailable: the file defines no backend that can be used.
+        BackendUnavailable: the file does not define a valid backend.
     """
     if own.is_file(name):
         return own.load(name, _BY_ANY_NAME, RULES)
@@ -60,52 +58,42 @@ def get(name: str) -> Backend:
 
 
 def check_name(name: str) -> None:
-    """A ValueError where no backend has that name. A file is not run, nor is it looked for."""
+    """Raise ValueError if the name is unknown. A file is neither opened nor run."""
     if not (name in RULES or own.is_file(name)):
         get(name)
 
 
 def packages(*names: str) -> tuple[str, ...]:
-    """The import names of all packages that any backend needs, files among `names` included."""
+    """The import names of all packages that the backends need, including files in `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if own.is_file(name))]
-    rows = (c for b in backends for c in b.caps)
+    rows = (c for b in backends for c in (*b.caps, *(b.prebuilt.caps if b.prebuilt else ())))
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
 # --- resolve: what the backends declare ---
 
-
-def _first_of_auto(spec: Spec, machine: Machine) -> str:
-    """The first name that "auto" tries: the latest FlashAttention that is installed and supports
-    this, else PyTorch's SDPA (which falls back to manual on Apple's Metal), or paged. To train on a
-    CPU with matrix units it is SDPA with another backward, where that supports it."""
-    names = ["flash_attn_4", "flash_attn_3", "flash_attn_2"] if machine.device == "cuda" else []
-    if machine.matrix_units and spec.grad and not spec.compiled:
-        names.append("sdpa_bmm")  # refused where spec.lse
-    last = "paged" if spec.cache == "paged" else _beside_sdpa(spec, machine)
-    return _first(names, spec, machine) or last
-
-
-def _beside_sdpa(spec: Spec, machine: Machine, rejected: Iterable[str] = ()) -> str:
-    """SDPA, or what to try where it cannot: where L is asked for the first that gives it (tiled
-    does everywhere); for a softcap or sinks, which SDPA has nowhere, on CUDA first the fused
-    kernels that have them, rather than hold all scores; else manual, which always works."""
-    on_cuda = machine.device == "cuda"
-    if spec.lse:
-        names = ["sdpa_flash", "triton"] if on_cuda else ["sdpa_flash"]
-        return _first(names, spec, machine, rejected) or "tiled"
-    if spec.softcap or spec.sinks:
-        names = ["flex", "triton"] if on_cuda else []
-        return _first(names, spec, machine, rejected) or "manual"
-    return "manual" if "sdpa" in rejected else "sdpa"
+# The order in which "auto" tries the kernels of a device. A refused backend falls back to its
+# `fallback`, and if that is refused too, to the first of these that can run. flex is not tried on a
+# CPU, where it needs a C++ compiler.
+PREFERENCE = {
+    "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
+             "triton", "manual", "tiled"),
+    "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
+    "mps": ("sdpa", "paged", "manual", "tiled"),
+}  # fmt: skip
 
 
-def _first(
-    names: Iterable[str], spec: Spec, machine: Machine, rejected: Iterable[str] = ()
-) -> str | None:
-    there = (name for name in names if name in BACKENDS)
-    able = (name for name in there if not BACKENDS[name].why_not(spec, machine))
-    return next((name for name in able if name not in rejected), None)
+def admit(
+    name: str, spec: Spec, machine: Machine, policy: Policy = Policy()
+) -> tuple[Backend, list[Refusal]]:
+    """The backend of that name, or its prebuilt kernel if allowed, and every reason why it cannot
+    run `spec` on `machine`; empty if it can."""
+    backend = get(name)
+    if policy.hub_kernels and backend.prebuilt and not backend.prebuilt.why_not(spec, machine):
+        return backend.prebuilt, []
+    why = backend.why_not(spec, machine)
+    on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
+    return backend, why + [MPS_GUARD] * (on_metal and not policy.mps_sdpa)
 
 
 def resolve(
@@ -115,37 +103,37 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name, alias or file; or one of RULES, which name no kernel: they may fall
-            back even with policy.fallback=False, and what they skip at first is not reported.
-        failed: backends known not to run here, whatever they declare, with the reasons.
+        name: a backend's name, alias or file, or one of RULES, which choose a backend themselves,
+            also with policy.fallback=False.
+        failed: backends known not to run here, with the reasons.
 
     Raises:
         ValueError: unknown name.
         BackendUnavailable: refused, with no fallback left or allowed; lists every reason.
     """
-    failed = failed or {}
-    strict = not policy.fallback and name not in RULES
-    backend = get(_first_of_auto(spec, machine) if name in RULES else name)
-    rejected: dict[str, tuple[str, ...]] = {}
-    while True:
-        why = [*backend.why_not(spec, machine), *failed.get(backend.name, ())]
-        on_metal = machine.device == "mps" and backend.name in ("sdpa", "sdpa_math")
-        if on_metal and not policy.mps_sdpa:
-            why.append(MPS_GUARD)
-        if not why:
-            return Resolution(name, backend, rejected)
-        rejected[backend.name] = tuple(why)
-        after = backend.fallback
-        if after is not None and "sdpa" in rejected:
-            after = _beside_sdpa(spec, machine, rejected)
-        if after is None and spec.cache == "paged":  # the one thing manual cannot do
-            after = "paged"
-        if spec.lse and not (after and get(after).partial):
-            after = _beside_sdpa(spec, machine, rejected)
-        if strict or after is None or after in rejected:
-            reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in rejected.items())
-            raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
-        backend = get(after)
+    failed, order = failed or {}, PREFERENCE[machine.device]
+    if name in RULES:
+        # On a CPU with matrix units the other backward is faster, but Dynamo does not trace it.
+        batched = machine.matrix_units and spec.grad and not spec.compiled
+        names = ["sdpa_bmm"] * batched + [*order]
+    else:
+        after = get(name).fallback
+        names = [name, *([after] if after else []), *order] if policy.fallback else [name]
+    refused: dict[str, tuple[str, ...]] = {}
+    reported: dict[str, tuple[str, ...]] = {}
+    for candidate in names:
+        backend, why = admit(candidate, spec, machine, policy)
+        if backend.name in refused:
+            continue
+        found = failed.get(backend.name, ())
+        if not why and not found:
+            return Resolution(name, backend, reported)
+        refused[backend.name] = (*why, *found)
+        # Report another kernel only if its Caps would have let it run.
+        if candidate == name or found or why == [MPS_GUARD]:
+            reported[backend.name] = refused[backend.name]
+    reasons = ". ".join(f"{n}: {'; '.join(w)}" for n, w in refused.items())
+    raise BackendUnavailable(f"attention backend {name!r} cannot run here. {reasons}")
 
 
 # --- select and announce ---
@@ -158,7 +146,7 @@ def select(
     """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
-        shape: batch size and tokens a sequence, if known, for math_note().
+        shape: batch size and tokens in a sequence, if known, for math_note().
     """
     machine = Machine.here(str(device), packages(name))
     failed: dict[str, tuple[str, ...]] = {}
@@ -172,24 +160,24 @@ def select(
 
 
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
-    """A warning where PyTorch's math kernel would hold more than 1 GB of scores; else empty.
+    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty.
 
-    It keeps the scores and their softmax, (B, H, T, T) each, in at least float32.
+    It stores the scores and their softmax, (B, H, T, T) each, in at least float32.
     """
     B, T = shape or (0, 0)
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
     if size <= 1e9:
         return ""
     return (
-        f"{backend.name} runs PyTorch's math kernel here, which holds every score: "
+        f"{backend.name} runs PyTorch's math kernel here, which stores all scores: "
         f"{size / 1e9:.1f} GB in each layer at batch size {B} and {T:,} tokens.\n"
-        "What the fused kernels refuse, python -m attention tells; --attention_backend=tiled needs "
+        "python -m attention lists why the fused kernels refuse; --attention_backend=tiled needs "
         "no such memory."
     )
 
 
 def announce(chosen: Resolution, phase: str = "") -> None:
-    """Log what will run and what was refused: once a process, on rank 0 only."""
+    """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
     if int(os.environ.get("RANK", "0")):
         return
     for warning in chosen.warnings():

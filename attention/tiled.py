@@ -1,15 +1,15 @@
-"""tiled: FlashAttention in plain PyTorch. The formula of manual.py, never holding all of S or P.
+"""tiled: FlashAttention in plain PyTorch. The formula of manual.py, without storing all of S or P.
 
-Softmax can be computed in pieces. Of a row's scores so far keep the maximum m, the sum l of
-exp(s - m), and an output O that is not normalised yet. A block S_ij, with values V_j, gives
+Softmax can be computed in pieces. For each row keep the maximum m of its scores so far, the sum l
+of exp(s - m), and an output O that is not yet normalized. A block S_ij, with values V_j, gives
 
     m_new = max(m_i, rowmax(S_ij))          P~_ij = exp(S_ij - m_new)
     l_i   = e^(m_i - m_new) l_i + rowsum(P~_ij)
     O_i   = e^(m_i - m_new) O_i + P~_ij V_j        the old sums, rescaled to the new maximum
 
-and after the last block O_i / l_i is exactly softmax(S) V. Only L_i = m_i + log l_i is kept for the
-backward pass, which computes P_ij = exp(S_ij - L_i) again, tile by tile, and with
-D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_i).
+and after the last block O_i / l_i is exactly softmax(S) V. The backward pass keeps only
+L_i = m_i + log l_i. It recomputes P_ij = exp(S_ij - L_i) tile by tile; with
+D_i = rowsum(dO_i * O_i) the Jacobian of softmax is dS_ij = P_ij * (dP_ij - D_i).
 
               K_0 K_1 K_2 K_3
         Q_0 [  /   .   .   .  ]     /  on the diagonal: masked entry by entry
@@ -17,12 +17,12 @@ D_i = rowsum(dO_i * O_i) has the Jacobian of softmax: dS_ij = P_ij * (dP_ij - D_
         Q_2 [  x   x   /   .  ]     .  wholly masked: skipped, forward and backward
 
 Memory  O(T): q, k, v, out and L stay for the backward pass, S and P exist a tile at a time. A GPU
-        kernel keeps that tile on chip and saves its traffic; here only the memory is saved.
+        kernel keeps that tile on chip, which also saves memory traffic.
 FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: half, if causal.
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
-        before they are multiplied, as on tensor cores: the rounding errors are those of a kernel.
+        before they are multiplied, as on tensor cores.
 Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it; dsink = -sum_i exp(sink - L_i) D_i.
-Refuses nothing but a cache. Segments mask, but skip no tile: the host would have to read them.
+Refuses a cache. Segments mask, but skip no tile: the host would have to read them.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
         Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
 """
@@ -35,7 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Partial, Spec, visible
+from .caps import Backend, Caps, Partial
+from .spec import Spec, visible
 from .views import not_compiled
 
 Segments = Tensor | tuple[Tensor, Tensor] | None  # of the keys; or of the queries, and of the keys
@@ -74,8 +75,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   segments: Segments = None, sinks: Tensor | None = None, seed: int = 0,
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass, FlashAttention-2's Algorithm 1: out and L of spec.Partial. A tile's dropout
-    mask has the seed `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
+    """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
+    dropout seed is `seed` plus its number. `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -161,20 +162,19 @@ def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
 
 
 def blocks(T: int, size: int) -> list[slice]:
-    """T positions cut into blocks; the last may be shorter."""
     return [slice(t, min(t + size, T)) for t in range(0, T, size)]
 
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
-    """Whether no query of block I sees a key of block J: the pair nearest the diagonal decides."""
-    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # j - i: all that it depends on
-    nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset: the first visible
+    """True if no query of block I sees a key of block J: the pair nearest the diagonal decides."""
+    least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
+    nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window)
 
 
-def masked(S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None,
-           segments: Segments) -> Tensor:  # fmt: skip
-    """S_ij with -inf where the query does not see the key."""
+def masked(
+    S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None, segments: Segments
+) -> Tensor:
     corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
     if segments is None and all(visible(*corner, offset, window) for corner in corners):
         return S_ij
@@ -196,5 +196,5 @@ def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
 
 
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
-                  (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback="manual",
+                  (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback=None,
                   fullgraph=False, partial=Partial(forward_tiles, backward_tiles))  # fmt: skip

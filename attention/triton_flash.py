@@ -1,33 +1,27 @@
-"""triton: FlashAttention-2 in Triton, forward and backward; the kernels are in triton_kernels.py.
+"""triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
 
-The algorithm is that of tiled.py: softmax computed tile by tile, so that S and P never leave the
-chip, and only L = log2 sum_j 2^(s_j) a row is kept for the backward pass. Here a tile lives in
-registers, and what a GPU gains is the traffic to main memory that manual.py has, O(Tq * Tk) a head:
+The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row,
+for the backward pass. This saves the O(Tq * Tk) memory traffic of manual.py:
 
                  SRAM                            HBM
     K_j, V_j  <--------  tile by tile            Q, K, V     read
     Q_i       <--------  once a block of rows
-    S_ij, P_ij           born and dropped here
+    S_ij, P_ij           never leave the chip
     O_i, L_i  -------->  once a block of rows    O, L        written
 
 Memory  O(T): q, k, v, out and L stay for the backward pass, which adds D_i = rowsum(dO_i * O_i).
 FLOPs   4 * Tq * Tk * D a head forward; 14 * Tq * Tk * D backward, where other kernels have 10: no
-        atomics (triton_kernels.py). Less the tiles that no row of a block sees, half of them if
-        causal, those outside the window and, unlike in tiled.py, those of other segments.
-Layout  (B, T, H, D), by strides: nothing is transposed, and nothing copied unless head_dim is not
-        contiguous. Query heads that share a key/value head read the same memory.
+        atomics. Less the fully masked tiles, including tiles between segments.
+Layout  (B, T, H, D), by strides: nothing is transposed or copied unless head_dim is not contiguous.
 Numbers S, P, the softmax and all sums in float32; P and dS are rounded to the inputs' dtype before
         they are multiplied. Sinks are read in float32.
-Dropout by Philox, a counter-based generator: the mask of an entry is a function of the call's seed
-        and of b, h, i, j, so the backward pass recomputes it and nothing is stored. The seed is one
-        number from PyTorch's generator on q's device; the host never waits for it.
-Softcap costs one tanh a score forward and two backward; without it none is compiled.
+Dropout by Philox, a counter-based generator: the mask is a function of the call's seed and of
+        b, h, i, j, so the backward pass recomputes it. The host never waits for the seed.
 Refuses a head_dim above 128, a cache, float64, and bfloat16 on Turing (compute capability 7.5). For
         Turing Triton 3.6 generates no tensor-core instructions: correct, but slow. On the CPU it
-        runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16, whose
-        matmuls are wrong there.
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Two backward kernels
-        instead of atomics are also what Triton's fused-attention tutorial has.
+        runs in Triton's interpreter, for tests (TRITON_INTERPRET=1), without bfloat16.
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2 and section 3.1. Triton's fused-attention
+        tutorial also has two backward kernels instead of atomics.
 """
 
 from __future__ import annotations
@@ -39,7 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import Backend, Caps, Partial, Spec
+from .caps import Backend, Caps, Partial
+from .spec import Spec
 
 Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
@@ -49,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention by our own kernels; shapes as in spec.Backend."""
     assert cache is None, "triton has no cache"
-    from .triton_kernels import flash_forward  # imports triton, which is optional
+    from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 
     first, last = (None, None) if segments is None else borders(segments)
     if first is not None:  # of the queries; for Tq > Tk the first see nothing whatever it is
@@ -60,9 +55,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
                          spec.softmax_scale, spec.softcap, None)[0]  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
-            segments: Pair = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from .triton_kernels import LOWEST, flash_forward
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None
+) -> tuple[Tensor, Tensor]:
+    from .triton.flash_kernels import LOWEST, flash_forward
 
     numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
     borders_ = borders_of_pair(segments, k.shape[1], offset)
@@ -72,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
-    from .triton_kernels import flash_backward
+    from .triton.flash_kernels import flash_backward
 
     numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
     borders_ = borders_of_pair(segments, k.shape[1], offset)
@@ -83,8 +79,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None, Tensor | None]:
     """flash_forward's `first` and `last` for keys and queries `offset` apart.
 
-    The queries past the last key follow the keys at once, whatever lies between: a run of one
-    segment that both have is one run all the same.
+    Queries past the last key are put directly after it, without the gap: a segment that both have
+    stays one run.
     """
     if segments is None:
         return None, None
@@ -93,7 +89,7 @@ def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None
     past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
     first, last = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
-    # A query that stands before all keys sees none, whatever `first` is.
+    # A query before all keys sees none, whatever `first` is.
     first = first[:, i.clamp(min=0)]
     last = last[:, :Tk]
     return first.contiguous(), torch.where(last < Tk, last, last + gap).contiguous()

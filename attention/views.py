@@ -1,7 +1,6 @@
-"""Which keys a query sees, and where in a cache they are.
+"""Masks, from visible() in spec.py, and read-only views of a cache.
 
-Everything here follows from visible() in spec.py. A view is read-only: the cache
-(inference/cache.py) has stored this call's keys and values before the kernel runs.
+The cache (inference/cache.py) stores a call's keys and values before the kernel runs.
 """
 
 from __future__ import annotations
@@ -23,26 +22,23 @@ def mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,
     device: torch.device, offset: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Which keys each query sees: bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments, of the keys
-    (B, Tk) or a pair, of the queries and of the keys. offset None: Tk - Tq."""
+    """visible() as bool (1, 1, Tq, Tk), or (B, 1, Tq, Tk) with segments: ids of the keys (B, Tk),
+    or a pair for queries and keys. offset None: Tk - Tq."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     offset = Tk - Tq if offset is None else offset
     if segments is None:
         return visible(i, j, offset, window)[None, None]
     if isinstance(segments, Tensor):
-        # Where Tq > Tk the first queries have none: they come before every key and see nothing.
+        # Where Tq > Tk the first queries come before every key and see nothing.
         segments = F.pad(segments, (Tq - Tk, 0)), segments
     seg_i, seg_j = segments[0][:, :, None], segments[1][:, None, :]
     return visible(i, j, offset, window, seg_i, seg_j)[:, None]
 
 
 def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps an attend() that takes Tq <= Tk only.
-
-    Queries are aligned with the last key, so of Tq > Tk queries the first Tq - Tk come before
-    every key. Their outputs are zeros; the kernel computes the others, with the same options.
-    """
+    """Wrap an attend() that takes Tq <= Tk only: the first Tq - Tk queries come before every key,
+    so their outputs are zeros."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
@@ -56,10 +52,7 @@ def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., T
 
 
 def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.disable(f): in a compiled model each call is a graph break.
-
-    Applied at the first call, since it imports torch._dynamo, which takes a second or more.
-    """
+    """torch.compiler.disable(f), at the first call, since it imports torch._dynamo: 1 s or more."""
     made: list[Callable[..., Any]] = []
 
     @wraps(f)
@@ -72,8 +65,8 @@ def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
-    """make(t, *args), remembered for the tensor t, which all layers share, until t is written to,
-    other arguments come, or t dies: nothing that is made may hold on to t itself."""
+    """Cache make(t, *args) for the tensor t, which all layers share, until t is written to or dies,
+    or the arguments change. The result must not refer to t."""
     known: Any = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -83,7 +76,7 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
         key, found = (t._version, args), known.get(t)
         if found is None or found[0] != key:
             found = known[t] = key, make(t, *args)
-        return found[1]  # not read again: another thread may have asked for something else
+        return found[1]  # not read again: another thread may have replaced it
 
     return call
 
@@ -93,7 +86,7 @@ class StaticView:
     """How a kernel reads a static cache, whose k and v are buffers (B, length, Hkv, D).
 
     Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
-    own. Tokens from ``count[b]`` on are padding on the right: their outputs mean nothing.
+    own. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
     """
 
     start: Tensor  # (B,) int32, tokens of each row stored before this call
@@ -101,7 +94,7 @@ class StaticView:
     length: int  # positions that are read
 
     def seen(self, Tq: int, window: int | None) -> Tensor:
-        """Which positions each query of this call sees: bool (B, 1, Tq, length)."""
+        """The mask of this call's queries: bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         # Padding may lie past the positions that are read: it sees what the last of them sees.
         at = (self.start[:, None] + i).clamp(max=self.length - 1)
@@ -115,7 +108,7 @@ class PagedView:
 
     The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
     in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself. Tokens
-    from ``count[b]`` on are padding on the right: their outputs are finite and mean nothing.
+    from ``count[b]`` on are padding: their outputs are finite but meaningless.
     """
 
     page_table: Tensor  # (B, max_pages) int32, 0 (the null page) where a row has no page

@@ -1,13 +1,11 @@
-"""Training speed and memory beside nanoGPT's own train.py, on the CPU, in one interleaved run.
+"""Training speed and memory of train.py and of nanoGPT's train.py on the CPU, interleaved.
 
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python bench/against_nanogpt.py --nanogpt=../nanoGPT
 
-Both loops run as their users run them, each in a fresh process, on the same files of tokens, at
-the same sizes: A B A B ..., so that a drifting clock hits both alike. nanoGPT's CPU path knows
-float32 only; --dtype is ours. Reported are medians of tokens/s and of the largest resident memory,
-and the median, lowest and highest of the ratios pair by pair. The first steps, which touch fresh
-memory, are left out on both sides. The checkout is only read, and nothing of it is copied here.
+Each run is a new process on the same tokens and sizes, A B A B ... nanoGPT has float32 only on the
+CPU; --dtype is ours. Printed are medians of tokens/s and of the peak resident memory, and the
+median, lowest and highest ratio of pairs. The checkout is only read.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from attention.system import cpu_name  # noqa: E402
-from bench.process import end, start  # noqa: E402
+from attention.machine.system import cpu_name  # noqa: E402
 from bench.tables import markdown  # noqa: E402
 from core.settings import UserError, exit_on_user_error, read  # noqa: E402
 
@@ -40,7 +37,7 @@ SKIP = 3  # first steps of each run, not counted
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure this project's training loop against nanoGPT's, on the CPU."""
+    """Compare this project's training loop with nanoGPT's on the CPU."""
 
     nanogpt: str = "../nanoGPT"  # folder of a nanoGPT checkout
     rounds: int = 5  # pairs of runs at each size
@@ -70,7 +67,7 @@ SIZES = {  # and the steps that are counted in a run
 
 
 def settings(name: str, config: BenchConfig) -> list[str]:
-    """What both train.py take by the same names."""
+    """Return the options that both train.py share."""
     size, steps = SIZES[name]
     both = {**asdict(size), "max_iters": SKIP + steps, "compile": config.compile, "device": "cpu"}
     both |= {"dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1, "warmup_iters": 10}
@@ -79,14 +76,15 @@ def settings(name: str, config: BenchConfig) -> list[str]:
 
 
 def run(command: list[str], cwd: Path) -> tuple[str, int]:
-    """What it printed, and the largest resident memory of its process in bytes."""
+    """Run a command; return its output and its peak resident memory in bytes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        process = start(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         try:
             _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            end(process)
+        except BaseException:
+            process.kill()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         text = out.read()
     if process.returncode:
@@ -96,7 +94,7 @@ def run(command: list[str], cwd: Path) -> tuple[str, int]:
 
 
 def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
-    """Mean seconds a step, and bytes, of this project's loop."""
+    """Return mean seconds per step, and bytes, of this project's loop."""
     command = [sys.executable, str(ROOT / "train.py"), *settings(size, config)]
     command += [f"--data_dir={work / 'data'}", f"--out_dir={work / 'ours'}", "--peak_tflops=1"]
     command += [f"--attention_backend={config.attention_backend}", f"--dtype={config.dtype}"]
@@ -107,7 +105,7 @@ def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
 
 
 def theirs(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
-    """Mean seconds a step, and bytes, of nanoGPT's loop."""
+    """Return mean seconds per step, and bytes, of nanoGPT's loop."""
     command = [sys.executable, str(Path(config.nanogpt).resolve() / "train.py")]
     command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
     command += ["--always_save_checkpoint=False"]
@@ -117,23 +115,22 @@ def theirs(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
 
 
 def prepare(config: BenchConfig, work: Path) -> None:
-    """A folder that both can work in: datasets with the metadata each wants."""
+    """Fill a folder for both: datasets with the metadata that each needs."""
     checkout = Path(config.nanogpt).resolve()
     for name in ("train.py", "model.py", "configurator.py"):
         if not (checkout / name).is_file():
-            raise UserError(f"{checkout} is no checkout of nanoGPT: it has no {name}")
+            raise UserError(f"{checkout} is not a nanoGPT checkout ({name} not found)")
     # It reads configurator.py and data/ from the working directory.
     (work / "configurator.py").symlink_to(checkout / "configurator.py")
     for dataset in {SIZES[s][0].dataset for s in config.sizes}:
         folder = work / "data" / dataset
         run([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta["vocab_size"] < 1024:  # for BPE it pads the vocabulary to 50304 itself, as we do
+        if meta["vocab_size"] < 1024:  # for BPE both use 50304
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
 
 
 def row(size: Size, pairs: list[Pair]) -> list[str]:
-    """A line of the table."""
     tokens = size.batch_size * size.block_size
     speed = [[tokens / seconds for seconds, _ in side] for side in zip(*pairs, strict=True)]
     memory = [statistics.median(m for _, m in side) / 1e9 for side in zip(*pairs, strict=True)]
@@ -149,7 +146,7 @@ def row(size: Size, pairs: list[Pair]) -> list[str]:
 def main() -> int:
     config = read(BenchConfig, sys.argv[1:]).settings
     if not set(config.sizes) <= set(SIZES):
-        raise UserError(f"sizes must be some of a, b and c, got {config.sizes!r}")
+        raise UserError(f"--sizes must be some of a, b and c, got {config.sizes!r}")
     results: dict[str, list[Pair]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

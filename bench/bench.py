@@ -1,4 +1,4 @@
-"""One run of the bench: what all modes need, and the rounds that they ask for."""
+"""State of a run of the bench, and the methods that all modes share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import candidates, hf, plan, rows, tables
+from bench import candidates, hf, limits, rows, tables
 from bench.config import BenchConfig
 from bench.process import Failure, Key, Outcome, Stop, Worker, measure
 from core import flops
@@ -19,26 +19,26 @@ from core.settings import UserError
 
 @dataclass
 class Bench:
-    """One run of the bench: what all modes need, and what they add to."""
+    """A run of the bench."""
 
     mode: str
     config: BenchConfig
     device: str
     vocab_size: int
     backends: list[str]
-    memory_limit: int | None  # bytes that a worker may allocate; on the CPU only
+    memory_limit: int | None  # bytes per worker; None: unlimited
     watch: Callable[[str], None]
-    machine: dict[str, Any] = field(default_factory=dict)  # what begin() found
-    refused: dict[str, list[str]] = field(default_factory=dict)  # by what they declare, with why
-    hf: dict[str, Any] = field(default_factory=dict)  # --hf: its name, its config, what was counted
-    fresh: bool = False
-    reference: dict[str, Any] = field(default_factory=dict)  # what the rows are compared with
-    earlier: list[rows.Row] = field(default_factory=list)  # of the parts before
-    stop: Stop = field(default_factory=Stop)  # ends the run
-    tell: Callable[[str], None] = lambda line: None  # reports a result
+    machine: dict[str, Any] = field(default_factory=dict)  # set by begin()
+    refused: dict[str, list[str]] = field(default_factory=dict)  # with reasons
+    hf: dict[str, Any] = field(default_factory=dict)  # --hf: name, config, counted
+    fresh: bool = False  # rounds had new processes
+    reference: dict[str, Any] = field(default_factory=dict)  # loss, gradient norm
+    earlier: list[rows.Row] = field(default_factory=list)  # rows of earlier parts
+    stop: Stop = field(default_factory=Stop)
+    tell: Callable[[str], None] = lambda line: None  # prints a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
-    points: list[dict[str, Any]] = field(default_factory=list)  # kernel: not the settings'
-    run: str = field(default_factory=lambda: secrets.token_hex(4))  # rounds of two runs show
+    points: list[dict[str, Any]] = field(default_factory=list)  # kernel: instead of the settings'
+    run: str = field(default_factory=lambda: secrets.token_hex(4))  # id
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -47,20 +47,20 @@ class Bench:
 
     @property
     def model(self) -> Any:
-        """GPTConfig, or what stands for it."""
+        """GPTConfig, or the sizes of the model of --hf."""
         if "counted" in self.hf:
             return hf.Counted(**self.hf["counted"])
         return self.config.train.model(self.vocab_size)
 
     def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
-        """The content of this run's record; `why` it is not complete, where that is known."""
+        """Return the content of the record; `why`: the reason if it is incomplete."""
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
-        why = why or self.stop.why or "its time was over" * bool(none)
+        why = why or self.stop.why or "the time limit was reached" * bool(none)
         content = {
             "mode": self.mode,
             "seconds": time.perf_counter() - self.began,
-            "machine": dict(self.machine),  # as the rows were reckoned: a later look may better it
+            "machine": dict(self.machine),  # a copy: look_again() changes it
             "vocab_size": self.vocab_size,
             "settings": self.config.flat(),
             "fresh_rounds": self.fresh,
@@ -84,12 +84,12 @@ class Bench:
     def job(
         self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
     ) -> dict[str, Any]:
-        """What a worker gets: everything, so that it reads no settings itself.
+        """Return a worker's job.
 
         Args:
-            kind: of bench/worker.py's jobs.
-            name: of the row; without a baseline, also the attention backend to measure.
-            baseline: what bench/candidates.py builds instead of our model.
+            kind: one of bench/worker.py's JOBS.
+            name: the row; without a baseline also the attention backend.
+            baseline: argument of candidates.build().
             changes: of train.py's settings.
         """
         ours = {"attention_backend": name} if name and not baseline else {}
@@ -111,7 +111,7 @@ class Bench:
         }
 
     def begin(self) -> Worker:
-        """Look at the machine; the worker that did can be asked which backends it refuses."""
+        """Describe the machine; return the worker, which can list refused backends."""
         self.watch("the machine")
         probe = Worker(self.config.timeout, self.stop).begin(self.job("machine", ""))
         self.machine = probe.about
@@ -119,14 +119,14 @@ class Bench:
         return probe
 
     def everyone(self, implementations: tuple[str, ...] = candidates.HF) -> dict[str, str]:
-        """The rows, backends and baselines, and what candidates.build() takes for each."""
+        """Return {row: argument of candidates.build()} of backends and baselines."""
         if self.hf:
             return hf.rows_of(self.backends)
         others = candidates.parse(self.config.baseline, implementations)
         return dict.fromkeys(self.backends, "") | others
 
     def count(self) -> None:
-        """Have the model of --hf counted, and its batch computed by eager attention in float32."""
+        """Count the model of --hf, and compute its loss with eager attention in float32."""
         config = self.config
         batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps
         try:
@@ -138,23 +138,24 @@ class Bench:
         self.hf["counted"] = self.reference.pop("counted")
 
     def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
-        """The answer of a worker that only sets up its job."""
+        """Set up a job in a worker, end it and return its answer."""
         self.watch(f"the {kind}")
         worker = Worker(self.config.timeout, self.stop).begin(self.job(kind, "", batch_size))
         worker.close()
         return worker.about
 
     def look_again(self) -> None:
-        """Measure the machine's rates once more, after the rounds, and keep the better of both:
-        where another process was busy the peak came out too low and every MFU too high. Done once,
-        so that all rows have the same peak."""
+        """Measure peak and bandwidth again after the rounds and keep the better, once per run.
+
+        A busy machine gives too low a peak, and so too high an MFU.
+        """
         m, decode = self.machine, self.mode == "decode"
         measured = not self.config.bandwidth_gbs if decode else self.peak.measured
         if m.get("looked_again") or self.stop.why or not measured:
             return
         again, m["looked_again"] = self.ask_once("machine"), True
         for rate, source in (("peak_tflops", "peak_source"), ("bandwidth", "bandwidth_source")):
-            if m.get(rate) and (again[rate] or 0) > m[rate]:  # a mode may not ask for it
+            if m[rate] and (again[rate] or 0) > m[rate]:  # a stage of qualify may not measure it
                 m |= {rate: again[rate], source: again[source]}
 
     def measure(
@@ -167,13 +168,11 @@ class Bench:
         fresh: bool | None = None,
         judge: Callable[[list[rows.Row]], Any] = lambda table: None,
     ) -> list[rows.Row]:
-        """Run the rounds, as far as the bench is not stopped; what the table is then.
+        """Run the rounds until the bench is stopped; return the rows.
 
         Args:
-            found: the outcome of each pair of job and point, a row each; more is added to it.
-            points: what is asked of a worker, by name.
-            row: makes the row of a pair; `judge`, told of all rows, adds to them.
-            rounds: None: as many as the settings say.
+            found: outcomes so far, a row each; filled in.
+            row: makes the row of a pair; judge: adds to all rows.
         """
         for point, name in itertools.product(points, jobs):
             outcome = found.setdefault((name, point), Outcome())
@@ -199,17 +198,17 @@ class Bench:
             if not self.stop.why:
                 self.keep(self, [*self.earlier, *table()])
 
-        _, used = measure(
+        used = measure(
             {name: job for name, job in jobs.items() if name not in self.refused},
             points,
             rounds or self.config.rounds,
-            outcomes=found,
+            found,
             ahead=self.device.startswith("cuda"),
             fresh=fresh,
             budget=int(0.9 * self.machine["memory_limit"]),
             timeout=self.config.timeout,
             stop=self.stop,
-            skip=lambda name, point: plan.too_long(self, name, points[point], found),
+            skip=lambda name, point: limits.too_long(self, name, points[point], found),
             watch=self.watch,
             known=known,
             after_round=after_round,

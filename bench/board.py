@@ -1,11 +1,10 @@
-"""The board: every record in bench/records/, verified, as one page.
+"""All records of bench/records/, verified, as one page.
 
-    python -m bench.board             write docs/BOARD.md anew
+    python -m bench.board             write docs/BOARD.md
     python -m bench.board --check     verify every record; exit code 1 with a line for each problem
 
-What is compared stands together: a table a kind of work, a line a machine and kernel. Two lines are
-of the same work where all columns left of "machine" agree; a machine is never put above another for
-having done something else. What lost, failed or was refused is there, too.
+A table for each kind of work, a line for each machine and kernel. Lines compare the same work where
+the columns left of "machine" are equal.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from typing import Any
 
 from bench import records, tables
 from bench.rows import Row
-from bench.verify import OLD, model_of, sequences_of, source_state, verify
+from bench.verify import OLD, model_of, sequences_of, verify
 
 FOLDER = records.ROOT / "bench" / "records"
 PAGE = records.ROOT / "docs" / "BOARD.md"
-INTRO = f"""Every record in [bench/records](../bench/records), as `python -m bench.board` writes \
-it. `--check` verifies each: hashes, medians, MFU, kernels, peaks, errors, source \
-([MEASURE.md](MEASURE.md)). A line is one machine and kernel; two are of the same work where what \
-stands left of "machine" is the same, under the same heading. Machines that did different work are \
-not ranked. "{OLD}": a record of the time before errors and canaries were kept in it; the file is \
-the very one of that day, but little in it can be checked."""
+INTRO = f"""All records in [bench/records](../bench/records), written by `python -m bench.board`. \
+`--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
+compare the same work where heading and columns left of "machine" are equal. "{OLD}": a \
+record without errors and causality tests, of which little can be checked."""
 Part = dict[str, Any]  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
@@ -41,29 +38,27 @@ def main(argv: list[str]) -> int:
     found, problems = load(FOLDER)
     for name, content in found.items():
         problems += [f"{name}: {why}" for why in verify(content, FOLDER / name)]
-        if content.get("format") == records.FORMAT and source_state(content) == "unverifiable":
-            print(f"note: {name}: its commit is not in this history: its source is not verifiable")
     if not problems:
         text = page(found)
         if not check:
             PAGE.write_text(text, encoding="utf-8")
         elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            problems.append(f"{PAGE.name} is out of date: python -m bench.board writes it anew")
-    print("\n".join(problems) or f"{len(found)} records are what they say", file=sys.stderr)
+            problems.append(f"{PAGE.name} is out of date; run python -m bench.board")
+    print("\n".join(problems) or f"{len(found)} records are correct", file=sys.stderr)
     return 1 if problems else 0
 
 
 def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
-    """The contents of all records by folder name, and what cannot be read."""
+    """Return the records by folder name, and a sentence for each unreadable one."""
     found, problems = {}, []
     for path in sorted(p for p in folder.iterdir() if p.is_dir()):
         try:
             content = json.loads((path / "record.json").read_text(encoding="utf-8"))
             if not isinstance(content, dict):
-                raise ValueError("no object")
+                raise ValueError("not an object")
             found[path.name] = content
         except (OSError, ValueError) as e:
-            problems.append(f"{path.name}: it has no record.json that can be read ({e})")
+            problems.append(f"{path.name}: cannot read record.json ({e})")
     return found, problems
 
 
@@ -71,7 +66,7 @@ def load(folder: Path) -> tuple[dict[str, Part], list[str]]:
 
 
 def heading(row: Row, part: Part) -> str:
-    """The title of a row's table: the sizes, and the precision."""
+    """Return the title of a row's table: sizes and dtype."""
     m, p, s = model_of(part), row["point"], part["settings"]
     if row["mode"] == "kernel":
         H, Hkv, window = p["H"], p["Hkv"], p["window"]
@@ -83,11 +78,15 @@ def heading(row: Row, part: Part) -> str:
     words[-1] += f" ({Hkv} for keys)" * (Hkv != H)
     more = {f"window {window}": window, part["machine"]["dtype"]: True}
     if row["mode"] != "kernel":
-        more = {f"vocabulary {m.vocab_size:,}": True, **more, "biases": m.bias,
-                f"dropout {m.dropout:g}": m.dropout,
-                "gradient checkpointing": s.get("gradient_checkpointing"),
-                "residual in autocast": s.get("residual_dtype") == "autocast",
-                f"{s.get('steps')} steps": row["mode"] == "converge"}  # fmt: skip
+        more = {
+            f"vocabulary {m.vocab_size:,}": True,
+            **more,
+            "biases": m.bias,
+            f"dropout {m.dropout:g}": m.dropout,
+            "gradient checkpointing": s.get("gradient_checkpointing"),
+            "residual in autocast": s.get("residual_dtype") == "autocast",
+            f"{s.get('steps')} steps": row["mode"] == "converge",
+        }
     return ", ".join(words + [name for name, on in more.items() if on])
 
 
@@ -103,14 +102,14 @@ def work(row: Row, part: Part) -> list[str]:
     return [*made, compiled] if mode == "train" else made
 
 
-# The table's title and these columns, left of "machine", define the work.
+# Columns left of "machine", which with the title define the work.
 WORK = {
     "train": ("tokens", "sequences", "compiled"),
     "kernel": ("tokens", "sequences"),
     "decode": ("prompt", "new", "sequences", "cache", "compiled"),
     "converge": ("tokens", "sequences"),
 }
-# And right of it these of the records' own tables.
+# Columns right of it, of the records' own tables.
 FIGURES = {
     "train": ("tok/s", "ms/step", "quartiles", "mfu", "causal"),
     "kernel": ("TFLOP/s", "of peak", "both ms", "quartiles"),
@@ -120,8 +119,7 @@ FIGURES = {
 
 
 def trust(row: Row, part: Part) -> list[str]:
-    """Where the peak is from, the error of the proof, or for attention alone at this shape, and how
-    far the record can be trusted."""
+    """Return the source of the peak, the error, and the state of the record."""
     source = part["machine"]["peak_source"]
     peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
     error = tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
@@ -132,7 +130,7 @@ def trust(row: Row, part: Part) -> list[str]:
 
 
 def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[str]]:
-    """The tables by mode and work; what was not measured; the records without rows."""
+    """Return the tables by mode and work, what was not measured, and records without rows."""
     lines: dict[tuple[str, str], list[tuple[Any, list[str]]]] = {}
     missing: dict[tuple[str, ...], list[str]] = {}
     others = []
@@ -167,7 +165,7 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[
 
 
 def number(cell: str) -> tuple[float, str]:
-    """A sort key for cells: numbers by value."""
+    """Return a sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
@@ -177,7 +175,7 @@ def link(text: str, name: str) -> str:
 
 
 def page(found: dict[str, Part]) -> str:
-    """The board as Markdown."""
+    """Return the board as Markdown."""
     sections, absent, others = board(found)
     text = ["# The board", INTRO]
     for title, by_work in sections.items():

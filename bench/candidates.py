@@ -1,18 +1,12 @@
-"""Who is measured: this project's model with one of its backends, and baselines at the same sizes
-in the same rounds, so that a ratio can be claimed.
+"""Candidates: our model with one backend, and baselines of the same size in the same rounds.
 
-    --rival nanogpt=PATH    karpathy/nanoGPT: the model.py of the checkout in PATH is imported from
-                            there, and stepped as its train.py does
-    --rival hf              transformers' GPT2LMHeadModel with its own attention implementations:
-                            hf_eager, hf_sdpa and, where it is installed, hf_flash_attention_2,
-                            stepped as its Trainer does (fused AdamW, gradients clipped)
+    --rival nanogpt=PATH    karpathy/nanoGPT: model.py of a checkout in PATH, imported from there
+    --rival hf              transformers' GPT2LMHeadModel with its own attention: hf_eager, hf_sdpa
+                            and, if installed, hf_flash_attention_2, trained as its Trainer does
+                            (fused AdamW, clipped gradients)
 
-In the mode decode each writes with its own generate(): transformers greedily, with sdpa, its
-default, and compiled with a static cache where ours is; nanoGPT samples, and has no cache.
-
-Nothing of them is copied here. A model that cannot have what was asked (grouped-query heads, a
-window) says so and is not measured. transformers' GPT-2 always has biases: a few thousandths more
-parameters; its MFU is computed with the same FLOPs as everyone's.
+In the mode decode each uses its own generate(): transformers greedily, nanoGPT by sampling and
+without a cache. transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ import train
 from attention import Resolution
 from bench import hf
 from bench.job import Job
-from core import int8
+from core.cpu import int8
 from core.optimizer import build_optimizer
 from core.runtime import synchronize
 from core.settings import UserError
@@ -46,28 +40,29 @@ Mark = Callable[[str], None]
 
 
 def parse(asked: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    """--rival's words -> {name of the row: what build() wants}; transformers' attention
-    implementations have a row each."""
+    """Return {name of the row: argument of build()} for the values of --rival."""
     found: dict[str, str] = {}
     for word in asked:
         name, _, path = word.partition("=")
         if name == "nanogpt" and path:
             model = Path(path).expanduser().resolve() / "model.py"
             if not model.is_file():
-                raise UserError(f"{path} is no checkout of nanoGPT: it has no model.py")
+                raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
             found["nanogpt"] = f"nanogpt={model}"
         elif word == "hf":
             found |= {f"hf_{a}": f"hf={a}" for a in implementations}
         else:
-            raise UserError(f"--rival is nanogpt=PATH or hf, got {word!r}")
+            raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
     return found
 
 
 def build(baseline: str, job: Job) -> Candidate:
-    """Our model, or a baseline, new; UserError where it cannot do what is asked."""
+    """Build our model or a baseline. Raises UserError for what it does not support."""
     name, _, what = baseline.partition("=")
-    if name in ("", "plain"):
-        return Plain(job) if name else Ours(job)
+    if not name:
+        return Ours(job)
+    if name == "plain":
+        return Plain(job)
     config = job.config
     wanted = {
         "attention_window": config.attention_window and not job.hf,
@@ -76,34 +71,33 @@ def build(baseline: str, job: Job) -> Candidate:
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
     }
     if lacks := [k for k, v in wanted.items() if v]:
-        raise UserError(f"it has no {' and no '.join(lacks)}")
+        raise UserError(f"it does not support {' and '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
 def evidence(chosen: list[Resolution]) -> dict[str, Any]:
-    """Of what was chosen for a model's layers: the kernels, and the proof that came out worst."""
+    """Return the kernels of a model's layers, and the proof with the largest relative error."""
     proofs = [c.proof for c in chosen if c.proof]
     kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
     worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
     return {"kernels": kernels, "proof": worst}
 
 
-def parameters(who: Any) -> int:
-    """The parameters of its model but for the position embeddings: N of core/flops.py."""
+def parameters(who: Candidate) -> int:
+    """Return N of core/flops.py: the parameters without the position embeddings."""
     if who.job.hf:
         return hf.parameters(who.model)
     return sum(p.numel() for name, p in who.model.named_parameters() if "wpe" not in name)
 
 
 class Candidate:
-    """A model, its optimizer, and how its own loops step and write."""
+    """A model with its optimizer, its training step and its generation."""
 
     title: str
-    model: Any
-    as_reference = False  # whether its weights are the reference's, so that losses compare
-    optimizer: Any
+    model: Any  # a GPT, or another project's
     run: Any  # the model, compiled or not
-    make_optimizer: Callable[[], Any]
+    optimizer: torch.optim.AdamW
+    as_reference = False  # has the weights of the reference, so that losses compare
 
     def __init__(self, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
@@ -121,15 +115,26 @@ class Candidate:
         self.model.to(self.setup.dtype).eval()
         return self
 
+    def make_optimizer(self) -> torch.optim.AdamW:
+        raise NotImplementedError
+
     def chosen(self, cache: str | None = None) -> list[Resolution]:
-        """What was chosen for its layers, with a cache or to train; [] where nobody here knows."""
+        """Return the kernels chosen for its layers, with a cache or in training; [] if unknown."""
         return []
+
+    def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
+        """Continue `prompt`, (B, T) int64, by `new` tokens.
+
+        Returns:
+            the times of the first and the last token (time.perf_counter), the cache's bytes.
+        """
+        raise UserError("it does not generate text")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
-        """One step as its own loop does it, with the marks of train.train_step."""
+        """Run one step of its own training loop, with the marks of train.train_step."""
         scaler = self.scaler
         loss = torch.zeros((), device=x.device)
         for mx, my in zip(x.chunk(micro), y.chunk(micro), strict=True):
@@ -151,7 +156,7 @@ class Candidate:
 
 
 class Ours(Candidate):
-    """This project's model with the attention backend that was named."""
+    """This project's model with one attention backend."""
 
     as_reference = True
 
@@ -189,8 +194,6 @@ class Ours(Candidate):
         return train.train_step(*how, x, y, micro, self.config.grad_clip, self.found_inf, mark)
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Continue `prompt`, (B, T) int64, by `new` tokens: when the first and the last one were
-        there, by time.perf_counter(), and the bytes of the cache."""
         stats, compile = Stats(), self.compile and cache == "static"
         how: dict[str, Any] = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
         texts = engine.stream(self.model, prompt, new, stats=stats, **how)
@@ -200,9 +203,7 @@ class Ours(Candidate):
 
 
 class Plain(Candidate):
-    """Our weights in the training step as everybody would write it: softmax(QK^T)V, all of the
-    logits at once, AdamW and the clipping as PyTorch has them, nothing compiled or fused.
-    bench/modes.py tells it to run in float32 with the backend manual."""
+    """Our weights in a plain PyTorch training step: all logits at once, nothing fused."""
 
     title = "plain PyTorch, float32"
 
@@ -210,7 +211,7 @@ class Plain(Candidate):
         super().__init__(job)
         self.model = job.model()
 
-    def make_optimizer(self) -> Any:
+    def make_optimizer(self) -> torch.optim.AdamW:
         ours = build_optimizer(self.model, self.config, self.setup.device)
         groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
         betas = (self.config.beta1, self.config.beta2)
@@ -221,7 +222,7 @@ class Plain(Candidate):
 
 
 class NanoGPT(Candidate):
-    """The model of a nanoGPT checkout, with the optimizer that it configures."""
+    """The model of a nanoGPT checkout, with its own optimizer."""
 
     title = "nanoGPT"
 
@@ -237,23 +238,22 @@ class NanoGPT(Candidate):
         config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
         self.model = theirs.GPT(config).to(job.device)
 
-    def make_optimizer(self) -> Any:
+    def make_optimizer(self) -> torch.optim.AdamW:
         c = self.config
         args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
         return self.model.configure_optimizers(*args)
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Its generate(), which reads the whole text anew for every token; see Ours."""
         if cache != "none":
             raise UserError("its generate() has no cache")
         began: list[float] = []
 
         def note(module: Any, inputs: Any) -> None:
-            if len(began) == 1:  # the first token is drawn, but on a GPU perhaps not there yet
+            if len(began) == 1:  # on a GPU the first token may still be computed
                 synchronize(self.setup.device)
             began.append(time.perf_counter())
 
-        # It has no streamer; but when the model is called again, there is one more token.
+        # Without a streamer: each call of the model means one more token.
         hook = self.model.register_forward_pre_hook(note)
         try:
             text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
@@ -266,7 +266,7 @@ class NanoGPT(Candidate):
 
 
 class HuggingFace(Candidate):
-    """transformers' GPT-2, or the model of --hf, there with our backends too."""
+    """transformers' GPT-2, or the model of --hf, which has our backends too."""
 
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(job)
@@ -291,33 +291,25 @@ class HuggingFace(Candidate):
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         return hf.ran(self.model)
 
-    def make_optimizer(self) -> Any:
+    def make_optimizer(self) -> torch.optim.AdamW:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
         how = {"lr": c.learning_rate, "betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
         return torch.optim.AdamW(self.model.parameters(), fused=fused, **how)  # type: ignore[arg-type]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        # It shifts the labels by itself; the last position then counts for nothing.
+        # It shifts the labels itself and ignores the last position.
         return self.run(input_ids=x, labels=x, use_cache=False).loss
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
-        """Its generate(), greedy; its streamer is told of every token. See Ours."""
         if cache not in ("dynamic", "static"):
-            raise UserError(f"it is measured with its caches dynamic and static, not with {cache}")
+            raise UserError(f"it has the caches dynamic and static, not {cache}")
         times: list[float] = []
         note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
-        found = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            cache_implementation=cache,
-            disable_compile=not self.compile,
-            streamer=note,
-            return_dict_in_generate=True,
-        )
-        # It is told of the prompt first.
+        how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
+        how |= {"cache_implementation": cache, "disable_compile": not self.compile}
+        how |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
+        found = self.model.generate(prompt, streamer=note, **how)
+        # The streamer receives the prompt first.
         assert len(times) == 1 + new and found.sequences.shape[1] == prompt.shape[1] + new
         layers = found.past_key_values.layers
         return times[1], times[-1], sum(t.nbytes for x in layers for t in (x.keys, x.values))

@@ -1,8 +1,7 @@
-"""Two records side by side, row by row, with the machine's drift divided out (docs/MEASURE.md).
+"""Comparison of two records, row by row, with the machine's drift divided out (docs/MEASURE.md).
 
-Each row's rate is divided, round by round within its record, by that of third-party code that both
-records have, and the ratios are compared; their spread is the noise. On one machine the rates are
-shown as well; without any baseline drift cannot be told from a change of the code.
+Each rate is divided, round by round, by that of third-party code in the same record; the ratios are
+compared, and their spread is the noise. Without a baseline drift is part of the result.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Rows = dict[Key, Row]
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
-    """What there is to say before the table, and the table: B against A, row by row."""
+    """Return notes and the table of B against A."""
     notes = []
     if apart := any(a["machine"].get(n) != b["machine"].get(n) for n in SAME):
         notes.append(
-            f"two machines ({a['machine']['about']}; {b['machine']['about']}): their rates are no "
-            "comparison of code, so each backend's ratio to what both have in common is compared"
+            f"two machines ({a['machine']['about']}; {b['machine']['about']}): so each "
+            "backend's ratio to the baselines of both is compared instead of rates"
         )
     told = []
     for part, names in (("settings", a.get("settings", ())), ("machine", ("dtype", "packages"))):
@@ -54,7 +53,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
             drifts.setdefault(f"{key[0]} by {_names(base, a, b)}", []).append(now / was)
         elif not base:
             unknown.add(key[0])
-        if key in base:  # it is the baseline: its ratio is 1 by definition
+        if key in base:  # its ratio is 1
             continue
         sure = exceeds_noise(by_x, by_y)
         faster = "B faster" if ratio > 1 else "B slower"
@@ -70,24 +69,24 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
         notes.append(f"the machine's drift, B / A, is divided out: {'; '.join(told)}")
     if unknown:
         notes.append(
-            f"the machine's drift is not known in {', '.join(sorted(unknown))}: no "
+            f"the machine's drift is unknown in {', '.join(sorted(unknown))}: no "
             "baseline and no manual is in both, so it is part of B / A"
         )
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
     if not lines:
-        why = " beside a baseline or manual" if apart else " but the baselines" * bool(shared)
+        why = " with a baseline or manual" if apart else " but the baselines" * bool(shared)
         notes.append(f"no row is in both{why}: there is nothing to compare")
     return notes, (head, lines)
 
 
 def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any]) -> list[Key]:
-    """The rows that this one is compared with: third-party code at the same point, else at any
-    point of the mode, else manual at the same point."""
+    """Return the baselines of a row: third-party code at the same point, else at any point of the
+    mode, else manual at the same point."""
     versions = [c["machine"]["packages"] for c in (a, b)]
     trusted = ["nanogpt"]
-    if versions[0] == versions[1]:  # another version of transformers is other code
+    if versions[0] == versions[1]:
         trusted += ["hf_eager", "hf_sdpa", "hf_flash_attention_2"]
     others = [k for k in shared if k[0] == key[0] and k[1] in trusted]
     plain = (key[0], "manual", key[2])
@@ -95,21 +94,20 @@ def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any])
 
 
 def _names(base: list[Key], a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The baselines in words."""
     names = " and ".join(dict.fromkeys(k[1] for k in base))
     same = a.get("source_sha256") and a.get("source_sha256") == b.get("source_sha256")
     return names + ", whose code may have changed" * (names == "manual" and not same)
 
 
 def _ratios(key: Key, rows: Rows, base: list[Key]) -> tuple[Summary, Summary]:
-    """The rate of a row; and its ratio, round by round, to the geometric mean of its baselines."""
+    """Return a row's rate, and its ratio to the geometric mean of its baselines."""
     own = _speed(rows[key])
     ratios = [s / m for s, m in zip(own, _together(rows, base))] if base else own
     return Summary.of(own), Summary.of(ratios)
 
 
 def _together(rows: Rows, base: list[Key]) -> list[float]:
-    """The geometric mean of the baselines' rates in each round."""
+    """Return the geometric mean of the baselines' rates in each round."""
     rates = zip(*(_speed(rows[key]) for key in base))
     return [statistics.geometric_mean(beside) for beside in rates]
 
@@ -119,6 +117,6 @@ def _key(row: Row) -> Key:
 
 
 def _speed(row: Row) -> list[float]:
-    """Tokens or calls a second in each round."""
+    """Return tokens or calls per second in each round."""
     size = row.get("tokens_a_step") or row["point"].get("B", 1) if row["mode"] != "kernel" else 1
     return [size / (r["ms"] / 1e3) for r in row["rounds"]]

@@ -1,20 +1,14 @@
 """Generated tokens, timed: the job "decode".
 
-The model is cast to the dtype, as one does for inference, and draws the likeliest token. Time is
-the host's: a token is there when its reader has it. `first` is from the call to the first token;
-the rate is that of all tokens after it. A baseline writes with its own generate(), and the
-same clock: transformers hands every token to a reader, as we do; nanoGPT's first token is there
-when its model is called for the second.
+The model is cast to the dtype and decodes greedily. Time is the host's, when a token reaches its
+reader: `first` from the call to the first token, the rate from all later ones.
 
-MBU, model bandwidth utilization, is the share of the memory bandwidth that decoding needs at the
-very least: for every token all weights are read once (for all sequences together; with
---weights=int8 those of the linear layers and the head are a byte each), and the keys
-and values of every sequence, whether or not they are kept in a cache here:
+MBU, model bandwidth utilization: every token reads all weights but the position embeddings (with
+--weights=int8 linear layers and head take a byte each) and the keys and values of every sequence:
 
-    MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens a second a sequence / bandwidth
+    MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 
-context is the mean length of the text while it grows; the position embeddings, of which one row is
-read, do not count. For a baseline it is the same formula.
+with context the mean length of the text.
 """
 
 from __future__ import annotations
@@ -28,21 +22,20 @@ from torch import Tensor
 from bench import candidates, hf, machine
 from bench.job import Job
 from bench.profiling import kernels_of
-from core import int8
+from core.cpu import int8
 from core.runtime import synchronize
 
 
 class Decoding:
-    """Texts by one model, for any batch size, prompt length and cache."""
+    """Generation by one model, for any batch size, prompt length and cache."""
 
-    keeps_memory = True  # between rounds: no text is written before the one that is timed
+    keeps_memory = True  # between rounds, which have no warm-up of their own
 
     def __init__(self, told: dict[str, Any]) -> None:
         compile = told["train"]["compile"] is True  # of single decode steps, not of the model
-        # neither dropout nor gradient_checkpointing is anything to generation
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, size = job.device, job.setup.dtype.itemsize
-        candidate: Any = candidates.build(told["baseline"], job)
+        candidate = candidates.build(told["baseline"], job)
         self.who = who = candidate.for_decoding(compile, told["weights"])
         self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
         model = job.config.model(job.vocab_size)
@@ -76,7 +69,7 @@ class Decoding:
         peak = machine.memory(self.device)
         if chosen := self.who.chosen(cache):
             return {**candidates.evidence(chosen), "peak_bytes": peak}
-        # Which kernels torch chose for it, as the profiler saw them in two tokens.
+        # The kernels that torch chose, from the profiler, in two tokens.
         with torch.profiler.profile() as looking:
             self.who.write(prompt, 2, cache)
             synchronize(self.device)
@@ -85,13 +78,12 @@ class Decoding:
 
 
 def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
-    """What a token reads of the weights; of int8 ones the head's are read, and not the embedding's,
-    which are as many."""
+    """Return the bytes of weights that a token reads; with int8 the head's, not the embedding's."""
     return (parameters - int8_parameters) * itemsize + int8_parameters
 
 
 def token_numbers(sizes: Any) -> int:
-    """Keys and values of a token, in all layers."""
+    """Return the numbers in the keys and values of a token, all layers."""
     if isinstance(sizes, hf.Counted):
         return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)
     return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
@@ -100,7 +92,7 @@ def token_numbers(sizes: Any) -> int:
 def mbu(
     about: dict[str, Any], B: int, P: int, new: int, token_ms: float, bandwidth: float
 ) -> float:
-    """The share of `bandwidth` (bytes a second) at `token_ms` a token; see the top of this file."""
+    """Return the MBU at `bandwidth` bytes/s; see the module's docstring."""
     context = P + new / 2
     size = about["weight_bytes"] + B * context * about["token_bytes"]
     return size / (token_ms / 1e3) / bandwidth

@@ -1,13 +1,9 @@
 """--batch_size=auto: the largest batch whose training step fits.
 
-Memory and time of a step grow by the same amount with every sequence. So two small sizes foretell
-the largest that fits, which is then tried; what it gives foretells better, and it ends within an
-eighth. A size is never more than eight times what was tried before it: a line through two near
-points is none further on. One process does it, not compiled, since each size would compile anew;
-the rounds that follow compile once, and step back by an eighth where that does not hold.
-
-It goes no further where a step takes `slowest` seconds: on a CPU a batch that fills the memory
-could take minutes a step, and is no faster for it. And it ends after SEARCH_S seconds.
+Memory and time of a step are linear in the sequences, so two sizes predict the largest that fits.
+It is tried, predicts again, and so on, to within an eighth. The search runs uncompiled in one
+process; a later compiled step that does not fit is retried with an eighth less. It also ends at a
+step of `slowest` seconds (a CPU gains nothing from larger batches) and after SEARCH_S seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +17,9 @@ from bench.process import Failure, Worker
 if TYPE_CHECKING:
     from bench.bench import Bench
 
-SEARCH_S = 60.0  # no size is begun later than that
-SHARE = 0.95  # of the memory, that a prediction fills
-LEAP = 8  # a size is at most so many times the largest that was tried
+SEARCH_S = 60.0  # no size is tried later
+SHARE = 0.95  # of the memory that a prediction fills
+LEAP = 8  # largest factor between sizes: two near points predict badly far away
 Step = tuple[float, float]  # seconds, bytes
 
 
@@ -33,11 +29,13 @@ def largest(
     memory: float,
     now: Callable[[], float] = time.monotonic,
 ) -> tuple[int, str, dict[int, str]]:
-    """The largest batch for which `step` does not raise Failure, nor takes `slowest` seconds; what
-    limits it ("memory", of so many bytes, "time" or "search": SEARCH_S); what each size tried gave.
+    """Search the largest batch whose `step` neither raises Failure nor takes `slowest` seconds.
+
+    Returns:
+        The batch; its limit ("memory", "time" or "search"); the result of each tried size.
 
     Raises:
-        Failure: not even one sequence fits, the backend may not run at all, or the bench is to end.
+        Failure: one sequence does not fit, the backend is unavailable, or the bench was stopped.
     """
     tried: dict[int, str] = {}
     good: list[tuple[int, Step]] = []
@@ -59,9 +57,9 @@ def largest(
             else:
                 bad, limit = size, "time"
         best = good[-1][0]
-        size, foretold = following(good, slowest, memory)
+        size, predicted = following(good, slowest, memory)
         if size < bad:
-            limit = foretold
+            limit = predicted
         else:
             size = (best + bad) // 2
         if size - best < max(1, best // 8):
@@ -71,7 +69,7 @@ def largest(
 
 
 def following(good: list[tuple[int, Step]], slowest: float, memory: float) -> tuple[int, str]:
-    """The size to try next by the two largest that went through, and what limits it there."""
+    """Predict the next size and its limit from the two largest that fit."""
     if len(good) < 2:
         return 2, "memory"
     (a, first), (b, last) = good[-2:]
@@ -83,8 +81,7 @@ def following(good: list[tuple[int, Step]], slowest: float, memory: float) -> tu
 
 
 def search(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
-    """largest() for a backend or baseline in a worker, a new one where it died; as a record has
-    it."""
+    """Run largest() for a backend or baseline in a worker; return the entry of the record."""
     job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
     slowest = bench.config.slowest_step
     worker: Worker | None = None
@@ -107,8 +104,11 @@ def search(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
     finally:
         if worker:
             worker.close()
-    by = {"memory": "memory", "time": f"a step of {slowest:g} s (--slowest_step)",
-          "search": f"{SEARCH_S:g} s of searching"}[limit]  # fmt: skip
+    limits = {
+        "memory": "memory",
+        "time": f"a step of {slowest:g} s (--slowest_step)",
+        "search": f"{SEARCH_S:g} s of searching",
+    }
     sizes = ", ".join(map(str, tried))
-    bench.tell(f"{name}: batch {batch}, limited by {by}; tried {sizes}, not compiled")
+    bench.tell(f"{name}: batch {batch}, limited by {limits[limit]}; tried {sizes}, not compiled")
     return {"batch_size": batch, "limit": limit, "tried": {str(k): v for k, v in tried.items()}}

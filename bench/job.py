@@ -1,8 +1,4 @@
-"""What a worker was told, made ready: train.py's settings, the set-up of a run, the model.
-
-Every job of bench/worker.py begins with it, so that nothing differs between two of them but what
-they measure.
-"""
+"""Settings, device and model of a job of bench/worker.py."""
 
 from __future__ import annotations
 
@@ -19,10 +15,9 @@ from train import TrainConfig
 
 
 class Job:
-    """The settings and the set-up (core/runtime.py), with the seed of the weights set."""
+    """train.py's settings and set-up, seeded; `told` is from Bench.job()."""
 
     def __init__(self, told: dict[str, Any], **changes: Any) -> None:
-        """From what Bench.job() of bench/bench.py sent; `changes` are of train.py's settings."""
         self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
         self.vocab_size = told["vocab_size"]
         self.hf = told["hf"].get("config") if told.get("hf") else None  # a model of transformers
@@ -32,7 +27,7 @@ class Job:
         torch.manual_seed(self.config.seed)
 
     def model(self, cast: bool = False) -> GPT:
-        """A new model on the device, as train.py makes it; in float32, unless it is cast."""
+        """Return a new model on the device, in float32 unless `cast`."""
         config = self.config
         model = self.setup.place(GPT(config.model(self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
@@ -40,7 +35,7 @@ class Job:
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """The same n sequences for every backend, and their targets: (n, T) int64 each."""
+        """Return n sequences, the same for every backend, and their targets: (n, T) int64 each."""
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
         x, y = tokens[:, :-1], tokens[:, 1:]

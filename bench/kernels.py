@@ -1,18 +1,14 @@
-"""Attention alone, timed and held against float64: the job "kernel".
+"""Attention alone, timed and compared with float64: the job "kernel".
 
-FLOPs of a call at (B, T, H, D), by the matmuls that the mathematics needs:
+FLOPs of a call at (B, T, H, D):
 
     forward   4 * B * H * D * pairs     QK^T and PV
-    backward  8 * B * H * D * pairs     dV, dP, dQ and dK; computing the scores again is not counted
+    backward  8 * B * H * D * pairs     dV, dP, dQ and dK, without recomputing the scores
 
-with pairs = the visible pairs of query and key, counted once ("causal"), or T * T ("full"). Others
-count 2.5 times the forward for the backward, with the scores computed again; then the rates come
-out higher by up to a sixth. Caches are warm: a round calls the kernel again and again on the same
-tensors (docs/MEASURE.md).
-
-The error is max|x - x64| over max|x64|, of the output and of the worst gradient, where x64 is
-manual's in float64 from the same rounded inputs; for the first sequence and the first key/value
-head, which nothing else enters into.
+with pairs = the visible pairs of query and key ("causal"), or T * T ("full"). Caches are warm: a
+round repeats the call on the same tensors. The error is max|x - x64| / max|x64| of the output and
+of the worst gradient, with x64 from manual in float64 on the same rounded inputs, for the first
+sequence and the first key/value head.
 """
 
 from __future__ import annotations
@@ -37,23 +33,24 @@ LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, se
 
 
 def flops_of(point: dict[str, Any], causal: bool) -> float:
-    """FLOPs of a forward call; a backward has twice as many."""
+    """Return the FLOPs of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
 
 
 class Kernels:
-    """Calls of one backend at any point of the grid."""
+    """Calls of one backend at the points of the grid."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.job, self.name = Job(told), told["name"]
         self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
-        self.about = {"title": attention.get(self.name).title}
+        self.backend = attention.get(self.name)
+        self.about = {"title": self.backend.title}
         self.kernels: dict[Spec, dict[str, Any]] = {}  # what ran, and how exact it was
 
     def tensors(self, point: dict[str, Any]) -> list[Tensor]:
-        """q, k, v and the gradient of the output, the same for all backends."""
+        """Return q, k, v and the output's gradient, (B, T, H or Hkv, D), equal for all backends."""
         B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
         draw = torch.Generator(self.device).manual_seed(self.config.seed)
         made = [
@@ -66,14 +63,13 @@ class Kernels:
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         heads = (request["H"], request["Hkv"], request["D"])
-        hub = self.config.attention_hub_kernels
-        spec = Spec(*heads, self.job.dtype, window=request["window"], hub_kernels=hub)
+        spec = Spec(*heads, self.job.dtype, window=request["window"])
         q, k, v, dout = self.tensors(request)
-        attend, clock = attention.get(self.name).attend, self.clock
+        clock = self.clock
 
         def call(stamps: list[Any]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
-            out = attend(q, k, v, spec)
+            out = self.backend.attend(q, k, v, spec)
             stamps.append(clock.stamp())
             grads = torch.autograd.grad(out, (q, k, v), dout)
             stamps.append(clock.stamp())
@@ -87,7 +83,7 @@ class Kernels:
         for _ in range(calls):
             call(stamps)
         ms = clock.ms(start, clock.stop()) / calls
-        shape = dict(zip(("B", "T", "H", "D"), q.shape)) | {"Hkv": k.shape[2]}  # what really ran
+        shape = dict(zip(("B", "T", "H", "D"), q.shape)) | {"Hkv": k.shape[2]}  # as executed
         answer: dict[str, Any] = {"ms": ms, "calls": calls, "shape": shape}
         if clock.apart:
             pairs = zip(stamps[0::3], stamps[1::3], strict=True)
@@ -96,10 +92,9 @@ class Kernels:
         return answer
 
     def fill(self, call: Any, seconds: float) -> int:
-        """How many calls fill the time, 1000 at most; by calls that are not counted.
+        """Return the number of calls that fill the time, 1000 at most.
 
-        Of the first the tensors are new, and their memory too, which on CUDA takes longer than a
-        short call. So others tell, for a tenth of the time, in which a GPU raises its clocks again.
+        On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
         """
 
         def ms(n: int) -> float:
@@ -119,9 +114,9 @@ class Kernels:
     def warm_up(
         self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...], call: Any
     ) -> dict[str, Any]:
-        """Resolve strictly; then the error, and the memory beyond the inputs' own."""
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
+            self.backend = chosen.backend  # a prebuilt one, if that is allowed
             with profiler(self.device) as looking:
                 call([])
                 synchronize(self.device)
@@ -132,21 +127,21 @@ class Kernels:
         if point["T"] <= LONGEST_CHECKED:
             answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got
-        told = machine.reset_peak(self.device)
+        known = machine.reset_peak(self.device)
         before = machine.memory(self.device, peak=False)
         start = self.clock.start()
         call([])
-        answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for bench/plan.py
+        answer["call_s"] = self.clock.ms(start, self.clock.stop()) / 1e3  # for the plan
         answer["point"] = {name: point[name] for name in ("B", "T", "H", "D", "window")}
-        if told:
+        if known:
             answer["memory_bytes"] = max(0, machine.memory(self.device) - before)
         return answer
 
 
 def errors(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], spec: Spec) -> tuple[float, float]:
-    """Of the output and of the worst gradient, relative to the largest entry of the truth."""
+    """Return the errors of the output and of the worst gradient; see the module's docstring."""
     group = spec.n_head // spec.n_kv_head
-    heads = (group, 1, 1, group)  # of q, k, v, dout that belong to the first key/value head
+    heads = (group, 1, 1, group)  # of the first key/value head: q, k, v, dout
     on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device
     q, k, v, dout = (
         t.detach()[:1, :, :h].to(on).double().requires_grad_()

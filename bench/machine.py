@@ -1,16 +1,9 @@
-"""The machine under a measurement: its clock, its memory, its rates, what disturbs them; and the
-job "machine".
+"""Clock, memory, bandwidth, description and disturbances of the machine; the job "machine".
 
-Time: on CUDA by device events, which the GPU itself stamps; elsewhere by the process's clock. Both
-are read with the device synchronized at the ends of an interval only.
-
-Memory: on CUDA the most that PyTorch's allocator has handed out. On the CPU the largest resident
-set of the process, which Linux lets a process reset; where it cannot be reset (macOS) it only ever
-grows, so that the memory of single calls is not known there.
-
-Bandwidth: bytes read and written a second while one large array is copied onto another. Each is
-four times as large as the last-level cache, or 1 GB where that is more: on a server CPU with 300 MB
-of cache, arrays of 64 MB never reach the memory, and the rate came out at twice the truth.
+Time: device events on CUDA, elsewhere the process's clock, synchronized only at the ends of an
+interval. Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
+process, which Linux can reset. Bandwidth: bytes read and written per second by copies of an array
+four times the last-level cache, at least 1 GB.
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ import gc
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -33,8 +27,8 @@ from typing import Any
 import torch
 
 import attention
+from attention.machine.system import cpu_name
 from attention.spec import Machine, Spec
-from attention.system import cpu_name
 from bench.job import Job
 from core import peaks
 from core.runtime import describe, synchronize
@@ -44,16 +38,16 @@ STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
 CPUS = Path("/sys/devices/system/cpu")
-CONTEXT = 600_000_000  # bytes that a process's CUDA context takes, about; no allocator counts them
-LEAST_COPY = 2**30  # bytes; a virtual machine may not be told how large the host's caches are
+CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
+LEAST_COPY = 2**30  # bytes, beyond any GPU's cache; a virtual machine hides its host's
 
 
 class Clock:
-    """Stamps that cost no synchronization, and the milliseconds between them."""
+    """Time stamps that need no synchronization, and the milliseconds between them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.apart = device.type != "mps"  # can the parts of a step be told from one another?
+        self.apart = device.type != "mps"  # stamps within a step are meaningful
 
     def stamp(self) -> Any:
         if self.device.type == "cuda":
@@ -63,47 +57,38 @@ class Clock:
         return time.perf_counter()
 
     def start(self) -> Any:
-        """A stamp before which all is done."""
         synchronize(self.device)
         return self.stamp()
 
     def stop(self) -> Any:
-        """A stamp after which all is done; the stamps before it can then be read."""
+        """Stamp the end of all work; earlier stamps can be read after it."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
 
     def ms(self, a: Any, b: Any) -> float:
-        """Milliseconds between two stamps, once the device is synchronized."""
         return a.elapsed_time(b) if self.device.type == "cuda" else (b - a) * 1e3
 
 
-# ----------------------------------------------------------------------------- memory
+# --- memory ---
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Begin to look for the peak of memory anew; False where this machine cannot."""
+    """Reset the peak of memory(). Returns False where that is not possible."""
     gc.collect()
+    empty_cache(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        trim()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
     return True
 
 
-def trim() -> None:
-    """What was freed goes back to the system, and counts no more."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def memory(device: torch.device, peak: bool = True) -> int:
-    """The most memory since reset_peak, or what is in use now; bytes."""
+    """Return the peak memory since reset_peak, or the current memory, in bytes."""
     if device.type == "cuda":
         read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
         return read(device)
@@ -111,25 +96,23 @@ def memory(device: torch.device, peak: bool = True) -> int:
     text = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
     if found := re.search(rf"{name}:\s+(\d+) kB", text):
         return int(found[1]) * 1024
-    import resource
-
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:
-    """Return memory that is kept for later, before others measure; the bytes that remain held.
-    With `keep` not on CUDA, where the next round would wait for the driver to give it again."""
+    """Free cached memory before others measure, unless `keep`; return the bytes still held."""
     if device.type == "cuda":
         if not keep:
             torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device) + CONTEXT
-    trim()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed memory to the system
     return memory(device, peak=False)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are not in use on the device, or left to this container; 0 where unknown."""
+    """Return the free bytes of the device or of this container; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -143,66 +126,48 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-# ----------------------------------------------------------------------------- bandwidth
+# --- bandwidth ---
 
 
-def last_level_cache(device: torch.device) -> int | None:
-    """Bytes of the largest caches in front of the memory, all that this process may use together:
-    a server CPU has one for every few cores."""
-    if device.type == "cuda":
-        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
+def last_level_cache() -> int:
+    """Return the total bytes of the last-level caches of this process's cores; 0 if unknown."""
     if not hasattr(os, "sched_getaffinity"):
-        return None
+        return 0
     found: dict[tuple[int, str], int] = {}  # by level and the cores that share it
     for cpu in os.sched_getaffinity(0):
         for cache in (CPUS / f"cpu{cpu}" / "cache").glob("index*"):
-            try:
-                level, shared, size = (
-                    (cache / name).read_text().strip()
-                    for name in ("level", "shared_cpu_list", "size")
-                )
-                found[int(level), shared] = int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]]
-            except (OSError, ValueError, KeyError, IndexError):  # a machine that does not tell
-                continue
+            with suppress(OSError, ValueError):
+                names = ("level", "shared_cpu_list", "size")  # "32768K"
+                level, shared, size = ((cache / n).read_text().strip() for n in names)
+                found[int(level), shared] = int(size.removesuffix("K")) * 2**10
     last = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == last) or None
-
-
-def copy_size(device: torch.device, limit: int | None = None) -> tuple[int, str]:
-    """Bytes of each of the two arrays that measure the bandwidth, and a doubt about them."""
-    cache = last_level_cache(device) or 0
-    wanted = max(LEAST_COPY, 4 * cache)
-    free = free_memory(device) or 4 * wanted
-    size = min(wanted, free // 4, (limit or free) // 4)
-    return size, f", of which a cache of {cache / 1e6:.0f} MB holds a part" * (size < 4 * cache)
+    return sum(size for (level, _), size in found.items() if level == last)
 
 
 def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, str]:
-    """Bytes a second to and from memory by the best of several large copies, now or remembered."""
-    size, doubt = copy_size(device, limit)
+    """Return the memory bandwidth in bytes/s, the best of several copies, and its source."""
+    cache = 0 if device.type == "cuda" else last_level_cache()
+    free = min(f for f in (free_memory(device), limit, 2**50) if f)
+    size = min(max(LEAST_COPY, 4 * cache), free // 4)
     a = torch.ones(size // 4, device=device)  # float32
     b = torch.ones_like(a)
     clock, rates, began = Clock(device), list[float](), time.perf_counter()
-    least = 0.5 if device.type == "cuda" else 0.0  # seconds, in which a GPU raises its clocks
+    least = 0.5 if device.type == "cuda" else 0.0  # seconds in which a GPU raises its clocks
     while (passed := time.perf_counter() - began) < least or len(rates) < (10 if passed < 4 else 3):
         start = clock.start()
         b.copy_(a)
-        seconds = clock.ms(start, clock.stop()) / 1e3
-        rates.append(2 * a.nbytes / seconds)  # all of a is read, all of b written
+        rates.append(2 * a.nbytes / (clock.ms(start, clock.stop()) / 1e3))
     del a, b
     reset_peak(device)
-    how = f"copies of {size / 1e9:.2g} GB{doubt}"
-    if doubt or size < LEAST_COPY:  # it may be a cache's: nothing to be remembered as the memory's
-        return max(rates), f"measured: {how}"
-    rate, source = peaks.better(max(rates) / 1e9, "GB/s", how, device)
-    return rate * 1e9, source
+    doubt = f", partly within a cache of {cache / 1e6:.0f} MB" * (size < 4 * cache)
+    return max(rates), f"measured: copies of {size / 1e9:.2g} GB{doubt}"
 
 
-# ----------------------------------------------------------------------------- what is here
+# --- description ---
 
 
 class MachineProbe:
-    """What this machine is, how fast it could be, and which backends need not be tried here."""
+    """Describes this machine, and refuses backends that need not be tried here."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.job = job = Job(told)
@@ -211,50 +176,49 @@ class MachineProbe:
         rate, source = None, "not measured"
         if told["bandwidth_gbs"]:
             rate, source = told["bandwidth_gbs"] * 1e9, "--bandwidth_gbs"
-        elif told["wants_bandwidth"]:  # it takes seconds
+        elif told["wants_bandwidth"]:  # takes seconds
             rate, source = bandwidth(self.device, told["memory_limit"])
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The backends ("names") that declare that they can do none of what is asked ("specs"): no
-        process need be started for them."""
+        """Return the backends among "names" that declare support for none of the "specs"."""
         config = self.job.config
         here = Machine.here(str(self.device), attention.packages(*request["names"]))
-        always = {"dtype": self.job.dtype, "hub_kernels": config.attention_hub_kernels}
         refused = {}
+        specs = [Spec(dtype=self.job.dtype, **spec) for spec in request["specs"]]
         for name in request["names"]:
             reasons = []
-            for asked in request["specs"]:
+            for spec in specs:
                 try:
-                    attention.resolve(name, Spec(**{**always, **asked}), here, config.policy)
+                    attention.resolve(name, spec, here, config.policy)
                 except attention.BackendUnavailable as e:
                     reasons.append(reason(e))
-            if len(reasons) == len(request["specs"]):
+            if len(reasons) == len(specs):
                 refused[name] = reasons[:1]
         return {"refused": refused}
 
 
-def reason(error: attention.BackendUnavailable) -> str:
-    """The why of "attention backend 'x' cannot run here. x: why; and why"."""
+def reason(error: ValueError) -> str:
+    """Return REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
 def look(job: Job) -> dict[str, Any]:
-    """Everything about this machine that a figure depends on."""
+    """Describe what affects a measurement on this machine."""
     device, name = job.device, cpu_name() or platform.machine()
     packages = {}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            packages[package] = metadata.version(package.replace("_", "-"))
-    free = free_memory(device)  # before large products are measured, whose memory PyTorch keeps
+            packages[package] = metadata.version(package)
+    free = free_memory(device)  # before the peak is measured, whose memory PyTorch keeps
     peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
     own: dict[str, Any] = dict.fromkeys(("capability", "driver", "products_tflops"))
     if device.type == "cuda":
-        # No matmul reaches what a datasheet promises; so also measure what one does reach.
         own = {
             "name": torch.cuda.get_device_name(device),
-            "capability": torch.cuda.get_device_capability(device),
+            "capability": list(torch.cuda.get_device_capability(device)),
             "driver": next(iter(nvidia_smi("driver_version")), [None])[0],
+            # the rate that matmuls reach: always below the datasheet's
             "products_tflops": peaks.best_peak(device, job.dtype).tflops,
         }
     return {
@@ -278,39 +242,44 @@ def look(job: Job) -> dict[str, Any]:
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
-    """The fields of a query, a list a GPU; empty if nvidia-smi is missing or cannot answer."""
+    """Return the fields of a query, one list per GPU; [] if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):  # it hangs where a GPU has fallen off the bus
+    except (OSError, subprocess.TimeoutExpired):  # it hangs if a GPU has fallen off the bus
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     return [[word.strip() for word in line.split(",")] for line in lines]
 
 
-# ----------------------------------------------------------------------------- what disturbs it
+# --- disturbances ---
 
-# Those of nvidia-smi's clocks_event_reasons that slow a GPU down.
-REASONS = {0x4: "its power cap", 0x8: "a hardware slowdown", 0x20: "heat (software)",
-           0x40: "heat (hardware)", 0x80: "the power brake"}  # fmt: skip
+# Bits of nvidia-smi's clocks_event_reasons that slow down a GPU.
+REASONS = {
+    0x4: "its power cap",
+    0x8: "a hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
 
 
 @contextmanager
 def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict[str, Any]]:
-    """Look at the GPU every two seconds while a stage runs. The dict is filled at the end: why the
-    clock was throttled, the highest temperature and power, other processes."""
+    """Query the GPU every two seconds. At the end the dict has the reasons why its clock was
+    throttled, and the highest temperature and power."""
     seen: dict[str, Any] = {}
     over = threading.Event()
-    reasons, hot, watts = set[str](), [0.0], [0.0]
+    reasons, hot, watts = set[str](), list[float](), list[float]()
 
     def look() -> None:
         while True:
             for line in ask("clocks_event_reasons.active,temperature.gpu,power.draw"):
                 with suppress(ValueError):
-                    bits = int(line[0], 16)
+                    bits, celsius, power = int(line[0], 16), float(line[1]), float(line[2])
                     reasons.update(text for bit, text in REASONS.items() if bits & bit)
-                    hot.append(float(line[1]))
-                    watts.append(float(line[2]))
+                    hot.append(celsius)
+                    watts.append(power)
             if over.wait(2):
                 return
 
@@ -321,12 +290,12 @@ def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict
     finally:
         over.set()
         thread.join(timeout=12)
-        if len(hot) > 1:
+        if hot:
             seen |= {"held_down_by": sorted(reasons), "celsius": max(hot), "watts": max(watts)}
 
 
 def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> list[str]:
-    """Which other processes are busy on this machine before ours start."""
+    """Return a line for each sign of other processes at work before the measurement."""
     found = []
     if device == "cuda":
         for i, line in enumerate(ask("memory.used,utilization.gpu")):

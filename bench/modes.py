@@ -1,4 +1,4 @@
-"""The modes of bench_mfu.py: what each asks of the workers, and the rows it gets."""
+"""The modes of bench_mfu.py: requests to the workers, and the rows made of their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import data
-from attention.gpus import RATED
+from attention.machine.gpus import RATED
 from bench import fitting, hf, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
@@ -21,8 +21,8 @@ from core.settings import UserError
 
 SWEEP_ROUNDS = 3
 PROFILED_STEPS = 3
-CONVERGE_ROUNDS = 10  # parts of a converge run's steps, run in turn
-PATHS = {  # the training paths that converge can hold against a plain one
+CONVERGE_ROUNDS = 10  # parts of a converge run, interleaved
+PATHS = {  # of converge --paths
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
@@ -30,7 +30,7 @@ PATHS = {  # the training paths that converge can hold against a plain one
 
 
 def train(bench: Bench) -> list[rows.Row]:
-    """Training steps of every backend and baseline; then, as a sweep, attention alone."""
+    """Training steps of every backend and baseline; then (--sweep) attention alone."""
     config, batch = bench.config, bench.config.fixed_batch
     everyone = bench.everyone()
     micro = config.train.gradient_accumulation_steps if batch else 1
@@ -38,7 +38,7 @@ def train(bench: Bench) -> list[rows.Row]:
     fits: dict[str, dict[str, Any]] = {}
     found: dict[Key, Outcome] = {(name, ""): Outcome() for name in everyone}
     if batch is None:
-        bench.reference = {"why": "with --batch_size=auto each has a batch of its own"}
+        bench.reference = {"why": "with --batch_size=auto the batches differ"}
         for name, baseline in everyone.items():
             if name not in bench.refused:
                 try:
@@ -70,13 +70,13 @@ def train(bench: Bench) -> list[rows.Row]:
 
     made = bench.measure(found, jobs, {"": ask}, row)
     for name, best in fits.items():
-        # The limit is not sharp, and a step under the profiler takes more: stay a little below.
+        # Memory varies, and the profiler needs some: stay a little below the limit.
         while found[name, ""].out_of_memory and sizes[name] > 1:
             sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
             smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
             found[name, ""] = Outcome()
             made = bench.measure(found, {name: smaller}, {"": ask}, row)
-    if config.sweep:  # the model's own heads, and fewer rounds: it is secondary
+    if config.sweep:
         rounds = min(SWEEP_ROUNDS, config.rounds)
         own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
         made += kernel(replace(bench, config=own, earlier=made))
@@ -84,7 +84,7 @@ def train(bench: Bench) -> list[rows.Row]:
 
 
 def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
-    """A worker's profile of one micro-batch and the update, with each part's roofline."""
+    """Add each part's roofline to a worker's profile of one micro-batch and the update."""
     config, m = bench.config, bench.machine
     parts = roofline.work(bench.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
     known = None if config.bandwidth_gbs else flops.datasheet_bandwidth(m["name"])
@@ -95,7 +95,7 @@ def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int)
 
 
 def grid(bench: Bench) -> list[dict[str, Any]]:
-    """The points of the modes kernel and sweep."""
+    """Return the points of the mode kernel and of --sweep."""
     if bench.points:
         return bench.points
     config, model = bench.config, bench.model
@@ -103,12 +103,12 @@ def grid(bench: Bench) -> list[dict[str, Any]]:
     sizes: tuple[int, ...] = (1, 8)
     if not bench.device.startswith("cuda"):
         default, sizes = (128, 512, 2048), (1, 4)
-    elif bench.mode == "train":  # secondary, and nine backends have been compiled before it
+    elif bench.mode == "train":  # compiling all backends has taken minutes already
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
     windows = config.windows or (model.attention_window,)
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
-    # The largest corner would take most of the time.
+    # Without the corner of large batches and long sequences, which takes most of the time.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]
     return [
         {"B": B, "T": T, **heads, "window": window}
@@ -118,7 +118,7 @@ def grid(bench: Bench) -> list[dict[str, Any]]:
 
 
 def kernel(bench: Bench) -> list[rows.Row]:
-    """Attention alone over the grid."""
+    """Attention alone over grid()."""
     points = {rows.where(point): point for point in grid(bench)}
     jobs = {name: bench.job("kernel", name) for name in bench.backends}
     seconds = bench.config.seconds / 5
@@ -132,16 +132,15 @@ def kernel(bench: Bench) -> list[rows.Row]:
 
 
 def texts(bench: Bench) -> list[dict[str, Any]]:
-    """The points of the mode decode."""
+    """Return the points of the mode decode."""
     config = bench.config
     cuda, T = bench.device.startswith("cuda"), bench.model.block_size
-    new = config.new_tokens or (128 if cuda else 16)  # a CUDA graph is recorded in the first three
+    new = config.new_tokens or (128 if cuda else 16)  # three record the CUDA graph
     batch_sizes = config.batch_sizes or ((1, 8) if cuda else (1, 4))
     prompts = config.prompts or (max(1, T // 2 - new),)
     if max(prompts) + new > T or min(prompts) < 1:
         raise UserError(
-            f"a prompt of {max(*prompts, 1)} and {new} new tokens do not fit into "
-            f"--block_size={T}: beyond it the text is read through a sliding window"
+            f"--prompts, --new_tokens: {max(*prompts, 1)} + {new} tokens exceed --block_size={T}"
         )
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     shapes = itertools.product(batch_sizes, prompts, caches)
@@ -149,7 +148,7 @@ def texts(bench: Bench) -> list[dict[str, Any]]:
 
 
 def decode(bench: Bench) -> list[rows.Row]:
-    """Generation over batch sizes, prompt lengths and caches, of every backend and baseline."""
+    """Generation of every backend and baseline over texts()."""
     points = {rows.where(point): point for point in texts(bench)}
     everyone = bench.everyone(("sdpa",))
     jobs = {name: bench.job("decode", name, baseline=what) for name, what in everyone.items()}
@@ -163,15 +162,15 @@ def decode(bench: Bench) -> list[rows.Row]:
 
 
 def converge(bench: Bench) -> list[rows.Row]:
-    """The same training with every backend; the learning rate schedule fits the steps."""
+    """The same training with every backend or path; the learning rate decays over its steps."""
     config = bench.config
     part, rest = divmod(config.steps, CONVERGE_ROUNDS)
     if rest or not part:
         raise UserError(f"--steps must be a multiple of {CONVERGE_ROUNDS}, got {config.steps}")
     if (batch := config.fixed_batch) is None:
-        raise UserError("--batch_size=auto has no place in converge: all train on the same batches")
+        raise UserError("converge needs a number as --batch_size, got auto")
     folder = Path(config.train.data_dir) / config.train.dataset
-    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or say how to prepare it
+    data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
     schedule: dict[str, Any] = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
 
@@ -188,9 +187,8 @@ def converge(bench: Bench) -> list[rows.Row]:
             made[path] = bench.job("converge", path, batch, **more, **own, **PATHS[path])
         return made
 
-    # Its rounds are those of all seeds, in order.
     found: dict[Key, Outcome] = {(name, ""): Outcome() for name in jobs(0)}
-    planned = CONVERGE_ROUNDS * config.seeds
+    planned = CONVERGE_ROUNDS * config.seeds  # an outcome has the rounds of all seeds
     sequences = batch * config.train.gradient_accumulation_steps
 
     def row(name: str, where: str, outcome: Outcome) -> rows.Row:
@@ -205,7 +203,7 @@ def converge(bench: Bench) -> list[rows.Row]:
 
     made: list[rows.Row] = []
     for everyone in map(jobs, range(config.seeds)):
-        # Not fresh: one run is one process from its first step to its last.
+        # Not fresh: a training is one process.
         how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
         made = bench.measure(found, everyone, {"": {"steps": part}}, row, **how)
     return made
@@ -214,8 +212,10 @@ def converge(bench: Bench) -> list[rows.Row]:
 def datasheet(
     config: BenchConfig, gpu: str, option: str
 ) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """The dtype, the peak, and the bandwidth with its source, of a GPU that need not be here;
-    `option` named it, and the UserError names it where the GPU is not known."""
+    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
+
+    Raises UserError, naming `option`, if the GPU is not in the table.
+    """
     wanted: str = config.train.dtype
     half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
     dtype = next(half, "float32") if wanted == "auto" else wanted
@@ -226,8 +226,8 @@ def datasheet(
         near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
         like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
         raise UserError(
-            f"{option}: the table of GPUs has no {of} rates of {gpu!r}; names are those that "
-            f"drivers give: {', '.join(map(repr, like))}"
+            f"{option}: no {of} rates known for {gpu!r}; known names are the drivers', such as "
+            f"{', '.join(map(repr, like))}"
         )
     if config.train.peak_tflops:
         peak = flops.peak("cpu", dtype, config.train.peak_tflops)
@@ -237,7 +237,7 @@ def datasheet(
 
 
 def only_roofline(config: BenchConfig, gpu: str) -> int:
-    """Print the least time of each part of a step on any GPU, here or not."""
+    """Print the roofline of each part of a step on any GPU of the table."""
     dtype, peak, bandwidth = datasheet(config, gpu, "--roofline")
     if (batch := config.fixed_batch) is None:
         raise UserError("--roofline needs a --batch_size")
@@ -265,7 +265,7 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
 
 
 def points(bench: Bench) -> list[dict[str, Any]]:
-    """All points of the run, for bench/plan.py."""
+    """Return all points of the run, for the plan."""
     if bench.mode == "decode":
         return texts(bench)
     alone = bench.mode == "kernel" or (bench.mode == "train" and bench.config.sweep)
@@ -273,8 +273,7 @@ def points(bench: Bench) -> list[dict[str, Any]]:
 
 
 def specs(bench: Bench) -> list[dict[str, Any]]:
-    """What the backends will be asked for, as fields of Spec: one that supports none of it gets no
-    process."""
+    """Return the fields of the Specs in this run; a backend that supports none is not started."""
     model = bench.model
     own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}
     own |= model.layers[0] if bench.hf else {"window": model.spec("float32").window}

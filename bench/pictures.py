@@ -1,4 +1,4 @@
-"""The pictures of a record, as PNG: speed, length, loss."""
+"""Pictures of a record, as PNG: speed, length, loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.rows import Row
 
-# One colour for each backend in every picture, distinct for the colour-blind too.
+# Distinct for the colour-blind too.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f",
            "#9467bd", "#bcbd22", "#17becf", "#e377c2", "#2ca02c", "#d62728"]  # fmt: skip
 MARKERS = "osD^vPX*<>hdp8"
@@ -19,7 +19,7 @@ Look = dict[str, tuple[str, str]]  # backend -> colour, marker
 
 
 def draw(content: dict[str, Any]) -> dict[str, bytes]:
-    """Name -> PNG, for those that the rows have data for."""
+    """Return {name: PNG} for the available data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,7 +47,7 @@ def draw(content: dict[str, Any]) -> dict[str, bytes]:
 
 
 def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
-    """Tokens/s and MFU by backend."""
+    """Plot tokens/s and MFU by backend."""
     rows = sorted(rows, key=lambda r: r["tokens_per_s"])
     names, at = [r["backend"] for r in rows], range(len(rows))
     size = (9, 1.3 + 0.42 * len(rows))
@@ -61,7 +61,7 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
     left.bar_label(bars, [f"{rate:,.0f}" for rate in rates], **inside)
     left.set(yticks=list(at), yticklabels=names, title="tokens a second, quartiles", xlim=(0, None))
     for key, dy, alpha in (("mfu", 0.18, 1.0), ("mfu_causal", -0.18, 0.55)):
-        shares = [100 * (r[key] or 0) for r in rows]  # None: no figure, no bar
+        shares = [100 * (r[key] or 0) for r in rows]
         bars = right.barh([i + dy for i in at], shares, height=0.34, color=colours, alpha=alpha)
         right.bar_label(bars, [f"{s:.1f}" if s else "-" for s in shares], padding=4, fontsize=8)
     of = "measured peak" if content["machine"]["peak_measured"] else "peak"
@@ -71,7 +71,7 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
 
 
 def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
-    """Time and memory of attention alone against the length, at the smallest batch."""
+    """Plot time and memory of attention alone over the length, at the smallest batch."""
     same = {k: rows[0]["point"][k] for k in ("H", "D", "window")}
     same["B"] = min(r["point"]["B"] for r in rows)
     rows = [r for r in rows if r["point"].items() >= same.items()]
@@ -97,7 +97,7 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
 
 
 def loss(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
-    """The loss curves of the first seed, and how far each is from the baseline's."""
+    """Plot the loss of the first seed, and its distance from the baseline's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     base = next((r["losses"] for r in rows if r.get("verdict") == "baseline"), None)
     for r in rows:

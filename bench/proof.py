@@ -1,7 +1,6 @@
-"""What `python -m attention check` asks, on this machine: the job "proof", one item a request.
+"""The tests of `python -m attention check` on this machine: the job "proof", one item a request.
 
-All backends share one process, so that the truth of a case is computed once. A backend that breaks
-it, by a bad address on CUDA say, is noted, and another process continues with the others.
+All backends share one process and the references; after a crash a new process continues.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import attention
-from attention import check
+from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench.job import Job
 from bench.process import Failure, Worker
@@ -18,11 +17,11 @@ from bench.process import Failure, Worker
 if TYPE_CHECKING:
     from bench.bench import Bench
 
-Item = dict[str, str]  # of the job "proof": a case or a promise, its feature, and a dtype
+Item = dict[str, str]  # a case or a property, its feature, and a dtype
 
 
 class Proof:
-    """Judges one backend at one item."""
+    """Tests one backend on one item."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.device = Job(told).device
@@ -30,8 +29,10 @@ class Proof:
         self.about: dict[str, Any] = {}
 
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"verdict": "right", "refused" or "wrong", "why": ...}; what a kernel itself raises is
-        not caught, since it may have broken the process."""
+        """Return {"verdict": "right", "refused" or "wrong", "why": ...}.
+
+        Errors of a kernel are not caught here, since they may break the process.
+        """
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
         here = Machine.here(str(self.device), attention.packages(name))
         answer = check.judge(attention.get(name), item, here, str(self.device))
@@ -39,9 +40,9 @@ class Proof:
 
 
 def items(dtypes: list[str]) -> list[Item]:
-    """What each backend is tested on, the most informative first: in each dtype, the run's before
-    the others, the canary, the cases, then the other promises but torch.compile, which is slow."""
-    order = {"canary": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
+    """Return the items for each backend, the most informative first: for each dtype the causality
+    test, the cases, then the other properties without torch.compile, which is slow."""
+    order = {"causality": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     return [
         {"what": item.name, "feature": item.features[0], "dtype": dtype}
         for dtype in dtypes
@@ -51,12 +52,7 @@ def items(dtypes: list[str]) -> list[Item]:
 
 
 def prove(bench: Bench, dtypes: list[str]) -> list[dict[str, Any]]:
-    """A row a backend: how many cases were right, wrong, refused and not reached, the canary, and
-    what was wrong.
-
-    It tests until all is done or the time is up. The backend that has used the least time is next,
-    so that one that compiles for minutes takes none from the others.
-    """
+    """Test until the time is up, always the backend that has used the least; return their rows."""
     asked, job = items(dtypes), bench.job("proof", "")
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.backends}
     spent = dict.fromkeys(bench.backends, 0.0)
@@ -89,9 +85,8 @@ def prove(bench: Bench, dtypes: list[str]) -> list[dict[str, Any]]:
 
 
 def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
-    """A backend's answers in one row."""
     by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
-    heard = {a["verdict"] for a in answers if a["feature"] == "canary"} - {"refused"}
+    heard = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
     return {
         "backend": name,
         **{verdict: len(found) for verdict, found in by.items()},

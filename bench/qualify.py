@@ -1,8 +1,7 @@
-"""bench_mfu.py qualify: one command that takes a machine from bare to a checked record.
+"""bench_mfu.py qualify: all modes in a row on a new machine, as one record.
 
-Six stages, each in its own time box; what a stage leaves over goes to those after it. A stage plans
-what fits into its box, from the machine's speed and the time to compile, says what it left out, and
-is stopped at the end of the box. The record is rewritten after every stage.
+Six stages at fixed sizes. Each ends at its share of --minutes; unused time goes to the later
+stages. The record is rewritten after every stage.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import data
-from bench import modes, plan, proof, records, rows, tables
+from bench import modes, proof, records, tables
 from bench.bench import Bench
 from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
+from bench.limits import LONGEST
 from bench.machine import busy, watched
 from bench.process import Failure, Stop, Worker
 from core.settings import UserError
@@ -32,27 +32,32 @@ MINUTES = 9.0
 GRAPHS = 120.0  # seconds, enough to compile the decode steps and record CUDA graphs
 CACHES = ("dynamic", "static", "paged")
 ROUNDS = 3
-STAGES = ("machine", "proof", "kernels", "training", "decode", "converge")
-# Shares of the whole time; what a stage leaves over goes to those after it.
-SHARES = dict(zip(STAGES, (0.06, 0.17, 0.22, 0.32, 0.13, 0.10), strict=True))
+TRAINED = 4  # backends of the training stage
+POINTS, ALL_POINTS = 8, 20  # points of the grid; minutes from which all are measured
+# Shares of the whole time.
+SHARES = {
+    "machine": 0.06,
+    "proof": 0.17,
+    "kernels": 0.22,
+    "training": 0.32,
+    "decode": 0.13,
+    "converge": 0.10,
+}
+STAGES = tuple(SHARES)
 Content = dict[str, Any]
 
 
-# --- what fits ---
-
-
 def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
-    """Seconds for each of the wanted stages, out of those left for all."""
+    """Share the remaining seconds among the stages."""
     total = sum(SHARES[name] for name in wanted)
     return {name: seconds * SHARES[name] / total for name in wanted}
 
 
 def grid(cuda: bool) -> list[dict[str, Any]]:
-    """The standard grid of attention alone, the most informative points first: causal with a
-    head_dim of 64 and 128 from 512 to 16,384 tokens, with a window and grouped heads in between.
+    """Return the points of attention alone, the most informative first.
 
-    On a GPU the width and the tokens of a call are the FlashAttention papers', 2048 and 16,384;
-    elsewhere an eighth of the width and one sequence.
+    On a GPU width and tokens are the FlashAttention papers', 2048 and 16,384; elsewhere the width
+    is 256, with one sequence.
     """
     plain: Any = [(T, D, None, 1) for T in (1024, 4096, 16384, 512, 2048, 8192) for D in (64, 128)]
     more = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
@@ -64,36 +69,16 @@ def grid(cuda: bool) -> list[dict[str, Any]]:
     return made
 
 
-def that_fit(bench: Bench, box: float) -> tuple[list[Content], list[str]]:
-    """The points of the grid that fit into the box, and the names of the others."""
-    taken: list[Content] = []
-    points = grid(bench.device.startswith("cuda"))
-    for point in points:
-        if sum(plan.seconds(bench, [*taken, point]).values()) <= box:
-            taken.append(point)
-    if not taken:
-        raise Failure("skipped", [f"{box:.0f} s are too short for one point; --minutes gives more"])
-    return taken, [rows.where(point) for point in points if point not in taken]
-
-
-def contenders(bench: Bench, box: float) -> list[str]:
-    """As many of the backends as fit into the box, at least one; none that hold all scores or loop
-    over tiles in Python, if there is another."""
+def fastest(bench: Bench, most: int) -> list[str]:
+    """Return the first backends, without those of LONGEST if there are others."""
     able = [name for name in bench.backends if name not in bench.refused]
-    able = [name for name in able if name not in plan.LONGEST] or able
-    taken: list[str] = []
-    for name in able:
-        reckoned = plan.seconds(replace(bench, backends=[*taken, name]), [])
-        if not taken or sum(reckoned.values()) <= box:
-            taken.append(name)
-    return taken
+    return ([name for name in able if name not in LONGEST] or able)[:most]
 
 
 # --- the stages ---
 
 
 def numbers(bench: Bench, box: float) -> Content:
-    """The matrix and the canary for every backend that runs here, as time allows."""
     first = bench.machine["dtype"]
     others = ("bfloat16", "float16", "float32") if bench.device.startswith("cuda") else ("float32",)
     dtypes = list(dict.fromkeys((first, *others)))
@@ -105,32 +90,45 @@ def numbers(bench: Bench, box: float) -> Content:
 
 
 def kernels(bench: Bench, box: float) -> Content:
-    wanted = ["manual", *contenders(bench, math.inf)]  # manual: to compare with other machines
+    wanted = ["manual", *fastest(bench, len(bench.backends))]  # manual: to compare machines
     bench.backends = [name for name in bench.backends if name in wanted]
-    bench.points, dropped = that_fit(bench, box)
-    bench.tell(f"kernels: {len(bench.points)} of {len(bench.points) + len(dropped)} points")
-    made = bench.content(modes.kernel(bench)) | {"left_out": dropped}
-    # B and H are no matter to the answers: a call's tokens and width are the same at all lengths.
+    points = grid(bench.device.startswith("cuda"))
+    long = (bench.config.minutes or MINUTES) >= ALL_POINTS
+    bench.points = points if long else points[:POINTS]
+    made = bench.content(modes.kernel(bench))
+    # Tokens and width are the same at all lengths: the answers do not name B and H.
     same = [{**r, "point": {**r["point"], "B": None, "H": None}} for r in made["rows"]]
     return made | {"answers": tables.answers({**made, "rows": same})}
 
 
 def training(bench: Bench, box: float) -> Content:
-    bench.backends = contenders(bench, box)
-    bench.tell(f"training: {', '.join(bench.backends)}")
+    bench.backends = fastest(bench, TRAINED)
     return bench.content(modes.train(bench))
 
 
 def decoding(bench: Bench, box: float) -> Content:
     able = [n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn")]
-    bench.backends = [*(able or contenders(bench, 0)), "paged"]
+    bench.backends = [*(able or fastest(bench, 1)), "paged"]
     if bench.device.startswith("cuda") and box >= GRAPHS:
         bench.config = replace(bench.config, train=replace(bench.config.train, compile=True))
     return bench.content(modes.decode(bench))
 
 
+# A model for converge that learns something in a minute.
+SMALL: dict[str, Any] = {
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "block_size": 64,
+    "n_kv_head": None,
+    "gradient_accumulation_steps": 1,
+    "dropout": 0.0,
+    "compile": False,
+}
+
+
 def convergence(bench: Bench, box: float) -> Content:
-    """The fast path beside a plain one, trained on the text of our own docs."""
+    """Train on the text of docs/, the fast path and a plain one."""
     config = bench.config
     with tempfile.TemporaryDirectory() as folder:
         pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
@@ -142,26 +140,19 @@ def convergence(bench: Bench, box: float) -> Content:
         V = data.read_meta(Path(folder) / "text")["vocab_size"]
         train = replace(config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
         bench.config, bench.vocab_size = replace(config, train=train), V
-        bench.backends = contenders(bench, 0)
+        bench.backends = fastest(bench, 1)
         return bench.content(modes.converge(bench))
 
 
-# A model that learns something in a minute, for converge.
-SMALL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64,
-                         "n_kv_head": None, "gradient_accumulation_steps": 1, "dropout": 0.0,
-                         "compile": False}  # fmt: skip
-
-
 class Stage(NamedTuple):
-    """One of the six: what it does, in which mode of the bench, with which of its knobs."""
+    """Function, mode and settings of a stage."""
 
     run: Callable[[Bench, float], Content]
     mode: str = "kernel"
-    knobs: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
 
 
 STAGE = {
-    # measured just before, and at the top of the record
     "machine": Stage(lambda bench, box: {"about": bench.machine["about"]}),
     "proof": Stage(numbers),
     "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
@@ -172,15 +163,13 @@ STAGE = {
 
 
 def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float) -> BenchConfig:
-    """The model to train: the one asked for; else GPT-2 124M at a batch that fits without gradient
-    accumulation; else, on a CPU or a small GPU, that of bench/cpu.py."""
+    """Choose the model to train: the requested one; else GPT-2 124M without gradient accumulation;
+    on a small GPU that of bench/cpu.py."""
     if not cuda or "batch_size" in given:
         return config
-    # Bytes in which so many sequences of 1,024 tokens surely fit, in half precision.
-    fits = {70e9: 64, 38e9: 32, 22e9: 16, 14e9: 8, 7e9: 4}
-    if batch := next((batch for least, batch in fits.items() if free >= least), None):
+    if free >= 22e9:
         train = replace(config.train, gradient_accumulation_steps=1)
-        return replace(config, train=train, batch_size=batch)
+        return replace(config, train=train, batch_size=64 if free >= 70e9 else 16)
     small = load_config([CPU_CONFIG]).settings
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
     train = replace(config.train, **{name: getattr(small.train, name) for name in sizes})
@@ -188,11 +177,11 @@ def settled(config: BenchConfig, given: Container[str], cuda: bool, free: float)
 
 
 def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Path]:
-    """Run the stages that were asked for: the record, and its folder.
+    """Run the requested stages; return the record and its folder.
 
     Args:
         told: the record's entries about the command.
-        given: the names of the settings that the user gave.
+        given: names of the settings that the user gave.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
     end = time.monotonic() + 60 * (config.minutes or MINUTES)
@@ -204,27 +193,35 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
     config = settled(config, given, cuda, bench.machine["free_memory"])
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
     bench.vocab_size, _ = vocabulary(config)
-    record: Content = {**told, "mode": "qualify", "machine": bench.machine, "stages": [],
-                       "vocab_size": bench.vocab_size, "settings": config.flat()}  # fmt: skip
+    record: Content = {
+        **told,
+        "mode": "qualify",
+        "machine": bench.machine,
+        "stages": [],
+        "vocab_size": bench.vocab_size,
+        "settings": config.flat(),
+    }
     folder = records.folder_of(config.records_dir, config.record or "qualify", bench.machine)
     if config.resume:
         folder, record["stages"] = earlier(folder, record)
         wanted = [name for name in wanted if name in undone(record)]
         record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
-    shares = boxes(end - time.monotonic(), wanted).items()
-    sizes = f"{config.train.n_layer} layers, {config.train.n_embd} wide, batch {config.batch_size}"
     bench.tell(
-        f"plan: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in shares)}; what is left "
-        f"over goes to those after it. Training: {sizes}, {config.train.block_size} tokens"
+        f"training: {config.train.n_layer} layers, {config.train.n_embd} wide, batch "
+        f"{config.batch_size}, {config.train.block_size} tokens"
     )
     for i, name in enumerate(wanted):
         stage, now = STAGE[name], time.monotonic()
         box = boxes(end - now, wanted[i:])[name]
         bench.backends = ranked(record, bench.backends)
-        own = replace(bench, mode=stage.mode, config=replace(config, **stage.knobs),
-                      stop=Stop(now + box, bench.stop.signals),
-                      began=time.perf_counter())  # fmt: skip
-        if name == "converge" and cuda:  # beside the plain path; on a CPU: the fused kernels
+        own = replace(
+            bench,
+            mode=stage.mode,
+            config=replace(config, **stage.options),
+            stop=Stop(now + box, bench.stop.signals),
+            began=time.perf_counter(),
+        )
+        if name == "converge" and cuda:  # float32 and bfloat16; on a CPU the fused kernels
             own.config = replace(own.config, paths=("bfloat16",), backends=("all",))
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
         entry = attempt(name, own, box, probe)
@@ -249,7 +246,7 @@ def undone(record: Content) -> list[str]:
 
 
 def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
-    """A stage's part of the record, whatever becomes of it."""
+    """Run a stage and return its part of the record."""
     entry: Content = {"name": name, "box_s": box, "why": "", "record": {}}
     began = time.monotonic()
     try:
@@ -268,7 +265,7 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
 
 
 def ranked(record: Content, names: list[str]) -> list[str]:
-    """The backends, the quickest at 1,024 tokens and heads of 64 first, once that is known."""
+    """Sort by the time at 1,024 tokens and heads of 64, as far as known."""
     short = (
         r for r in ok_rows(record, "kernels") if (r["point"]["T"], r["point"]["D"]) == (1024, 64)
     )
@@ -277,14 +274,14 @@ def ranked(record: Content, names: list[str]) -> list[str]:
 
 
 def earlier(folder: Path, record: Content) -> tuple[Path, list[Content]]:
-    """The newest record of this device and name, and its stages, for --resume."""
+    """Return the folder and the stages of the newest record of this device and name."""
     tail = folder.name.partition("_")[2]
     found = sorted(folder.parent.glob(f"*_{tail}/record.json"))
     if not found:
-        raise UserError(f"--resume: there is no record *_{tail} in {folder.parent}")
+        raise UserError(f"--resume: no record *_{tail} in {folder.parent}")
     old = records.read(found[-1])
     if old.get("mode") != "qualify":
-        raise UserError(f"--resume: {found[-1]} is no record of qualify")
+        raise UserError(f"--resume: {found[-1]} is not a record of qualify")
     for name, what in (("source_sha256", "source"), ("vocab_size", "vocabulary")):
         if old.get(name) != record.get(name):
             raise UserError(f"--resume: {found[-1].parent} was measured with another {what}")
@@ -297,7 +294,6 @@ def earlier(folder: Path, record: Content) -> tuple[Path, list[Content]]:
 
 
 def results(record: Content, stage: str) -> Content:
-    """Those of a stage; {} where it has none."""
     return next((s["record"] for s in record["stages"] if s["name"] == stage), {})
 
 
@@ -310,7 +306,7 @@ def ok_rows(record: Content, stage: str) -> list[Content]:
 
 
 def conclusions(record: Content) -> list[str]:
-    """Who was right, what each stage says, what makes a figure doubtful, what is missing."""
+    """Return the sentences at the end: proof, answers of the stages, doubts, missing stages."""
     said = []
     if rows := rows_of(record, "proof"):
         ok = [r for r in rows if not r["wrong"] and r["right"]]
@@ -329,7 +325,7 @@ def conclusions(record: Content) -> list[str]:
 
 
 def doubts(record: Content) -> list[str]:
-    """What is wrong, or makes a figure doubtful."""
+    """Return what makes the figures doubtful."""
     said = []
     for row in rows_of(record, "proof"):
         said += [f"{row['backend']} is wrong in {tables.failure(f)}" for f in row["failures"][:3]]
@@ -338,7 +334,7 @@ def doubts(record: Content) -> list[str]:
     if reached and reached < 0.6 * peak:
         said.append(
             f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of the datasheet's "
-            f"{peak:,.4g}: is the power limit lowered, or the name another's?"
+            f"{peak:,.4g}: is the power limit lowered?"
         )
     said += results(record, "machine").get("busy", [])
     for stage in record["stages"]:
@@ -353,6 +349,6 @@ def doubts(record: Content) -> list[str]:
 
 
 def failed(record: Content) -> bool:
-    """Whether a kernel was wrong, or nothing was done."""
+    """True if a kernel was wrong or no stage ended."""
     wrong = any(row["wrong"] for row in rows_of(record, "proof"))
     return wrong or not any(stage["status"] == "done" for stage in record["stages"])

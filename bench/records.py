@@ -1,8 +1,7 @@
-"""A record: what was measured, on what machine and software, with every round.
+"""Records: a folder DATE_DEVICE_SLUG with record.json, README.md and pictures.
 
-A folder DATE_DEVICE_SLUG with record.json (all of it), README.md (tables and conclusions) and the
-pictures. It is sealed by a hash of its raw rounds and one of the Python source that ran, so that
-bench/board.py can check it long after. bench/compare.py compares two.
+record.json has every round, machine, software and settings, with hashes of the rounds and of the
+Python source.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from bench import pictures, tables
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMAT = 2  # 1 had neither hashes nor proofs; it can still be read and compared
+FORMAT = 2  # format 1, without hashes and proofs, can be read and compared
 TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
-          "decode": "Generation", "converge": "Final losses beside the baseline's"}  # fmt: skip
-# What a stage of a qualify record takes from the whole record unless it has its own.
+          "decode": "Generation", "converge": "Final losses and the baseline's"}  # fmt: skip
+# Entries of a qualify record that its stages share.
 SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seconds", "machine",
           "vocab_size", "settings", "fresh_rounds", "reference", "complete")  # fmt: skip
 
 
-def git(*words: str, told: str | None = None) -> str | None:
-    """The output of git with `told` on its standard input; None if it fails."""
+def git(*words: str, text: str | None = None) -> str | None:
+    """Return git's output, with `text` as its input; None if it fails."""
     try:
-        how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": told}
+        how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": text}
         done = subprocess.run(["git", *words], **how)
     except OSError:
         return None
@@ -38,31 +37,23 @@ def git(*words: str, told: str | None = None) -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit, whether tracked files differ from it, and the hash of the source as it is now;
-    each None outside a checkout."""
+    """Return commit, dirty and source_sha256, each None outside a checkout."""
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     dirty = None if status is None else bool(status)
     return {"commit": commit, "dirty": dirty, "source_sha256": source_sha256()}
 
 
-def source_sha256(commit: str | None = None) -> str | None:
-    """A hash of the project's Python source, of each tracked *.py its path and its git blob: that
-    of a commit, or of the working tree, which is the same if nothing was changed. None outside a
-    checkout, or without such a commit."""
-    if commit is None:
-        names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
-        found = [name for name in names if name and (ROOT / name).is_file()]
-        blobs = git("hash-object", "--stdin-paths", told="\n".join(found) + "\n")
-        pairs = list(zip(found, (blobs or "").split("\n"), strict=True)) if blobs else []
-    else:
-        tree = git("ls-tree", "-r", "-z", commit) or ""
-        halves = (line.partition("\t") for line in tree.split("\0") if line.endswith(".py"))
-        pairs = [(name, about.split()[2]) for about, _, name in halves]
+def source_sha256() -> str | None:
+    """Return a hash of the paths and git blobs of all tracked *.py; None outside a checkout."""
+    names = (git("ls-files", "-z", "--", "*.py") or "").split("\0")
+    found = [name for name in names if name and (ROOT / name).is_file()]
+    blobs = git("hash-object", "--stdin-paths", text="\n".join(found) + "\n")
+    pairs = list(zip(found, (blobs or "").split("\n"), strict=True)) if blobs else []
     return _sha256(sorted(pairs)) if pairs else None
 
 
 def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The contents of a qualify record's stages; of any other record just itself."""
+    """Return the contents of a qualify record's stages, or the record itself."""
     if content.get("mode") != "qualify":
         return [content]
     told = {name: content[name] for name in SHARED if name in content}
@@ -71,14 +62,14 @@ def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rounds_sha256(content: dict[str, Any]) -> str:
-    """A hash of everything measured: each row's mode, backend, point and raw rounds."""
+    """Return a hash of each row's mode, backend, point and raw rounds."""
     names = ("mode", "backend", "point", "rounds")
     found = [[row.get(n) for n in names] for part in parts(content) for row in part["rows"]]
     return _sha256(found)
 
 
 def seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Add the hash of its rounds, in place."""
+    """Add the hash of the rounds, in place."""
     content["rounds_sha256"] = rounds_sha256(content)
     return content
 
@@ -89,7 +80,7 @@ def _sha256(value: Any) -> str:
 
 
 def device_slug(machine: dict[str, Any]) -> str:
-    """The device as part of a folder's name: "cpu", "h100-80gb-hbm3"."""
+    """Return the device for a folder's name: "cpu", "h100-80gb-hbm3"."""
     if machine["kind"] == "cpu":
         return "cpu"
     name = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", machine["name"])
@@ -101,9 +92,9 @@ def folder_of(records_dir: str | Path, slug: str, machine: dict[str, Any]) -> Pa
 
 
 def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
-    """Seal the content; write record.json, and where it is whole the pictures and README.md.
+    """Write record.json atomically; if `whole` also the pictures and README.md.
 
-    record.json is replaced at once, so that a killed process leaves a complete one.
+    Raises UserError if the folder cannot be written.
     """
     drawn = pictures.draw(content) if whole and "rows" in content else {}
     text = json.dumps(seal(content), indent=1, allow_nan=False) + "\n"
@@ -117,20 +108,20 @@ def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
         for name, picture in drawn.items():
             (folder / f"{name}.png").write_bytes(picture)
     except OSError as e:
-        raise UserError(f"the record {folder} cannot be written ({e.strerror})") from e
+        raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The content of a record, given its folder or record.json."""
+    """Read a record, given its folder or record.json. Raises UserError if it cannot."""
     path = Path(path)
     path = path / "record.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} is no record that can be read ({e})") from None
+        raise UserError(f"cannot read record {path} ({e})") from None
     known = isinstance(content, dict) and content.get("format") in (1, FORMAT)
     if not known or not {"rows", "stages"} & content.keys():
-        raise UserError(f"{path} is no record of bench_mfu.py's, format {FORMAT}")
+        raise UserError(f"{path} is not a record of bench_mfu.py, format {FORMAT}")
     return content
 
 
@@ -141,13 +132,13 @@ def title(content: dict[str, Any]) -> str:
 
 
 def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the results depend on, as (name, value)."""
+    """Return machine, software and settings as (name, value)."""
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     software += "".join(f", {k} {m[k]}" for k in ("driver", "cuda") if m[k])
     fresh = content.get("fresh_rounds", False)
     rounds = f"{s['rounds']} rounds" + ", each in new processes" * fresh
-    if mode == "converge":  # it has no warm-up: there every step counts
+    if mode == "converge":  # without warm-up: every step counts
         rounds = f"{s['steps']} steps" + f", {s.get('seeds')} seeds" * (s.get("seeds", 1) > 1)
     warm_up = {
         "train": f"; warm-up: a first step and {s['warm_up_steps']} more",
@@ -190,7 +181,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
-    """The tables of a record, or of all its stages, with their titles."""
+    """Return the tables of a record or its stages, with titles."""
     found = []
     if content["mode"] == "qualify":
         for stage in content["stages"]:
@@ -206,7 +197,7 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
             of = p.get("micro_batches", 1)
             whole = f"One of {of} micro-batches, and the update," if of > 1 else "A step"
             name = (
-                f"{whole} of {row['backend']} by its parts, which are told by {p['by']} "
+                f"{whole} of {row['backend']} by parts, from {p['by']} "
                 f"({p['seen_ms']:,.4g} ms under the profiler, {p['plain_ms']:,.4g} without)"
             )
             found.append((name, tables.profile(p)))
@@ -216,7 +207,7 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
 
 
 def readme(content: dict[str, Any], pictures: list[str]) -> str:
-    """A page of Markdown about a record."""
+    """Return the README.md of a record."""
     parts = [f"# {title(content)}"]
     if "incomplete" in content:
         parts.append(f"**Incomplete**: {content['incomplete']}.")

@@ -1,9 +1,8 @@
-"""The parts of a training step, and the least time that each can take: its roofline.
+"""Rooflines of the parts of a training step.
 
-A part takes at least the time of its operations at the device's peak rate, and at least the time of
-its bytes at the bandwidth of its memory; the larger of both is its roofline (Williams, Waterman and
-Patterson 2009, CACM 52(4)). It is computed from the sizes alone, for what has to be done however
-well it is fused. Only a step that fits into the caches can beat the time of its bytes.
+The roofline is the larger of the time of the FLOPs at peak rate and the time of the bytes at full
+bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels. Only a
+step that fits into the caches is faster.
 
 N tokens in a step, L layers, C channels, E = H * D = C, K = Hkv * D, V tokens in the vocabulary, P
 weights; a: bytes of an activation (2 in half precision, 4 in float32); weights, their gradients and
@@ -19,17 +18,16 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
     data, gaps             -               -
 
-- linear, head: a matmul forward and two backward, each reading two matrices and writing one. The
-  logits never leave the chip. GELU and the biases ride in the matmuls' epilogues.
-- attention: QK^T and PV forward; backward those of dV, dP, dQ, dK, and QK^T once more, since no
-  scores are stored: 7 matmuls of 2 C FLOPs a pair of query and key; `keys` is the mean number that
-  a query sees. Its exponentials take another unit of the chip and are not counted. Bytes: q, k, v
-  in and out out, then q, k, v, out and its gradient in, and three gradients out.
-- norms and elementwise: each of the 2 L + 1 norms with the addition before it, in one pass forward
-  (two tensors read, two written) and one backward (three read, one written).
+- linear, head: one matmul forward and two backward, each reading two matrices and writing one.
+  Logits stay on the chip. GELU and biases are fused.
+- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward: 7 matmuls of 2 C FLOPs per
+  pair of query and key. `keys` is the mean number of keys per query. Exponentials are not counted.
+  Forward reads q, k, v and writes out; backward reads these and dout and writes three gradients.
+- norms and elementwise: 2 L + 1 norms with the addition before each; forward reads two tensors and
+  writes two, backward reads three and writes one.
 - optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
-- embedding: rows read, their sum written; its gradient read, and added to the rows that occur.
-- data: its copy overlaps the computation. gaps: a device that never waits has none.
+- embedding: rows are read, their sum is written; the gradient is read and added to the used rows.
+- data: the copy overlaps the computation. gaps: none.
 """
 
 from __future__ import annotations
@@ -46,17 +44,17 @@ PARTS = (*ROOFED, "data", "gaps", "unattributed")
 
 @dataclass(frozen=True)
 class Work:
-    """The FLOPs and bytes of a part in a step."""
+    """FLOPs and bytes of a part in a step."""
 
     flops: float
     bytes: float
 
     def ms(self, tflops: float, bandwidth: float) -> float:
-        """The roofline, milliseconds; bandwidth in bytes a second."""
+        """Return the roofline in ms; bandwidth in bytes per second."""
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
     def limit(self, tflops: float, bandwidth: float) -> str:
-        """Which roof limits it: "FLOPs", "bytes", or "-" if it has no work."""
+        """Return the limit: "FLOPs", "bytes", or "-" without work."""
         if not self.flops and not self.bytes:
             return "-"
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
@@ -65,9 +63,9 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Part -> its work in a step of `sequences` sequences, cut into `micro` micro-batches.
+    """Return the work by part, in a step of `sequences` in `micro` micro-batches.
 
-    A process that shares its sequences with others has a fraction of them.
+    With context parallelism `sequences` of a rank is fractional.
     """
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
@@ -87,12 +85,22 @@ def work(
     return {part: found.get(part, Work(0, 0)) for part in PARTS}
 
 
-def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
-            bandwidth: float, peak: float) -> dict[str, Any]:  # fmt: skip
-    """The step in which every part runs at its roofline: "ms", "tokens_per_s", "mfu", "mfu_causal".
+def ceiling(
+    parts: dict[str, Work],
+    config: GPTConfig,
+    sequences: int,
+    tflops: float,
+    bandwidth: float,
+    peak: float,
+) -> dict[str, Any]:
+    """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
 
-    Where keys are masked `mfu` can be more than 1, and is None: attention does only those it sees.
-    Matmuls run at `tflops`, the memory at `bandwidth` bytes a second; `peak` is what the MFU is of.
+    `mfu` counts masked keys, so it can exceed 1; then it is None.
+
+    Args:
+        tflops: rate of matmuls.
+        bandwidth: bytes per second.
+        peak: TFLOP/s that the MFU refers to.
     """
     ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
     of = flops.Peak(peak, "the roofline's")
@@ -100,7 +108,7 @@ def ceiling(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: f
 
 
 def told(found: dict[str, Any], of: str) -> str:
-    """A ceiling in words."""
+    """Return a ceiling as text."""
     return (
         f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
         f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s"
@@ -108,7 +116,7 @@ def told(found: dict[str, Any], of: str) -> str:
 
 
 def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:
-    """A line a part that has work, the longest first."""
+    """Return a line for each part with work, the longest first."""
     ms = {part: w.ms(tflops, bandwidth) for part, w in parts.items() if w.flops or w.bytes}
     made = []
     for part in sorted(ms, key=ms.__getitem__, reverse=True):

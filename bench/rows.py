@@ -1,8 +1,7 @@
-"""From what the workers measured to the rows of a table.
+"""Rows of a table, made from the workers' answers.
 
-A row is a plain dict, as it stands in a record: what was measured (`mode`, `backend`, `point`),
-whether it was (`status`: ok, or unavailable, failed, skipped, stopped, and `why`), every round, and
-what follows.
+A row is a dict as in a record: `mode`, `backend`, `point`, `status` (ok, or unavailable, failed,
+skipped, stopped with `why`), every round, and figures computed from them.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from core import flops
 from model import GPTConfig
 
 Row = dict[str, Any]
-QUICKER = {  # why a part can appear to beat its roofline
-    "FLOPs": "it does more than the peak, which is too low",
-    "bytes": "it reads from a cache, or the bandwidth is too low",
+QUICKER = {  # reasons for a time below the roofline
+    "FLOPs": "more than the peak, which is too low",
+    "bytes": "read from a cache, or the bandwidth is too low",
 }
 
 
 def where(point: dict[str, Any]) -> str:
-    """A point in words: "B=1 P=64 cache=static"; "" where there is only one."""
+    """Return the point as text, such as "B=1 P=64 cache=static"."""
     said = point.items()
     return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
 def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
-    """The fields that every row has."""
+    """Return the fields that all modes have."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
@@ -63,8 +62,7 @@ def of_training(
     peak: flops.Peak,
     reference: dict[str, Any],
 ) -> Row:
-    """A row of the modes train and converge; `reference` has loss and gradient_norm by manual in
-    float32, where they are known."""
+    """Complete a row of train or converge; `reference`: loss and norm in float32, if known."""
     if row["status"] != "ok":
         return row
     T, about, warm = config.block_size, outcome.about, outcome.warm
@@ -88,15 +86,10 @@ def of_profile(
     config: GPTConfig,
     sequences: int,
     peak: flops.Peak,
-    bandwidth: tuple[float, str],
-    products_tflops: float | None,
+    bandwidth: tuple[float, str],  # bytes a second, and its source
+    products_tflops: float | None,  # of large matmuls, if known
 ) -> dict[str, Any]:
-    """What Training.profile found: each part beside its roofline, the largest gap first.
-
-    Args:
-        bandwidth: bytes a second, and its source.
-        products_tflops: the rate that large matmuls reach in practice, if known.
-    """
+    """Add rooflines to the result of Training.profile, the largest gap first."""
     if "why" in found:
         return found
     total = sum(found["parts"].values())
@@ -107,7 +100,7 @@ def of_profile(
             line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
             line |= {"times": ms / least if least else None, "over_ms": ms - least}
             line["limit"] = w.limit(peak.tflops, bandwidth[0])
-            if ms < least:  # 0: the profiler saw it as another part's
+            if ms < least:  # 0: attributed to another part
                 line |= {"times": None, "times_why": QUICKER[line["limit"]] if ms else "not seen"}
             lines.append({**line, "names": found["names"].get(part, [])})
     lines.sort(key=lambda line: -line["over_ms"])
@@ -121,7 +114,7 @@ def of_profile(
 
 
 def of_kernel(row: Row, outcome: Outcome, peak: flops.Peak) -> Row:
-    """A row of the mode kernel; rates are of forward and backward together."""
+    """Complete a row of kernel; rates are of forward and backward together."""
     if row["status"] != "ok":
         return row
     seconds = row["ms"] / 1e3
@@ -129,13 +122,13 @@ def of_kernel(row: Row, outcome: Outcome, peak: flops.Peak) -> Row:
         row[name] = 3 * flops_of(row["point"], causal) / seconds / 1e12
     row["share"] = row["tflops_causal"] / peak.tflops
     if row["share"] > 1:
-        row |= {"share": None, "share_why": f"it does more than the peak of {peak}"}
+        row |= {"share": None, "share_why": f"above the peak of {peak}"}
     warm = outcome.warm
     return row | {k: warm[k] for k in ("error_out", "error_grad", "memory_bytes") if k in warm}
 
 
 def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
-    """A row of the mode decode."""
+    """Complete a row of decode."""
     if row["status"] != "ok":
         return row
     B, P, new = (row["point"][name] for name in ("B", "P", "new_tokens"))
@@ -143,27 +136,25 @@ def of_decoding(row: Row, outcome: Outcome, bandwidth: float) -> Row:
     row["cache_bytes"] = max(r["cache_bytes"] for r in outcome.rounds)
     row["mbu"] = mbu(outcome.about, B, P, new, row["ms"], bandwidth)
     if row["mbu"] > 1:
-        why = f"it reads more than the {bandwidth / 1e9:,.4g} GB/s of the memory: from a cache, or "
-        row |= {"mbu": None, "mbu_why": why + "the bandwidth was measured too low"}
+        why = f"above the memory's {bandwidth / 1e9:,.4g} GB/s: from a cache, or measured too low"
+        row |= {"mbu": None, "mbu_why": why}
     return row
 
 
 def final_loss(losses: list[float]) -> float:
-    """The mean over the last tenth of the steps: the same sequences for all."""
+    """Return the mean over the last tenth of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def allowed(base: Row, tolerance: float) -> float:
-    """How far from the baseline's another final loss may be, as a fraction: with one seed
-    `tolerance`. With several the standard deviation of the baseline's final losses over the seeds,
-    the noise that the choice of a seed makes anyway."""
+    """Return the allowed relative difference of final losses: `tolerance`, or with several seeds
+    the standard deviation of the baseline's final losses."""
     finals = base["final_losses"]
     return statistics.stdev(finals) / base["final_loss"] if len(finals) > 1 else tolerance
 
 
 def of_convergence(rows: list[Row], baseline: str, tolerance: float, seeds: int = 1) -> bool:
-    """Judge the final losses against the baseline's, in place; returns whether all passed. A loss
-    that is too low is as suspicious as one too high. Rounds are of one seed after the other."""
+    """Compare final losses with the baseline's, in place; True if all are close, lower ones too."""
     for row in rows:
         if row["status"] == "ok":
             losses = [loss for r in row["rounds"] for loss in r["losses"]]

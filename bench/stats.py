@@ -1,13 +1,8 @@
-"""Median, quartiles, and whether a difference is more than noise.
+"""Median, quartiles and noise.
 
-Every figure is the median of several rounds. Its spread is the distance between the quartiles over
-the median: half of all rounds lie within. Two medians a and b differ when
-
-    |log(a / b)|  >  spread(a) + spread(b)
-
-so a row with a wide spread can hardly win or lose. Within one run the rounds of two backends
-alternate, and what slows one round down slows its neighbour down too. So there the ratios of
-neighbouring rounds count, which are steadier: they differ when |log ratio| > spread(ratio).
+The spread is the distance between the quartiles over the median. Two medians a and b differ when
+|log(a / b)| > spread(a) + spread(b). Within one run a disturbance affects all backends, so the
+ratios of neighbouring rounds are compared: |log ratio| > spread(ratio).
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NOISY = 0.05  # a spread that is wider says that the figure is doubtful
+NOISY = 0.05  # a figure with a wider spread is doubtful
 
 
 @dataclass(frozen=True)
@@ -41,13 +36,13 @@ class Summary:
 
 
 def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
-    """Do two backends of one run differ, round by round? None where a spread is not known."""
+    """Return True if two backends of one run differ, round by round; None: spread unknown."""
     ratio = Summary.of([x / y for x, y in zip(a, b)])
     return None if ratio.spread is None else abs(math.log(ratio.median)) > ratio.spread
 
 
 def exceeds_noise(a: Summary, b: Summary) -> bool | None:
-    """Do two medians differ by more than their spreads? None where a spread is not known."""
+    """Return True if two medians differ by more than their spreads; None: spread unknown."""
     if a.spread is None or b.spread is None:
         return None
     return abs(math.log(a.median / b.median)) > a.spread + b.spread

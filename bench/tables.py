@@ -1,4 +1,4 @@
-"""The rows as tables, with the same cells in the terminal and in Markdown; and conclusions."""
+"""Rows as tables, for the terminal and for Markdown, and the sentences under them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Cells = tuple[list[str], list[list[str]]]  # the head, the lines
 
 
 def bytes_(n: float | None) -> str:
-    """A size in words: "1.23 GB"."""
+    """Format a size, such as "1.23 GB"."""
     if n is None:
         return "-"
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
 def number(value: float | None) -> str:
-    """Three digits, and all of those before the point: "0.691", "45.1", "5,375"."""
+    """Format with three digits, or all before the point: "0.691", "45.1", "5,375"."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -37,20 +37,19 @@ def error(value: float | None) -> str:
 
 
 def kernel_names(row: Row) -> str:
-    """The kernels that ran: their short names, else the device's own, else "not fused"."""
+    """Return the short names of the executed kernels, else the device's own name."""
     short, device = ", ".join(row.get("kernels", [])), row.get("device_kernels", [])
     return short or (device[0][:40] if device else "not fused")
 
 
 def spread(row: Row) -> str:
-    """The quartiles, with a warning if noisy."""
     if row["spread"] is None:
         return "1 round"
     return f"{number(row['q1_ms'])} to {number(row['q3_ms'])}" + " noisy" * row["noisy"]
 
 
 def name_of(row: Row) -> str:
-    """What was measured, without the backend: "decode B=1 P=64 cache=static"."""
+    """Return mode and point, such as "decode B=1 P=64 cache=static"."""
     return f"{row['mode']} {where(row['point'])}".strip()
 
 
@@ -125,14 +124,14 @@ COLUMNS: dict[str, list[Column]] = {
 
 
 def cells(mode: str, rows: list[Row]) -> Cells:
-    """The rows that were measured."""
+    """Return the table of the measured rows."""
     columns = COLUMNS[mode]
     lines = [[r["backend"], *(of(r) for _, of in columns)] for r in rows if r["status"] == "ok"]
     return ["backend", *(title for title, _ in columns)], lines
 
 
 def profile(found: dict[str, Any]) -> Cells:
-    """A step by its parts, the largest gap first."""
+    """Return the parts of a step, the largest gap first."""
     head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit", "mostly"]
     lines = []
     for i, p in enumerate(found["parts"]):
@@ -148,7 +147,7 @@ def profile(found: dict[str, Any]) -> Cells:
 
 
 def rooflines(lines: list[dict[str, Any]]) -> Cells:
-    """The roofline of each part, by bench/roofline.py."""
+    """Return the table of bench/roofline.py's lines()."""
     made = []
     for p in lines:
         figures = (number(p[name]) for name in ("tflop", "gb", "roofline_ms"))
@@ -160,7 +159,7 @@ VERDICTS = ("right", "wrong", "refused", "not_reached")
 
 
 def proof(rows: list[Row]) -> Cells:
-    """What bench/proof.py found."""
+    """Return the table of bench/proof.py's rows."""
     head = ["backend", "right", "wrong", "refused", "not reached", "canary", "first failure"]
     lines = []
     for r in rows:
@@ -171,13 +170,13 @@ def proof(rows: list[Row]) -> Cells:
 
 
 def failure(found: dict[str, str]) -> str:
-    """What failed of a proof: "large, bfloat16: dq is off"; older records say case, or phase."""
+    """Return a failure as text; older records name it `case` or `phase`."""
     what = found.get("what") or found.get("case") or f"canary, {found['phase']}"
     return f"{what}, {found['dtype']}: {found['why']}"
 
 
 def missing(rows: list[Row]) -> Cells:
-    """What was not measured, and why; a backend with the same reason everywhere is one line."""
+    """Return what was not measured, one line per backend and reason."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -191,10 +190,9 @@ def missing(rows: list[Row]) -> Cells:
 
 
 def markdown(content: Cells) -> str:
-    """A table that reads in a terminal as on a page: cells are as wide as their column, but for the
-    last, which may be a sentence."""
+    """Format as Markdown with aligned columns, except the last, which may be a sentence."""
     head, lines = content
-    rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]  # it ends a cell
+    rows = [[cell.replace("|", "/") for cell in row] for row in (head, *lines)]  # "|" ends a cell
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in (*widths[:-1], 3)])
     return "\n".join(
@@ -208,7 +206,7 @@ EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-5
 
 
 def answers(content: dict[str, Any]) -> list[str]:
-    """The sentences under the tables: which is fastest where, and whether the results agree."""
+    """Return the sentences under the tables: fastest backends, MFU, doubts, agreement."""
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     said = [f"Fastest: {text}" for text in fastest(rows)]
     if known := [r for r in rows if r.get("mfu") is not None and r["mode"] == "train"]:
@@ -229,7 +227,6 @@ def answers(content: dict[str, Any]) -> list[str]:
 
 
 def _profiled(p: dict[str, Any]) -> str:
-    """A step beside its roofline, in words."""
     if "why" in p:
         return p["why"]
     worst, told = p["parts"][0], roofline.told(p["ceiling"], "")
@@ -243,7 +240,7 @@ def _profiled(p: dict[str, Any]) -> str:
 
 
 def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, str]:
-    """Reason -> the backends, or the parts of a step, that give it; each once."""
+    """Return {reason: names of the backends or parts}."""
     found: dict[str, dict[str, None]] = {}
     for line in lines:
         if why in line:
@@ -252,7 +249,7 @@ def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, str]:
 
 
 def fastest(rows: list[Row]) -> list[str]:
-    """Who wins; for attention alone, from which length on."""
+    """Return the fastest backends; of attention alone by length."""
     groups: dict[str, dict[int, list[Row]]] = {}
     for r in rows:
         at = {k: r["point"].get(k) for k in ("B", "P", "H", "D", "window")}
@@ -268,7 +265,7 @@ def fastest(rows: list[Row]) -> list[str]:
 
 
 def winner(rows: list[Row]) -> str:
-    """The fastest per token, and those within the noise of it."""
+    """Return the fastest per token, and those within its noise."""
 
     def ms(row: Row) -> list[float]:
         return [r["ms"] / row.get("tokens_a_step", 1) for r in row["rounds"]]
@@ -284,12 +281,12 @@ def winner(rows: list[Row]) -> str:
 
 
 def exact(content: dict[str, Any]) -> str:
-    """Whose results in float32 are the reference."""
+    """Return the backend whose float32 results are the reference."""
     return "eager" if "hf" in content else "manual"
 
 
 def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
-    """Whose results differ by more than rounding explains."""
+    """Return a sentence per backend whose results differ by more than rounding."""
     dtype, found = content["machine"]["dtype"], []
     loss, norm = (1e-2, 5e-2) if dtype in ("float16", "bfloat16") else (1e-4, 1e-3)  # relative
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
@@ -310,7 +307,7 @@ def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
 
 
 def verdict(rows: list[Row], content: dict[str, Any]) -> str:
-    """What `converge` found."""
+    """Return the verdict of `converge`."""
     base = next((r["backend"] for r in rows if r.get("verdict") == "baseline"), "the baseline")
     within = f"{content['settings']['tolerance']:.2%}"
     if noise := next((r["seed_noise"] for r in rows if "seed_noise" in r), None):

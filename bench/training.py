@@ -1,20 +1,16 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.train_step, the very function that train.py runs; a baseline's is its own loop's.
-In the mode train its tokens are random, since no kernel's time depends on them, and lie on the
-device already; in the mode converge they are the dataset's.
-
-The parts of a step: this project's model takes the gradient of the head and of the loss within its
-forward pass (linear_cross_entropy), so `forward` holds a third of the head's work that belongs to
-`backward` in the baselines' models. Only the whole step compares between models; between two
-attention backends the parts do too.
+A step is train.train_step; a baseline has the step of its own loop. Tokens are random and on the
+device already, in converge the dataset's. Our model computes the gradients of head and loss in the
+forward pass (linear_cross_entropy): compare only whole steps with baselines' models.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -33,8 +29,6 @@ from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
 from core.runtime import keep_freed_memory, synchronize
 
-Mark = Callable[[str], None]
-
 
 def gradient_norm(params: Iterable[Tensor]) -> float:
     grads = [p.grad for p in params if p.grad is not None]
@@ -47,23 +41,23 @@ def finite(loss: Tensor) -> None:
 
 
 class Reference:
-    """Loss and gradient norm, by manual (--hf: eager) in float32, of the batch that all begin with,
-    and its FLOPs as torch counts them. One sequence at a time, so that it needs little memory."""
+    """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
+    one sequence at a time to save memory."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
-        what = hf.rows_of(["manual"])["manual"] if job.hf else ""  # which has all that it may ask
-        who: Any = candidates.build(what, job).for_training(job.setup.scaler())
+        what = hf.rows_of(["manual"])["manual"] if job.hf else ""
+        who = candidates.build(what, job).for_training(job.setup.scaler())
         params = list(who.model.parameters())
         x, y = job.random_tokens(job.config.batch_size)
         specs = hf.asked(who.model, x[:1]) if job.hf else []
-        who.loss(x[:1], y[:1])  # the probe of the backend is none of the model's work
+        who.loss(x[:1], y[:1])  # probes the backend, which must not be counted
 
         def addmm(out: Any, a: Any, b: Any, out_shape: Any, **kwargs: Any) -> int:
-            return 2 * a[0] * a[1] * b[1]  # they are shapes
+            return 2 * a[0] * a[1] * b[1]  # of shapes
 
-        # torch knows no addmm_, the in-place form with which the loss sums the head's gradient
+        # torch does not count addmm_, with which the loss adds up the head's gradient
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
         total = 0.0
         for i in range(len(x)):
@@ -76,7 +70,7 @@ class Reference:
             "loss": total,
             "gradient_norm": gradient_norm(params),
             "flops_per_token": counted,
-            # the formula has six operations for them too, torch's counter has matmuls only
+            # counted by the formula (6 N), but not by torch, which counts matmuls only
             "elementwise_parameters": sum(p.numel() for p in params if p.dim() == 1),
         }
         if job.hf:
@@ -84,7 +78,7 @@ class Reference:
 
 
 class Training:
-    """Training steps of one candidate, an attention backend of ours, or of one baseline."""
+    """Training steps of one backend or baseline."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.converge, baseline = told["job"] == "converge", told["baseline"]
@@ -97,11 +91,11 @@ class Training:
             keep_freed_memory()
         self.compiled = bool(job.setup.compile)
         if told["profile"] and self.compiled:
-            from torch._inductor import config as inductor  # it imports for a second
+            from torch._inductor import config as inductor  # takes a second
 
-            inductor.cpp.enable_kernel_profile = True  # on the CPU the profiler sees fused kernels
+            inductor.cpp.enable_kernel_profile = True  # shows fused CPU kernels to the profiler
         scaler = self.scaler = job.setup.scaler()
-        self.who: Any = candidates.build(baseline, job).for_training(scaler)
+        self.who = candidates.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
         n = config.batch_size * self.micro
         self.done = 0  # steps
@@ -114,16 +108,15 @@ class Training:
         self.about = {"title": self.who.title, "compiled": self.compiled,
                       "dtype": job.dtype, "base_bytes": self.base}  # fmt: skip
 
-    def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
-        """One step as its own loop does it, `mark` told what begins; the loss, float32 ()."""
+    def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, steps: int) -> dict[str, Any]:
-        """Mean milliseconds of `steps` steps, whole and in parts, and the losses."""
+        """Return the mean milliseconds of `steps` steps and of their parts, and the losses."""
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
-        stamps: list[list[Any]] = []  # of each step: at each forward and backward, update, end
+        stamps: list[list[Any]] = []  # of each step: each forward and backward, update, end
         losses = []
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
@@ -135,7 +128,7 @@ class Training:
         ms = self.clock.ms
         answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         N, (B, T) = candidates.parameters(self.who), x.shape
-        answer["shape"] = {"B": B, "T": T, "parameters": N}  # that of what really ran
+        answer["shape"] = {"B": B, "T": T, "parameters": N}  # as executed
         if self.clock.apart:
             last = 2 * self.micro
             parts = {"forward": range(0, last, 2), "backward": range(1, last, 2), "optimizer": [-2]}
@@ -155,17 +148,16 @@ class Training:
         if "steps" in request:
             answer = self.timed(request["steps"])
         else:
-            if self.device.type != "mps":  # memory was given back, a GPU's clock may have fallen
+            if self.device.type != "mps":  # memory was freed, a GPU's clock may be low
                 self.step(*self.batch)
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Compile, fill the caches, learn how long a step takes; and take what is needed only once:
-        the first loss, the kernels' names."""
+        """Compile, fill caches, time a step; return the first loss and the kernels' names."""
         answer: dict[str, Any] = {}
-        if self.converge:  # there every step counts, and none comes before the first
-            if self.compiled:  # compiling belongs to no step: a pass that leaves no trace
+        if self.converge:  # every step counts: no step before the first
+            if self.compiled:  # compile without an update
                 with self.setup.autocast:
                     self.who.loss(*self.batches.get(0)).backward()
                 self.who.optimizer.zero_grad(set_to_none=True)
@@ -174,7 +166,7 @@ class Training:
         began = time.perf_counter()
 
         def look(part: str) -> None:
-            if part == "update" and self.who.as_reference:  # the gradients are there
+            if part == "update" and self.who.as_reference:
                 norm = gradient_norm(self.who.model.parameters())
                 answer["gradient_norm"] = norm / self.scaler.get_scale()
 
@@ -198,12 +190,10 @@ class Training:
         return {**candidates.evidence(self.who.chosen()), **answer}
 
     def profile(self, steps: int) -> dict[str, Any]:
-        """Milliseconds of a step by its parts (bench/profiling.py), over `steps` steps whose
-        batches are drawn and copied as train.py's are. A step here is one micro-batch and the
-        update: the others are the same again, and the profiler keeps every kernel of every one."""
+        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py."""
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
-            return {"why": f"the profiler does not see what runs on {device.type}"}
+            return {"why": f"the profiler does not support {device.type}"}
         V, n = self.job.vocab_size, config.batch_size
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
@@ -211,11 +201,10 @@ class Training:
         scopes = Scopes(self.who.model)
 
         def run(watching: Any) -> float:
-            """Milliseconds of the steps."""
             ahead: Any = batches.prefetch(0, steps + 1)
             with closing(ahead):
-                # While it runs, the next batches are drawn.
-                self.who.step(*next(ahead), 1, lambda part: None)
+                x, y = next(ahead)
+                self.who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
@@ -242,14 +231,16 @@ class Training:
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
             "parts": {part: ms / steps for part, ms in parts.items()},
-            "names": {part: [[name, ms / steps] for name, ms in names.most_common(8)]
-                      for part, names in found.names.items()},
-        }  # fmt: skip
+            "names": {
+                part: [[name, ms / steps] for name, ms in Counter(names).most_common(8)]
+                for part, names in found.names.items()
+            },
+        }
 
     def fits(self, batch: int) -> dict[str, Any]:
-        """Whether two steps of `batch` sequences go through; the second has all of the memory."""
+        """Run two steps of `batch` sequences; return time and memory of the second."""
         x, y = self.job.random_tokens(batch)
-        small = slice(None) if self.compiled else slice(0, 1)  # it only makes AdamW's state
+        small = slice(None) if self.compiled else slice(0, 1)  # makes AdamW's state
         self.step(x[small], y[small])
         machine.reset_peak(self.device)
         start = self.clock.start()

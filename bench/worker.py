@@ -1,29 +1,27 @@
-"""The process in which one backend is measured.
+"""The process that measures one backend, and its protocol.
 
-It is started by process.py, reads a JSON object a line from its standard input, and answers each
-with one line. The first names the job, the others are the job's rounds:
+bench/process.py sends dicts through a pipe. The first sets up the job, the others are rounds:
 
     {"job": "train", "name": "sdpa", ...}   ->  {"ok": {...}}
-    {"warm_up": true}                       ->  {"ok": {...}}
+    {"warm_up": True}                       ->  {"ok": {...}}
     {"seconds": 1.0}                        ->  {"ok": {"ms": ...}}
 
-or {"unavailable": [reasons]} where the backend may not run, {"failed": "...", "broken": ...} where
-it failed, and whether the process is of any more use. What libraries print goes to standard error.
-Nothing is ever replaced by another kernel here.
+A backend that cannot run gives {"unavailable": [reasons]}, an error {"failed": "...", "broken":
+True if the process cannot be used any more}.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import warnings
-from pathlib import Path
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
@@ -32,8 +30,7 @@ from bench import machine
 from core.runtime import describe
 from core.settings import UserError
 
-# Where each job stands; a worker imports its own only.
-JOBS = {
+JOBS = {  # a worker imports only its own
     "machine": ("bench.machine", "MachineProbe"),
     "reference": ("bench.training", "Reference"),
     "train": ("bench.training", "Training"),
@@ -45,7 +42,7 @@ JOBS = {
 
 
 class Handler:
-    """Answers requests, one after the other: the first sets up the job."""
+    """Answers requests one after the other."""
 
     job: Any = None
     where = ""
@@ -60,30 +57,27 @@ class Handler:
             result = self.job.round(request)
             keep = getattr(self.job, "keeps_memory", False)
             result["held_bytes"] = machine.empty_cache(self.job.device, keep)
-            result["machine"] = self.where  # where it was measured, and in which run
+            result["machine"] = self.where
             return {"ok": result}
-        except BackendUnavailable as e:
+        except (BackendUnavailable, UserError) as e:
             return {"unavailable": [machine.reason(e)]}
-        except UserError as e:
-            return {"unavailable": [str(e)]}
-        except Exception as e:  # whatever a kernel does, it becomes a row of the table
+        except Exception as e:  # any error of a kernel becomes a row of the table
             return {"failed": first_line(e), "broken": self.broken()}
 
     def broken(self) -> bool:
-        """Whether nothing more can be asked here: after some errors CUDA is lost to a process."""
+        """True if the job was not set up, or after an error that leaves CUDA unusable."""
         try:
             machine.reset_peak(self.job.device)  # also frees what the failed call held
-        except Exception:  # or there is no job
+        except Exception:
             return True
         return False
 
 
 def begin(job: dict[str, Any]) -> Any:
-    """Set the job up."""
     if job["memory_limit"] and sys.platform == "linux":
         import resource
 
-        # An allocation beyond it fails here, before Linux kills some process.
+        # An allocation beyond the limit fails here, before Linux kills some process.
         resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
     if torch.device(job["device"]).index is not None:  # "cuda:1"
         torch.cuda.set_device(job["device"])
@@ -92,7 +86,6 @@ def begin(job: dict[str, Any]) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """One line that tells what went wrong, in the words of who raised it."""
     text = str(error).strip() or "no message"
     name = type(error).__name__
     if name == "OutOfMemoryError" or "can't allocate memory" in text:
@@ -100,15 +93,26 @@ def first_line(error: BaseException) -> str:
     return f"{name}: {text.splitlines()[0]}"
 
 
-def main() -> None:
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+def alone(errors: str) -> None:
+    """Lead a process group that ends with its parent, even by kill -9; print to file `errors`."""
+    os.setsid()
+
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    log = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def serve(pipe: Connection[Any, Any], errors: str) -> None:
+    """Answer requests until the pipe is closed."""
+    alone(errors)
     warnings.simplefilter("ignore")
     handler = Handler()
-    for line in sys.stdin:
-        channel.write(json.dumps(handler.answer(json.loads(line))) + "\n")
-        channel.flush()
-
-
-if __name__ == "__main__":
-    main()
+    with suppress(EOFError):
+        while True:
+            pipe.send(handler.answer(pipe.recv()))

@@ -1,8 +1,8 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, restore, resumed, started_again
-from checkpoint.saving import Saving, finish, save_run
+from checkpoint.resume import build_model, restarted, restore, resumed
+from checkpoint.saving import Saver
 from checkpoint.store import (
     Checkpoint,
     best_folder,

@@ -1,4 +1,4 @@
-"""Other formats: import and export of transformers' GPT-2, import of nanoGPT's ckpt.pt."""
+"""Import and export of transformers' GPT-2, import of nanoGPT's ckpt.pt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from attention import Policy
 from checkpoint.store import (
@@ -20,9 +20,10 @@ from checkpoint.store import (
     load_weights,
     own_checkpoint,
     read_file,
+    save_weights,
 )
 from core.hub import why_not_hub
-from core.settings import UserError, did_you_mean, first_line, from_dict
+from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -30,10 +31,10 @@ SAME_NAMES = ("n_layer", "n_head", "n_embd", "vocab_size")  # here and in transf
 
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """The model in a nanoGPT ckpt.pt, without its training state."""
+    """Load a nanoGPT ckpt.pt; `changes` go into the GPTConfig. Raises UserError."""
     saved = read_file(Path(path), load_torch)
     if not has_dicts(saved, "model", "model_args"):
-        raise UserError(f"{path} is no nanoGPT checkpoint: it has no 'model' and 'model_args'")
+        raise UserError(f"{path} is not a nanoGPT checkpoint ('model' or 'model_args' is missing)")
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
     model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
@@ -43,17 +44,22 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) ->
 
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """GPT-2 from a folder with config.json and model.safetensors, as `transformers` writes it, or
-    from the hub: "gpt2" and its larger sizes, or "owner/name". `changes` go into the GPTConfig."""
+    """Load GPT-2 from a transformers folder or the hub ("gpt2-xl", "owner/name").
+
+    `changes` go into the GPTConfig.
+
+    Raises:
+        UserError: it is missing or damaged, another architecture, or the download failed.
+    """
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = read_file(folder / "config.json", load_json)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if kind != "gpt2":
-        raise UserError(f"{source} is a {kind!r} model, only 'gpt2' can be loaded")
+        raise UserError(f"{source} is a {kind!r} model, expected 'gpt2'")
     if lacking := [key for key in (*SAME_NAMES, "n_positions") if key not in saved]:
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-    unlike = {  # options that our model lacks, and the only values that it supports
+    fixed = {  # supported values
         "n_inner": (None, 4 * saved["n_embd"]),
         "layer_norm_epsilon": (1e-5,),
         "activation_function": tuple(gelus),
@@ -61,9 +67,9 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
         "scale_attn_by_inverse_layer_idx": (False,),
         "tie_word_embeddings": (True,),
     }
-    for key, same in unlike.items():
+    for key, same in fixed.items():
         if saved.get(key, same[0]) not in same:
-            raise UserError(f"{source} has {key}={saved[key]!r}; the model here has {same[0]!r}")
+            raise UserError(f"{source} has {key}={saved[key]!r}, expected {same[0]!r}")
     sizes = {key: saved[key] for key in SAME_NAMES}
     sizes |= {"block_size": saved["n_positions"], "bias": True}
     sizes["gelu"] = gelus[saved.get("activation_function", "gelu_new")]
@@ -78,8 +84,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
     if wanted is not None:
         if wanted > model.config.block_size:
             raise UserError(
-                f"block_size can be at most {model.config.block_size} with the weights of "
-                f"{source}, got {wanted}"
+                f"block_size must be at most {model.config.block_size} with {source}, got {wanted}"
             )
         model.crop_block_size(wanted)
     return model
@@ -89,10 +94,10 @@ def save_hf(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers.GPT2LMHeadModel loads, with the same logits."""
     config = model.config
     if config.kv_heads != config.n_head or config.attention_window is not None:
-        raise UserError("a model with n_kv_head or attention_window has no GPT-2 format to go to")
+        raise UserError("a model with n_kv_head or attention_window has no GPT-2 format")
     weights = {}
     for name, tensor in model.state_dict().items():
-        weights[name] = (tensor.t() if _is_conv1d(name) else tensor).detach().cpu().contiguous()
+        weights[name] = (tensor.t() if _is_conv1d(name) else tensor).cpu()
         bias = name.removesuffix("weight") + "bias"
         has_bias = not name.endswith(("wte.weight", "wpe.weight", "bias"))
         if has_bias and bias not in model.state_dict():
@@ -111,13 +116,12 @@ def save_hf(model: GPT, folder: str | Path) -> None:
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
-    """A model with the weights of our own checkpoint or a run's folder, of a nanoGPT ckpt.pt, or of
-    anything that load_hf() takes; `changes` go into the GPTConfig."""
+    """Load a checkpoint or a run, a nanoGPT ckpt.pt, or any source of load_hf()."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := own_checkpoint(source):
@@ -126,40 +130,31 @@ def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
 
 
 def _derived(name: str) -> bool:
-    """Whether a tensor in another format is no separate weight: a mask, the tied head."""
+    """True for masks and the tied head."""
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def _is_conv1d(name: str) -> bool:
-    """Whether transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
+    """True if transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 def _download(name: str) -> Path:
-    """The local folder with config.json and model.safetensors of a model on the hub."""
-    no_file = f"{name!r} is no local folder or file"
+    no_file = f"{name!r} is not a local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists() or name.endswith(".pt")):
-        beside = {p.name: str(p) for p in Path(name).parent.glob("*")}
-        known = {**beside, **dict(zip(HUB_NAMES, HUB_NAMES))}
-        raise UserError(
-            f"{no_file}, and no model's name{did_you_mean(Path(name).name, known)} "
-            f"(known: {', '.join(HUB_NAMES)}, and owner/name on the hub)"
-        )
+        raise UserError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
-        needs = "taking it from the hub needs: pip install huggingface_hub"
-        raise UserError(f"{no_file}, and {needs}") from None
-    # It prints its own warnings; the root logger would print each of them again.
+        raise UserError(f"{no_file}; to download it: pip install huggingface_hub") from None
+    # It prints its own warnings; the root logger would repeat them.
     logging.getLogger("huggingface_hub").propagate = False
-    offline = why_not_hub()  # then only files downloaded before will do
+    offline = why_not_hub()
     try:
-        hf_hub_download(name, "model.safetensors", local_files_only=offline is not None)
-        config = hf_hub_download(name, "config.json", local_files_only=offline is not None)
-        return Path(config).parent
+        for file in ("model.safetensors", "config.json"):
+            path = hf_hub_download(name, file, local_files_only=offline is not None)
+        return Path(path).parent
     except (OSError, ValueError, HfHubHTTPError) as e:
-        raise UserError(
-            f"{no_file}, and the hub did not give it ({offline or first_line(e)})"
-        ) from e
+        raise UserError(f"{no_file}; downloading it failed ({offline or first_line(e)})") from e

@@ -1,8 +1,9 @@
-"""Training that starts from weights: a resumed run, or another run's checkpoint."""
+"""Resume a run, or start one from given weights."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from checkpoint.store import Checkpoint, backend_of, folders, latest, load, log,
 from checkpoint.tensors import read_shards_into, read_whole_into, tensors
 from checkpoint.together import together
 from core.distributed import DistInfo
-from core.restarts import restarted
 from core.runtime import dtype_name, pick_device, pick_dtype
 from core.settings import Loaded, UserError
 from model import GPT
@@ -25,11 +25,11 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "vocab_size
 
 
 def resumed(loaded: Loaded[C]) -> Loaded[C]:
-    """The settings of the newest checkpoint in out_dir, overridden by those that were given."""
+    """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
     given: Any = loaded.settings
     saved = load(latest(given.out_dir))
     before: Any = saved.train_settings(type(given))
-    # Of a run that began with other weights its settings may hold the defaults: the model has them.
+    # A run that started from other weights has their sizes, not those in its settings.
     model = saved.config(attention_backend="auto")
     sizes = {name: getattr(model, name) for name in (*SHAPE, "attention_window")}
     before = replace(before, **{**sizes, "vocab_size": before.vocab_size})
@@ -37,52 +37,56 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     if "attention_backend" not in changes:
         changes["attention_backend"] = backend_of(before.attention_backend, saved.folder)
     if before.attention_hub_kernels and "attention_hub_kernels" not in changes:
-        # The checkpoint may be somebody else's, as with a file.
-        log.warning(
-            "%s was trained with kernels of the hub allowed; that is asked for anew: "
-            "--attention_hub_kernels=True", saved.folder
-        )  # fmt: skip
+        # The checkpoint may come from somebody else: ask again before downloading code.
+        log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
         changes["attention_hub_kernels"] = False
-    if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate again
+    if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
         changes.setdefault("lr_decay_iters", before.max_iters)
-    if changes.get("parallel") == "ddp":  # which has no parts
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        changes = {"parallel": "ddp", "context_parallel": 1} | changes
+    if changes.get("parallel") == "ddp":
         changes.setdefault("shard_size", None)
-    if before.dtype == "auto":  # an older version's: by the rule of then
+    if before.dtype == "auto":  # written by an older version
         there = pick_device(changes.get("device", before.device))
         changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
     try:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
+    decay_end = merged.lr_decay_iters
+    if merged.decay_lr and decay_end is not None and merged.max_iters > decay_end:
+        log.warning(
+            f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
+            f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
+        )
     origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
     return Loaded(merged, origins)
 
 
-def started_again(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
-    """The settings; if torchrun has started the run again, those to go on with."""
+def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
+    """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
     given: Any = loaded.settings
-    again = restarted(given.out_dir, distributed)
-    if not again or not distributed.gather(bool(folders(given.out_dir)))[0]:
+    if (job := distributed.job) is None:
         return loaded
-    distributed.say("torchrun has started the run again: it goes on from its last checkpoint")
+    found = folders(given.out_dir) if distributed.main else []
+    if not distributed.gather(bool(found) and load(found[-1]).state.get("job") == job)[0]:
+        return loaded
+    distributed.say("restarted by torchrun: resuming from the last checkpoint")
     origins = {**loaded.origins, "init_from": "restart"}
     return resumed(Loaded(replace(given, init_from="resume"), origins))
 
 
 def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
-    """A new model, or one with the weights that init_from names, on the CPU.
+    """Build the model on the CPU, with the weights of init_from unless it is "resume".
 
     Raises:
-        UserError: the weights do not fit the given settings, or the dataset (its meta.json).
+        UserError: the weights do not fit the given settings or the dataset (its meta.json).
     """
     config, V = loaded.settings, meta["vocab_size"]
-    if config.init_from == "scratch":
-        vocab_size = config.vocab_size or (V if V <= 1024 else -(-V // 64) * 64)
-        return GPT(config.model(vocab_size), config.policy)
-    resuming = config.init_from == "resume"  # then restore() reads the weights, shared out or not
+    resuming = config.init_from == "resume"
     source = str(latest(config.out_dir)) if resuming else config.init_from
     changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
-    if "attention_window" in loaded.origins:  # otherwise the one that the weights were trained with
+    if "attention_window" in loaded.origins:  # else the checkpoint's
         changes["attention_window"] = config.attention_window
     if resuming:
         model = GPT(load(source).config(**changes), config.policy)
@@ -91,9 +95,8 @@ def build_model(loaded: Loaded[Any], meta: dict[str, Any]) -> GPT:
     tokenizer = tokenizer_meta(source)
     if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
         raise UserError(
-            f"{source}, with a vocabulary of {model.config.vocab_size} tokens, was not trained "
-            f"with the tokenizer of the dataset {config.dataset!r}, which has {V}; prepare that "
-            "with the same one"
+            f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
+            f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again"
         )
     for name in (*SHAPE, "block_size") if resuming else SHAPE:
         have, want = getattr(model.config, name), getattr(config, name)
@@ -121,11 +124,13 @@ def restore(
     seed: int,
     distributed: DistInfo,
 ) -> tuple[int, float]:
-    """Restore all of `saved`, whatever wrote it, into plain parameters or DTensors, each process
-    its part; returns the step and the lowest loss so far.
+    """Restore a checkpoint of any number of processes into plain parameters or DTensors.
+
+    Returns:
+        (step, lowest validation loss so far).
 
     Raises:
-        UserError: on all processes, if one cannot read it, or the model is another.
+        UserError: on all processes, if one cannot read it or the model has other sizes.
     """
     rest: dict[str, Any] = {}
 
@@ -144,7 +149,7 @@ def restore(
         torch.set_rng_state(mine["cpu"])
         if "cuda" in mine and distributed.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"], distributed.device)
-    else:  # another number of processes: the same data, but not the same dropout
+    else:  # another number of processes: same data, different dropout
         torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
     best = saved.state.get("best_val_loss")
     return saved.step, math.inf if best is None else best

@@ -1,115 +1,125 @@
-"""The checkpoints that a run writes, now or in the background."""
+"""Checkpoints of a run, written at once or in the background."""
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.store import save
 from checkpoint.tensors import numbers, tensors
 from core.distributed import DistInfo
 from core.parallel import is_sharded
+from model import GPT
 
 
-def save_run(run: Any, val_loss: float | None) -> None:
-    """Write a checkpoint after a step of train.py's Run (val_loss None: it was not evaluated).
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
 
-    With run.config.async_checkpoint only the copying is waited for; see Saving.
+    saver = Saver("out/gpt", keep=2, distributed=distributed, background=True)
+    saver.save(model, optimizer, scaler, settings, tokenizer, step=100, val_loss=3.2)
+    saver.wait()  # before the run ends
     """
-    finish(run)
-    distributed, random_state = run.distributed, {"cpu": torch.get_rng_state()}
-    if distributed.device.type == "cuda":
-        random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
-    rng = distributed.gather(random_state)
-    if val_loss is not None:
-        run.best_loss = min(run.best_loss, val_loss)
-    optimizer, rest = run.optimizer.state_dict(), {"scaler": run.scaler.state_dict(), "rng": rng}
-    contents: dict[str, Any] = {}
-    if distributed.world_size == 1 and not is_sharded(run.model):
-        contents["weights"] = run.model.state_dict()
-        contents["optimizer"] = {"optimizer": optimizer, **rest}
-    else:
-        from checkpoint.shards import check_replicas
 
-        check_replicas(run.model.state_dict(), distributed)
-        numbered = numbers(run.model, run.optimizer)
-        contents["shards"] = tensors(run.model, run.optimizer)
-        groups = {"param_groups": optimizer["param_groups"]}
-        names = sorted(numbered, key=numbered.__getitem__)
-        contents["optimizer"] = {"optimizer": groups, "names": names, **rest}
-    contents["settings"] = {
-        "train": asdict(run.config),
-        "model": asdict(run.model.config),
-        "tokenizer": run.meta["tokenizer"],
-    }
-    contents["state"] = {
-        "step": run.step,
-        "val_loss": val_loss,
-        "best_val_loss": run.best_loss if math.isfinite(run.best_loss) else None,
-        "sequences_seen": run.step * run.global_batch,  # the data position, derived from step
-        "processes": distributed.world_size,
-        "attention_backend": run.chosen.backend.name,
-        "attention_kernels": list(run.chosen.kernels),
-        "torch": torch.__version__,
-    }
-    how = {"out_dir": run.config.out_dir, "keep": run.config.keep_checkpoints}
-    if not run.config.async_checkpoint:
-        save(**how, **contents, distributed=distributed)
-        return
-    run.saving = run.saving or Saving(distributed)
-    run.saving.begin(**how, **copied(contents))
+    out_dir: str
+    keep: int  # the newest ones that stay, besides the best
+    distributed: DistInfo
+    background: bool = False  # write while the training goes on
+    best_loss: float = math.inf  # lowest validation loss so far
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failure: list[BaseException] = field(default_factory=list, init=False)
 
+    def save(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        settings: dict[str, Any],
+        tokenizer: dict[str, Any],
+        *,
+        step: int,
+        val_loss: float | None,
+        **state: Any,
+    ) -> None:
+        """Write a checkpoint; in the background, return when the tensors are copied.
 
-def finish(run: Any) -> None:
-    """Wait for the checkpoint that is being written in the background, if there is one; a run calls
-    this before it ends.
+        Args:
+            settings: of the run, as plain values.
+            tokenizer: from the dataset's meta.json.
+            val_loss: None if this step was not evaluated.
+            state: more values for train_state.json.
 
-    Raises:
-        UserError: it could not be written.
-    """
-    if run.saving:
-        run.saving.wait()
+        Raises:
+            UserError: this checkpoint or the previous one could not be written.
+        """
+        self.wait()
+        distributed, random_state = self.distributed, {"cpu": torch.get_rng_state()}
+        if distributed.device.type == "cuda":
+            random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
+        rest = {"scaler": scaler.state_dict(), "rng": distributed.gather(random_state)}
+        saved, contents = optimizer.state_dict(), dict[str, Any]()
+        if distributed.world_size == 1 and not is_sharded(model):
+            contents["weights"] = model.state_dict()
+            contents["optimizer"] = {"optimizer": saved, **rest}
+        else:
+            number = numbers(model, optimizer)
+            contents["shards"] = tensors(model, optimizer)
+            groups = {"param_groups": saved["param_groups"]}
+            names = sorted(number, key=number.__getitem__)
+            contents["optimizer"] = {"optimizer": groups, "names": names, **rest}
+        if val_loss is not None:
+            self.best_loss = min(self.best_loss, val_loss)
+        contents["settings"] = {
+            "train": settings,
+            "model": asdict(model.config),
+            "tokenizer": tokenizer,
+        }
+        contents["state"] = {
+            "step": step,
+            "val_loss": val_loss,
+            "best_val_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "processes": distributed.world_size,
+            "job": distributed.job,  # after a restart by torchrun this checkpoint is resumed
+            "torch": torch.__version__,
+            **state,
+        }
+        if self.background:
+            contents = copied(contents)
+            # A daemon: a failing run ends at once.
+            self._thread = threading.Thread(target=self._in_thread, args=[contents], daemon=True)
+            self._thread.start()
+        else:
+            self._write(contents)
 
+    def _write(self, contents: dict[str, Any]) -> None:
+        # A separate group: training uses `control` at the same time.
+        distributed = replace(self.distributed, control=self.distributed.disk)
+        save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
 
-class Saving:
-    """save() in the background, while the run goes on; one at a time."""
-
-    def __init__(self, distributed: DistInfo) -> None:
-        group = distributed.control  # in which the run's steps agree meanwhile
-        group = None if group is None else dist.new_group(backend="gloo")
-        self.distributed = replace(distributed, control=group)
-        self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
-
-    def begin(self, **contents: Any) -> None:
-        def work() -> None:
-            try:
-                if (device := self.distributed.device).type == "cuda":
-                    torch.cuda.set_device(device)  # a new thread starts on device 0
-                save(**contents, distributed=self.distributed)
-            except BaseException as e:
-                self.failure = e
-
-        # A daemon: a run that fails ends at once, and leaves the checkpoint before.
-        self.thread = threading.Thread(target=work, daemon=True)
-        self.thread.start()
+    def _in_thread(self, contents: dict[str, Any]) -> None:
+        try:
+            if (device := self.distributed.device).type == "cuda":
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            self._write(contents)
+        except BaseException as e:
+            self._failure.append(e)
 
     def wait(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-        self.thread, failure, self.failure = None, self.failure, None
-        if failure is not None:
-            raise failure
+        """Wait for a checkpoint in the background. Raises UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure:
+            raise self._failure.pop()
 
 
 def copied(value: Any) -> Any:
-    """Dicts and lists as they are now: a copy, with their tensors on the CPU."""
+    """Copy nested dicts and lists, tensors to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -1,8 +1,6 @@
-"""All that a run learns, weights and the optimizer's state, as one flat dict; filled from files.
+"""Weights and optimizer state as one flat dict of plain tensors or DTensors (--parallel=fsdp).
 
-    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}
-
-They are plain tensors, or DTensors of which each process holds a part (`--parallel=fsdp`).
+{"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from model import GPT
 
 
 def gathered(model: GPT) -> GPT:
-    """The model with all of its weights, for one process alone; a new one where its weights or its
-    sequences are shared with others. All processes must ask."""
+    """An unsharded model, a copy if needed. All processes must call it."""
     if model.ring is None and not is_sharded(model):
         return model
     alone = GPT(model.config, model.policy)
@@ -37,8 +34,7 @@ def numbers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a run learns: {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}; the
-    tensors themselves. AdamW's state is made, as its first step would, where there is none yet."""
+    """Weights and optimizer state, which is created as in AdamW's first step if it is empty."""
     flat: dict[str, Tensor] = {}
     for name, p in model.state_dict(keep_vars=True).items():
         flat[f"model.{name}"] = weight = p.detach()
@@ -60,7 +56,7 @@ def read_shards_into(targets: dict[str, Tensor], folder: Path) -> None:
 def read_whole_into(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, state: dict[int, Any]
 ) -> None:
-    """The weights of a one-file checkpoint and `state`, the state of its optimizer by number."""
+    """Fill from a one-file checkpoint and `state`, the optimizer's state by parameter number."""
     path, targets = folder / "model.safetensors", tensors(model, optimizer)
 
     def read(path: Path) -> None:
@@ -70,8 +66,8 @@ def read_whole_into(
             own = {n: s for n, s in shapes(targets).items() if n.startswith("model.")}
             check_shapes(own, saved, str(path))
             for name, number in numbers(model, optimizer).items():
-                of_it = state.get(number, {})  # empty before the first step
-                sources |= {f"optimizer.{name}.{key}": value for key, value in of_it.items()}
+                moments = state.get(number, {})  # empty before the first step
+                sources |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
             for name in sources.keys() & targets.keys():
                 fill(targets[name], sources[name])
 
@@ -79,8 +75,7 @@ def read_whole_into(
 
 
 def fill(target: Any, source: Any) -> None:
-    """Copy `source`, a tensor or the slices of a file, into `target`; into a DTensor only what this
-    process holds of it, and no more is read."""
+    """Copy a tensor or slices of a file into `target`: for a DTensor, only its local part."""
     part: tuple[slice, ...] = (slice(None),) * target.dim()
     if hasattr(target, "placements"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find

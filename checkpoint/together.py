@@ -1,9 +1,8 @@
-"""What all processes do, or none."""
+"""Steps that all processes take, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -13,30 +12,32 @@ from core.settings import UserError, first_line
 DISK = (OSError, RuntimeError, SafetensorError, UserError)  # torch and safetensors wrap disk errors
 
 
-def together(distributed: DistInfo, step: Callable[[], Any]) -> None:
-    """Run step() on this process and wait for the others; all of them call this.
+def together(distributed: DistInfo, step: Callable[[], object]) -> None:
+    """Run step() and wait for the other processes, which must call this too.
 
     Raises:
-        UserError: on all processes, what failed and where, if it did on one: a disk, a file. What
-            the death of a process raises in the others passes as it is, so does a bug of ours.
+        UserError: on all processes, if a disk or a file failed on one. Other exceptions pass.
     """
-    failure, what = None, ""
+    failure, message = None, ""
     try:
         step()
     except Exception as e:
-        failure, what = e, str(e) if isinstance(e, UserError) else first_line(e)
-    told: dict[str, list[int]] = {}
-    for rank, why in enumerate(distributed.gather(what)):
-        if why:
-            told.setdefault(why, []).append(rank)
+        failure, message = e, str(e) if isinstance(e, UserError) else disk_error(e)
+    messages = distributed.gather(message)
     if failure is not None and not isinstance(failure, DISK):
         raise failure
-    if told:
-        n = distributed.world_size
-        said = (why if len(at) == n else f"{ranks(at)}: {why}" for why, at in told.items())
-        raise UserError("; ".join(said)) from failure
+    if len(set(messages)) > 1:
+        named = [f"process {rank}: {m}" for rank, m in enumerate(messages) if m]
+        raise UserError("; ".join(named)) from failure
+    if message:
+        raise UserError(message) from failure
 
 
-def ranks(numbers: list[int]) -> str:
-    """[0] -> "process 0"; [0, 2] -> "processes 0, 2"."""
-    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def disk_error(error: BaseException) -> str:
+    """The system's message, which torch and safetensors may hide behind their own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return first_line(error)

@@ -10,7 +10,7 @@
 #
 # Hardware: one GPU, a few minutes (nanoGPT reports 3 on an A100). Not yet timed here.
 # Expect:   on tinyshakespeare nanoGPT reports a best validation loss of 1.47 nats a character; it
-#           overfits after that, so the best checkpoint is kept beside the newest.
+#           overfits after that, so the best checkpoint is kept with the newest.
 
 out_dir = "out/shakespeare_char"
 dataset = "shakespeare_char"

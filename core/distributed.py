@@ -1,82 +1,98 @@
-"""The processes of a run: who is who, and how they agree."""
+"""The processes of a run: ranks, groups, timeouts, and small collectives on the CPU.
+
+A process that dies or freezes is left to PyTorch: the collectives of the others fail, at once or
+after --hang_timeout, and torchrun ends all (docs/SCALE.md).
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+import time
 from dataclasses import dataclass
-from typing import Any, TextIO
+from datetime import timedelta
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from core import restarts
 from core.runtime import pick_device
 from core.settings import UserError
+
+T = TypeVar("T")
+SLOW_S = 1800.0  # limit of a collective while ranks start, compile or write a checkpoint
+ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
 
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process among all of the run: one under plain `python`, more under `torchrun`."""
+    """This process among those of a run: one under `python`, several under `torchrun`."""
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    control: Any = None  # a gloo group: agreeing on the CPU never waits for the GPU
-    context_parallel: int = 1  # processes that share each sequence, neighbours in rank
-    ring: Any = None  # their group; None: each has whole sequences
+    control: dist.ProcessGroup | None = None  # gloo: agreeing on the CPU never waits for the GPU
+    disk: dist.ProcessGroup | None = None  # gloo, for checkpoints: its timeout stays SLOW_S
+    context_parallel: int = 1  # ranks that share each sequence, neighbours
+    ring: dist.ProcessGroup | None = None  # their group; None: each rank has whole sequences
 
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
         """Join the other processes that torchrun started, if it did.
 
         Raises:
-            UserError: no such device, or the processes do not divide into rings.
+            UserError: the device is missing, or the processes do not divide into rings.
         """
         device = pick_device(wanted)
         n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
         if n % N:
             raise UserError(
-                f"--context_parallel={N} needs a multiple of {N} processes, here "
-                f"{'is' if n == 1 else 'are'} {n}: torchrun --nproc_per_node={N} train.py ..."
+                f"--context_parallel={N} needs a multiple of {N} processes, got {n}: "
+                f"torchrun --nproc_per_node={N} train.py ..."
             )
         if "RANK" not in os.environ:
             return cls(device=device)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-            if here > gpus:  # on all of them: process 0 is the one that prints
-                raise UserError(
-                    f"{here} processes need as many GPUs, here are {gpus}; lower --nproc_per_node"
-                )
+            if here > gpus:  # raised on all ranks: rank 0 is the one that prints
+                raise UserError(f"--nproc_per_node={here} needs {here} GPUs, found {gpus}")
             torch.cuda.set_device(device)
-        store, rank, size = restarts.meet()
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        control = dist.new_group(backend="gloo")
+        slow = timedelta(seconds=SLOW_S)
+        how = {}
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # torchrun keeps one store for all attempts, with the addresses of dead processes in it
+            # (PyTorch issue 135712). On several nodes see docs/SCALE.md.
+            store, rank, n = next(dist.rendezvous("env://", timeout=slow))
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            how = {"store": store, "rank": rank, "world_size": n}
+        dist.init_process_group(backend, timeout=slow, **how)
+        control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
         rank, ring = dist.get_rank(), None
         for first in range(0, n, N) if N > 1 else ():  # every process must make every group
-            group = dist.new_group(list(range(first, first + N)))
+            group = dist.new_group(list(range(first, first + N)), timeout=slow)
             ring = group if first <= rank < first + N else ring
-        return cls(device, rank, n, control, N, ring)
+        return cls(device, rank, n, control, disk, N, ring)
 
     @property
     def data_size(self) -> int:
-        """Among how many the sequences of a step are divided; those of a ring have the same."""
+        """Data-parallel size: the number of processes that share a step's sequences."""
         return self.world_size // self.context_parallel
 
     @property
     def data(self) -> tuple[int, int]:
-        """Which share of a step's sequences is this process's, and of how many."""
+        """(data-parallel rank, data-parallel size); all ranks of a ring have the same."""
         return self.rank // self.context_parallel, self.data_size
 
     @property
     def main(self) -> bool:
-        """Whether this process is the one that prints and writes files."""
+        """True on the process that prints and writes files."""
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """In how many micro-batches a process takes its share of batch_size * accumulated
-        sequences: as many in each process, and none of more than batch_size.
+        """Micro-batches per step and process, each of at most batch_size sequences.
 
         Raises:
             UserError: some process would have none.
@@ -90,15 +106,53 @@ class DistInfo:
             )
         return steps
 
-    @property
-    def launcher(self) -> str:
-        """What train.py is started with, to be the same number of processes."""
-        if self.world_size == 1:
-            return "python"
+    def resume_command(self, out_dir: str) -> str:
+        """The command that resumes the run in out_dir with as many processes."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        launcher = f"torchrun --standalone --nproc_per_node={here}"
         if here < self.world_size:
-            return f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} ..."
-        return f"torchrun --standalone --nproc_per_node={here}"
+            launcher = f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} ..."
+        launcher = "python" if self.world_size == 1 else launcher
+        return f"{launcher} train.py --init_from=resume --out_dir={shlex.quote(out_dir)}"
+
+    @property
+    def job(self) -> str | None:
+        """A name that all attempts of one torchrun job share, and no other; None without torchrun.
+
+        A job that has no --rdzv_id ("none") goes by the process number of its torchrun.
+        """
+        name = os.environ.get("TORCHELASTIC_RUN_ID")
+        return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
+
+    def limit(self, seconds: float) -> None:
+        """Set how long a collective may wait for another rank, in all groups but `disk`."""
+        if self.control is None:
+            return
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not self.disk:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def name_missing(self, error: Exception, resume: str) -> None:
+        """After a failed collective: print the ranks whose collective has not failed too.
+
+        They are dead, frozen or busy with something else. The process groups are of no use then,
+        but torchrun's store still works.
+
+        Args:
+            resume: the command that resumes the run.
+        """
+        text = str(error).lower()
+        of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
+        if self.control is None or not of_group:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"roll_call/{self.rank}", "here")
+        time.sleep(ROLL_CALL_S)
+        ranks = range(self.world_size)
+        if missing := [r for r in ranks if not store.check([f"roll_call/{r}"])]:
+            names = ", ".join(f"rank {r}" for r in missing)
+            text = f"error (rank {self.rank}): lost {names}; to continue: {resume}"
+            print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:
         """The element-wise sum over all processes."""
@@ -117,10 +171,10 @@ class DistInfo:
         if self.main:
             print(text, file=file, flush=True)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Every process's value, in order of rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values: list[T] = [value] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values

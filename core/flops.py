@@ -24,17 +24,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, singledispatch
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from attention import visible
-from attention.gpus import datasheet_bandwidth as datasheet_bandwidth
+from attention.machine.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.peaks import Peak as Peak
 from core.peaks import datasheet_peak as datasheet_peak
 from core.peaks import peak as peak
 
-Sizes = Any  # of a model: what its GPTConfig has
+
+class Sizes(Protocol):
+    """The sizes of a model, as its GPTConfig has them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def attention_window(self) -> int | None: ...
 
 
 def n_params(config: Sizes) -> int:
@@ -92,23 +111,20 @@ class Speed:
 
     @property
     def mfu(self) -> float:
-        """As reckoned, even if it is more than 1 and no MFU."""
+        """The quotient itself, which exceeds 1 if the peak is too low."""
         return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)[0]
 
     def row(self) -> dict[str, Any]:
-        """As metrics.jsonl and the records have it.
-
-        A share of more than 1 is none: it is None there, and "mfu_why" says why.
-        """
+        """The fields of metrics.jsonl and the records. MFU above 1 is None; "mfu_why" is why."""
         full, causal = mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
         row: dict[str, Any] = {"tokens_per_s": self.tokens_per_s}
         row |= {"mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations
             row |= {"mfu": None, "mfu_causal": None}
-            row["mfu_why"] = f"the run does more than the peak of {self.peak}"
+            row["mfu_why"] = f"the run exceeds the peak of {self.peak}"
         elif full > 1:  # not these: a kernel may leave out the masked pairs
             row["mfu"] = None
-            row["mfu_why"] = f"with the masked pairs it would be more than the peak of {self.peak}"
+            row["mfu_why"] = f"with the masked pairs the run would exceed the peak of {self.peak}"
         return row
 
     def __str__(self) -> str:
@@ -117,7 +133,7 @@ class Speed:
 
 
 def in_words(row: dict[str, Any], of: str = "") -> str:
-    """The MFU of a row: "mfu 41.2% (causal 39.6%)"; or that it is not known, and why."""
+    """The MFU of a row: "mfu 41.2% (causal 39.6%)", or why it is not known."""
     known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
     if row["mfu"] is None:
         return f"mfu not known{f' {known}' if known else ''}: {row['mfu_why']}"

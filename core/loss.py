@@ -24,7 +24,7 @@ Switch = Callable[[], AbstractContextManager[Any]]
 
 
 class Head(nn.Module):
-    """The language-model head. It has no weights: it reads those of the token embedding."""
+    """The language-model head. It has no weights: it uses the token embedding's."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., C), weight (V, C) -> (..., V) logits."""
@@ -41,8 +41,8 @@ def linear_cross_entropy(
     """Mean cross entropy of the logits x @ weight.T.
 
     Args:
-        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where nothing is asked.
-        matmul_switch: makes the context in which the matrix products run (core/cpu_matmul.py).
+        x: (N, C); weight: (V, C); targets: (N,) int64, IGNORE (-1) where it is ignored.
+        matmul_switch: makes the context in which the matrix products run (core/cpu/matmul.py).
 
     Returns:
         float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is

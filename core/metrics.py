@@ -1,77 +1,59 @@
-"""What a run says, and leaves behind: metrics.jsonl, loss.png and, when asked, Weights & Biases.
+"""Progress of a run: printed lines, metrics.jsonl, loss.png and Weights & Biases.
 
-A run never dies because a logger did: a failure of wandb or of the picture is one warning.
+A failing logger never ends a run: a failure of wandb or of the picture is one warning.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from core import peaks
-from core.flops import Speed
-from core.runtime import dtype_name, peak_memory
-from core.settings import UserError
+from attention.machine.system import write_at_once
+from core.distributed import DistInfo
+from core.flops import Sizes, Speed
+from core.peaks import best_peak, peak
+from core.runtime import peak_memory
+from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
+
+
+class LogConfig(Protocol):
+    """The settings that a logger reads; all of them are sent to wandb."""
+
+    @property
+    def wandb_log(self) -> bool: ...
+    @property
+    def wandb_project(self) -> str: ...
+    @property
+    def wandb_run_name(self) -> str: ...
 
 
 class Metrics:
     """Writes one JSON object a line to out_dir/metrics.jsonl."""
 
-    def __init__(self, out_dir: Path, step: int, config: Any) -> None:
-        """Begin after `step` steps: lines of later steps, of a run that was killed, are dropped.
-
-        Args:
-            config: the run's settings, a dataclass with wandb_log, wandb_project, wandb_run_name.
-        """
+    def __init__(self, out_dir: Path, step: int, config: LogConfig) -> None:
+        """Begin after `step` steps; lines of later steps, left by a killed run, are dropped."""
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UserError(f"--out_dir={out_dir} cannot be written ({e.strerror})") from e
         self.path, self.step = out_dir / "metrics.jsonl", step
-        self._begin_with([r for r in read(self.path) if r["iter"] <= step] if step else [])
+        rows = [r for r in read(self.path) if r["iter"] <= step] if step else []
+        write_at_once(self.path, "".join(json.dumps(r) + "\n" for r in rows))
+        self.file = self.path.open("a", encoding="utf-8")
         self.failed = False
         self.wandb = _start_wandb(config, out_dir) if config.wandb_log else None
-
-    def _begin_with(self, rows: list[dict[str, Any]]) -> None:
-        """Let the file hold these rows, at once; what is logged comes after them."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-        partial.replace(self.path)
-        self.file = self.path.open("a", encoding="utf-8")
-
-    def reckon_anew(self, speed: Speed) -> int:
-        """Give this run's rows their MFU against the peak of `speed`; an earlier run's stay.
-
-        Returns:
-            how many there are.
-        """
-        old = self.file
-        try:
-            old.flush()  # else what could not be written yet would be lost
-            rows = read(self.path)
-            timed = [row for row in rows if row["iter"] > self.step and "tokens_per_s" in row]
-            for row in timed:
-                row.pop("mfu_why", None)
-                row |= replace(speed, tokens_per_s=row["tokens_per_s"]).row()
-            self._begin_with(rows)
-            old.close()
-            return len(timed)
-        except OSError as e:
-            log.warning("%s keeps the mfu of earlier steps (%s)", self.path, e)
-            return 0
 
     def log(self, **row: Any) -> None:
         try:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        except OSError as e:  # the disk is full, say; what is buffered is written when it can be
+        except OSError as e:  # a full disk, for example; what is buffered is written later
             if not self.failed:
                 log.warning("%s could not be written (%s); the training goes on", self.path, e)
             self.failed = True
@@ -95,105 +77,111 @@ class Metrics:
                 log.warning("%s was not finished (%s: %s)", what, type(e).__name__, e)
 
 
-NEAR = 0.9  # of a measured peak: who reaches that much may know a better peak
+class Meter:
+    """Prints and logs a run's loss, speed, memory and remaining time."""
 
+    def __init__(
+        self,
+        distributed: DistInfo,
+        model: Sizes,
+        T: int,
+        tokens: int,
+        max_iters: int,
+        dtype: str,
+        peak_tflops: float | None = None,
+    ) -> None:
+        """Look the peak rate up, or measure it.
 
-def believable(run: Any, speed: Speed) -> Speed:
-    """`speed` against the best peak that is known; measured again where the run comes near it.
+        Args:
+            T: tokens of a sequence; tokens: of a step, over all processes.
+            dtype: of the matrix products.
+            peak_tflops: of one device, as the user gave it.
+        """
+        self.distributed, self.model, self.T, self.tokens = distributed, model, T, tokens
+        self.max_iters, self.dtype = max_iters, dtype
+        self.peak = peak(distributed.device, dtype, peak_tflops)
+        self.checked = False  # the peak was measured a second time
+        self.rates: list[float] = []  # tokens a second, of each logged interval
+        self.metrics: Metrics | None = None  # the main process's
 
-    For a logged step, after its time was taken; all processes call it, and wait while the first
-    one measures. A better peak is the run's from then on, and its rows are reckoned anew. After a
-    measurement no other until four times the step, or the last: eight in 600,000 steps.
+    def speed(self, tokens_per_s: float) -> Speed:
+        return Speed(self.model, self.T, tokens_per_s, self.peak, self.distributed.world_size)
 
-    Args:
-        run: train.py's, with peak_from, the step before which nothing is measured.
-    """
-    everyone, done = run.distributed, run.step == run.config.max_iters
-    near = speed.peak.measured and speed.mfu >= NEAR and (done or run.step >= run.peak_from)
-    if not everyone.sum([float(near and everyone.main)])[0]:
-        return speed
-    run.peak_from, before, best = 4 * run.step, run.peak, speed.peak
-    if everyone.main:
+    def begin(self, step: int) -> None:
+        """Print the peak rate and how long the remaining steps take at least."""
+        say, steps = self.distributed.say, max(0, self.max_iters - step)
+        at_peak = self.speed(1.0).mfu * self.tokens * steps  # s
+        say(f"peak: {self.peak}")
+        long = self.distributed.device.type == "cpu" and at_peak > 86400
+        hint = "; config/train_shakespeare_cpu.py takes minutes" * long
+        size = f"{self.tokens:,} tokens a step, {self.max_iters:,} steps"
+        say(f"{size}: at the peak rate {duration(at_peak)}, in practice more{hint}")
+
+    def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
+        """Print and log a step.
+
+        Args:
+            seconds: per step, the mean since the last line; None while warming up.
+        """
+        if not self.distributed.main:
+            return
+        memory = peak_memory(self.distributed.device)
+        row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
+        text = f"iter {step}: loss {loss:.4f}, lr {lr:.1e}"
+        if seconds is None:
+            text += ", warming up"
+        else:
+            speed = self._check_peak(self.speed(self.tokens / seconds))
+            self.rates.append(speed.tokens_per_s)
+            row |= {"ms": seconds * 1e3, **speed.row()}
+            text += f", {seconds * 1e3:,.1f} ms, {speed}"
+        text += f", mem {memory / 1e9:.1f} GB"
+        if seconds is not None and step < self.max_iters:
+            text += f", {duration(seconds * (self.max_iters - step))} left"
+        print(text, flush=True)
+        if self.metrics:
+            self.metrics.log(**row)
+
+    def _check_peak(self, speed: Speed) -> Speed:
+        """Above a measured peak: the machine was busy when it was measured. Try once more."""
+        if speed.mfu <= 1 or not self.peak.measured or self.checked:
+            return speed
+        self.checked = True
         try:
-            found = peaks.best_peak(everyone.device, dtype_name(run.setup.dtype))
-            best = max(best, found, key=attrgetter("tflops"))
-        except RuntimeError as e:  # out of memory: the peak that is known stays
-            log.warning("the peak could not be measured again (%s)", str(e).partition("\n")[0])
-    run.peak = everyone.gather(best)[0]
-    speed = replace(speed, peak=run.peak)
-    said = f"peak: measured again, for the run came near it: {run.peak}"
-    if run.peak.tflops <= before.tflops:
-        said += ", as before"
-    elif run.metrics and (n := run.metrics.reckon_anew(speed)):
-        said += f"; the mfu of {n} earlier lines is less, and metrics.jsonl says so now"
-        said += ", wandb does not" * (run.metrics.wandb is not None)
-    everyone.say(said)
-    return speed
+            again = best_peak(self.distributed.device, self.dtype)
+        except RuntimeError as e:  # out of memory
+            log.warning("the peak could not be measured again (%s)", first_line(e))
+            return speed
+        if again.tflops > self.peak.tflops:
+            self.peak = again
+        print(f"peak: measured again, because MFU exceeded 100 %: {self.peak}", flush=True)
+        return replace(speed, peak=self.peak)
+
+    def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
+        """Print the median speed, and the validation loss next to simpler models'."""
+        if self.rates:
+            self.distributed.say(f"{self.speed(median(self.rates))}; peak: {self.peak}")
+        if baselines:
+            known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
+            say = f"val loss {val_loss:.4f} nats a token; for comparison: {known}"
+            self.distributed.say(say)
 
 
-def speed_of(run: Any, tokens_per_s: float) -> Speed:
-    model, T, devices = run.model.config, run.config.block_size, run.distributed.world_size
-    return Speed(model, T, tokens_per_s, run.peak, devices)
-
-
-def say_first(run: Any) -> None:
-    """Print what train.py's run is, before its first step."""
-    config, model, tokens = run.config, run.model, run.global_batch * run.config.block_size
-    counts = model.get_num_params(non_embedding=False), model.get_num_params()
-    least = speed_of(run, 1.0).mfu * tokens * (config.max_iters - run.step)  # at the peak, s
-    say = run.distributed.say
-    say("model: {:,} parameters, {:,} without positions".format(*counts))
-    say(f"peak: {run.peak}")
-    steps = f"{tokens:,} tokens a step, {config.max_iters:,} steps"
-    long = run.distributed.device.type == "cpu" and least > 86400
-    hint = "; config/train_shakespeare_cpu.py takes minutes" * long
-    say(f"{steps}: at the peak rate {duration(least)}, in practice more{hint}")
-
-
-def say_last(run: Any, val_loss: float | None) -> None:
-    """Print what came of it, after its last step."""
-    if run.rates:
-        run.distributed.say(f"{speed_of(run, median(run.rates))}; peak: {run.peak}")
-    if "baselines" in run.meta:
-        known = ", ".join(f"{name} model {x:.2f}" for name, x in run.meta["baselines"].items())
-        run.distributed.say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
-
-
-def log_step(run: Any, loss: float, lr: float, seconds: float, warm: bool) -> None:
-    """Print and log a step; all processes call it.
-
-    Args:
-        seconds: that a step takes, on average since the last line.
-        warm: whether it was timed after what comes once, as compilation.
-    """
-    memory, speed = peak_memory(run.distributed.device), None
-    row = {"iter": run.step, "loss": loss, "lr": lr, "mem_bytes": memory}
-    if warm:
-        tokens = run.global_batch * run.config.block_size
-        speed = believable(run, speed_of(run, tokens / seconds))
-        run.rates.append(speed.tokens_per_s)
-        row |= {"ms": seconds * 1e3, **speed.row()}
-    done = f"iter {run.step}: loss {loss:.4f}, lr {lr:.1e}, {seconds * 1e3:,.1f} ms"
-    left = duration(seconds * (run.config.max_iters - run.step))
-    left = f", {left} left" if run.step < run.config.max_iters else ""
-    run.distributed.say(f"{done}, {speed or 'warming up'}, mem {memory / 1e9:.1f} GB{left}")
-    if run.metrics:
-        run.metrics.log(**row)
-
-
-def not_finite(run: Any, loss: float, val_loss: float | None, lr: float) -> str:
-    """The message of a run that stops because its loss is not finite."""
+def not_finite(
+    step: int, loss: float, val_loss: float | None, lr: float, backend: str, resume: str
+) -> str:
+    """The message of a run that stops; `resume` is the command that resumes it."""
     value = f"loss {loss}" if val_loss is None else f"loss {loss}, val loss {val_loss}"
     return (
-        f"error: a loss or gradient became not finite at step {run.step} or shortly before "
-        f"({value}, lr {lr:.2e}, attention backend {run.chosen.backend.name}). It reached no "
-        "checkpoint. Next: --attention_backend=manual, to see whether the kernel is to blame; "
-        "--init_from=resume with a lower --learning_rate, to go on."
+        f"error: a loss or gradient is not finite at step {step} or shortly before ({value}, "
+        f"lr {lr:.2e}, attention backend {backend}). No checkpoint contains it. Try "
+        "--attention_backend=manual, to see whether the kernel is the cause; or a lower "
+        f"--learning_rate: {resume}"
     )
 
 
 def duration(seconds: float) -> str:
-    """As people say it: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
+    """For people: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
     for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
         if seconds < size * most:
             digits = 0 if unit in ("s", "min") else 1
@@ -202,7 +190,7 @@ def duration(seconds: float) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """The rows of a metrics.jsonl; an incomplete last line is dropped."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -241,15 +229,14 @@ def draw(path: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def _start_wandb(config: Any, out_dir: Path) -> Any:
+def _start_wandb(config: LogConfig, out_dir: Path) -> Any:
     try:
         import wandb
 
         names = {"project": config.wandb_project, "name": config.wandb_run_name}
         soon = wandb.Settings(init_timeout=20)
-        return wandb.init(**names, config=asdict(config), dir=out_dir, settings=soon)
+        return wandb.init(**names, config=vars(config), dir=out_dir, settings=soon)
     except Exception as e:  # not installed, not logged in, not reachable: the run goes on without
         why = f"{type(e).__name__}: {e}"
-        mend = "WANDB_MODE=offline keeps a copy for wandb sync"
-        log.warning("wandb is off (%s); metrics.jsonl has it all, and %s", why, mend)
+        log.warning("wandb is off (%s); metrics.jsonl has everything", why)
         return None

@@ -55,7 +55,7 @@ def update(
 
     Args:
         loss: float32 ().
-        clip: 0 is no clipping.
+        clip: 0 disables clipping.
         found_inf: float32 (), set to 1 where the loss or a gradient is not finite, then for good.
             In float16 a gradient that is not finite only means a smaller loss scale.
     """

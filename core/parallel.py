@@ -5,7 +5,7 @@ fsdp  Every parameter is cut along its first dimension, and a process keeps its 
       gradient and of AdamW's moments: 1/N of the memory. A block's parameters are gathered just
       before it computes, forward and again in backward, and freed after it; its gradients are
       averaged and cut as soon as they are there. Also called ZeRO-3 (Rajbhandari et al. 2020,
-      arXiv 1910.02054). With fewer parts than processes it is hybrid: each group of so many
+      arXiv 1910.02054). With fewer parts than processes it is hybrid: each group of that many
       neighbours holds one copy, and gradients are averaged between the groups.
 
 In bfloat16 FSDP gathers the blocks in bfloat16 and adds up gradients in float32; what lies outside
@@ -54,7 +54,7 @@ def shard(model: Any, distributed: DistInfo, setup: Setup, size: int | None) -> 
     """Leave this process its part of the model's parameters, on the run's device (FSDP2).
 
     For a model on the CPU, so that no GPU ever holds more than a block of it whole. With
-    torch.compile each block is compiled by itself.
+    torch.compile each block is compiled separately.
 
     Args:
         size: processes that hold one copy together; None: all.
@@ -113,10 +113,15 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     return Ring(distributed.ring)
 
 
-def mine(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """This process's tokens and targets, of (B, T) ones that it shares with the model's ring."""
+def shard_batch(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut (B, T) tokens and targets along T for context parallelism."""
     ring = model.ring
     return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
+
+
+def loss_weight(model: Any, T: int) -> float:
+    """Weight of this process's mean loss in its ring: N times its share of the T tokens."""
+    return model.ring.weight(T) if model.ring else 1.0
 
 
 def no_sync(module: Any) -> AbstractContextManager[Any]:
@@ -147,7 +152,7 @@ def is_sharded(module: Any) -> bool:
 
 
 def whole(t: Tensor) -> Tensor:
-    """A tensor of which each process may hold a part: all of it. All processes must ask."""
+    """Return the full tensor of one that may be sharded. All processes must call it."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
@@ -160,7 +165,7 @@ def held(model: nn.Module) -> str:
 
 
 def _can_cut() -> bool:
-    """Whether this PyTorch can cut a graph that holds an autograd.Function, as that of our loss
+    """Whether this PyTorch can cut a graph that holds an autograd.Function, as our loss
     does: some releases refuse it (PyTorch issue 104674)."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 

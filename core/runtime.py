@@ -1,4 +1,4 @@
-"""The set-up of a run, the same for every command: device, dtype, processes, signals, memory."""
+"""The set-up of a run, shared by all commands: device, dtype, compilation, signals, memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import use_flash_impl
-from attention.system import cpu_name
-from core import cpu_matmul
+from attention.machine.system import cpu_name
+from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,20 +28,19 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """A device that is there, by its name; "auto" is CUDA, else Apple's Metal, else the CPU.
+    """The device of that name; "auto" is CUDA, else Apple's Metal, else the CPU.
 
-    A GPU that is named becomes the current one: Triton's kernels, events and pinned memory go to
-    that, wherever the tensors are.
+    A named GPU becomes the current one: Triton launches its kernels there.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not available.
     """
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
     here = ["cpu"] + ["mps"] * mps + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if wanted not in here and not (wanted == "cuda" and cuda):
-        raise UserError(f"there is no device {wanted!r} here; there is {', '.join(here)}")
+        raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -49,11 +48,10 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """The dtype of the matrix products; "auto" is bfloat16 on a GPU that has it in hardware.
+    """The dtype of matrix products; "auto" is bfloat16 where the hardware supports it.
 
     Args:
-        n_embd: of a model that begins to train: on a CPU with bfloat16 matrix units "auto" is
-            bfloat16 then too, if it is wide enough (core/cpu_matmul.py).
+        n_embd: width of a model to train; only then "auto" may be bfloat16 on a CPU.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
@@ -72,7 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether something is on, and the reason."""
+    """On or off, with the reason."""
 
     on: bool
     reason: str = ""
@@ -86,22 +84,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run uses its device: decided once, by the same rules for training, bench and sampling.
+    """How a run uses its device, by the same rules for training, bench and sampling.
 
-    setup = Setup.of(device, "auto")              throws the switches of the process, too
-    model = setup.place(GPT(config))              to the device, oneDNN's products
-    run = setup.compiled(model)                   torch.compile, where that was decided
+    setup = Setup.of(device, "auto")
+    module = setup.compiled(setup.place(GPT(config)))
     with setup.autocast:
-        loss = run(x, y)[1]
+        loss = module(x, y)[1]
     """
 
     device: torch.device
-    dtype: torch.dtype  # of the matrix products; the weights stay in float32
+    dtype: torch.dtype  # of matrix products; weights stay in float32
     compile: Decision
     compile_mode: str
     onednn: Decision
-    why_dtype: str = ""  # why "auto" is that one on the CPU
-    few_rows: bool = True  # of float32, by oneDNN's own product (never with --onednn=False)
+    why_dtype: str = ""  # reason for the CPU's dtype
+    few_rows: bool = True  # decoding may use oneDNN's product of a few rows
 
     @classmethod
     def of(
@@ -117,22 +114,19 @@ class Setup:
         sdpa_flash_impl: str = "FA2",
         n_embd: int | None = None,
     ) -> Setup:
-        """Decide; and throw the process's switches: TF32, determinism, whose flash kernel.
+        """Decide, and set PyTorch's global switches: TF32, determinism, flash kernel.
 
         Args:
-            dtype: "auto", "float32", "bfloat16" or "float16".
-            compile, onednn: None decides by what pays here.
-            deterministic: torch.use_deterministic_algorithms, for every operator.
-            sdpa_flash_impl: what PyTorch's flash kernel on CUDA is: attention.use_flash_impl().
+            compile, onednn: None chooses the faster.
             n_embd: see pick_dtype().
         """
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
             use_flash_impl(sdpa_flash_impl)
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Else every torch.empty() is filled first, at the cost of a pass over its memory.
+            # Otherwise every torch.empty() is filled first, which costs a pass over memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
         products = decide_onednn(onednn, device, chosen, bool(graph))
@@ -143,19 +137,15 @@ class Setup:
 
     @property
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass; it may be entered again and again."""
+        """The context of a forward pass; reusable."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """The loss scaler, which does something for float16 only."""
+        """The loss scaler, enabled for float16 only."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:
-        """The model on the device, ready to run.
-
-        Args:
-            cast: also its weights in `dtype`, as for inference; training leaves that to autocast.
-        """
+        """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         model.compiled = self.compile.on  # type: ignore[assignment]
         if self.device.type == "cpu":
@@ -169,23 +159,22 @@ class Setup:
         """torch.compile(model), or the model itself.
 
         Raises:
-            UserError: CUDA graphs, and micro_steps > 1. The gradients of a micro-batch lie in the
-                graph's own memory, where the next replay writes before they are added up (PyTorch
-                issue 169545; torch._inductor.cudagraph_trees raises then).
+            UserError: CUDA graphs with micro_steps > 1: the next replay overwrites the gradients
+                before they are added up (PyTorch issue 169545).
         """
         if not self.compile:
             return model
         graphs = self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS
         if graphs and micro_steps > 1:
             raise UserError(
-                f"--compile_mode={self.compile_mode} takes CUDA graphs, which overwrite the "
-                f"gradients that {micro_steps} micro-batches add up; take "
-                "max-autotune-no-cudagraphs, or --gradient_accumulation_steps=1"
+                f"--compile_mode={self.compile_mode} uses CUDA graphs, which overwrite the "
+                f"gradients of {micro_steps} micro-batches; use max-autotune-no-cudagraphs, or "
+                "--gradient_accumulation_steps=1"
             )
         return torch.compile(model, mode=self.compile_mode)
 
     def report(self, processes: int) -> list[str]:
-        """The lines that say how the device is used."""
+        """Lines to print: device, dtype, oneDNN, compilation."""
         count = "1 process" if processes == 1 else f"{processes} processes"
         where = f"{self.device} ({describe(self.device)})"
         lines = [f"device: {where}, {dtype_name(self.dtype)}, {count}"]
@@ -198,13 +187,13 @@ class Setup:
 
 
 def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
-    """Whether to compile: None is yes on CUDA."""
+    """Compile? None means yes on CUDA."""
     if wanted is False:
         return Decision(False, "--compile=False")
     if device.type == "cuda" and find_spec("triton") is None:
         return Decision(False, "package 'triton' is not installed (pip install triton)")
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
-        return Decision(False, "there is no C++ compiler on this machine")
+        return Decision(False, "no C++ compiler found")
     if wanted is None and device.type != "cuda":
         pays = f"it pays on long runs only; --compile=True turns it on for the {device.type}"
         return Decision(False, pays)
@@ -214,18 +203,13 @@ def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
 def decide_onednn(
     wanted: bool | None, device: torch.device, dtype: torch.dtype, compiled: bool = False
 ) -> Decision:
-    """Whether oneDNN takes the float32 products (core/cpu_matmul.py): None is where it is faster.
-
-    Args:
-        compiled: is it for a compiled training step?
-    """
+    """Use oneDNN for float32 products (core/cpu/matmul.py)? None: where it is faster."""
     if wanted is False:
         return Decision(False, "--onednn=False")
     if compiled:
-        return Decision(False, "a compiled training step does not take it")
+        return Decision(False, "a compiled training step does not use it")
     if device.type != "cpu" or dtype != torch.float32:
-        here = f"{dtype_name(dtype)} on {device.type}"
-        return Decision(False, f"it is for float32 on the CPU, this is {here}")
+        return Decision(False, f"not for {dtype_name(dtype)} on {device.type}")
     why = None if wanted else cpu_matmul.why_not()
     return Decision(why is None, why or "")
 
@@ -233,9 +217,7 @@ def decide_onednn(
 class StopSignal:
     """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once.
 
-    Not under torchrun: it hands on to its processes what a scheduler has sent to all of them, so
-    each gets one twice; and sends one where a process has died, of which core/watch.py will tell.
-    It kills by itself, 30 s later.
+    Not under torchrun, which repeats a scheduler's signal, and kills after 30 s.
     """
 
     def __init__(self, says: str = "stopping after this step") -> None:
@@ -254,7 +236,7 @@ class StopSignal:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory in use so far, bytes: the GPU's, or this process's on the CPU."""
+    """Peak memory in bytes: of the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -264,24 +246,19 @@ def peak_memory(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, where it would return large blocks to the system at once.
+    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's.
 
-    A step frees its tensors, and the next one allocates them again: each is then a fresh mapping,
-    whose every page the system fills with zeros when it is first touched.
-
-    Returns:
-        False where malloc is not glibc's, and nothing has changed.
+    It would return them to the system, which then fills each page with zeros again.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL("libc.so.6").mallopt
     trim_threshold, mmap_max = -1, -4  # numbers of malloc.h
-    # No block is a mapping of its own, and the heap does not shrink.
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device; on CUDA its copy is not waited for."""
+    """Copy a tensor to the device, without waiting on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
 
@@ -294,7 +271,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def now(device: torch.device) -> float:
-    """The time, in s, when the device has done all that it was given."""
+    """The time in seconds, after the device has finished its work."""
     synchronize(device)
     return time.perf_counter()
 
@@ -306,6 +283,6 @@ def describe(device: torch.device) -> str:
 
 
 def show_log() -> None:
-    """Show what the project logs (on stderr), and other libraries' warnings."""
+    """Print the project's log and other libraries' warnings on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("nanoattn").setLevel(logging.INFO)

@@ -1,31 +1,24 @@
-"""The config file and the command line -> one checked, frozen dataclass.
+"""Settings of a command: config files and the command line -> one checked, frozen dataclass.
 
     python train.py config/train_gpt2.py --batch_size=8 --compile=False
 
-A command lists its settings as a frozen dataclass. The annotation of a field is what pydantic
-checks its values by, and the comment behind it is its help text:
+A command declares its settings as a frozen dataclass. tyro parses the command line; the comment
+after a field is its help text; pydantic's annotations give the range:
 
-    @dataclass(frozen=True)
-    class TrainConfig:
-        # --- model ---
-        n_layer: PositiveInt = 12  # transformer blocks
-        n_kv_head: PositiveInt | None = None  # key and value heads; none: n_head
+    n_layer: PositiveInt = 12  # transformer blocks
 
-`read` starts from the defaults, then takes the config files in the order given, then the command
-line; what comes later wins. Every mistake is a UserError of one sentence. A config file is parsed,
-never executed.
+Later values win: defaults, config files in the order given, command line. Every mistake is a
+UserError (exit code 2). A config file is parsed, never executed.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import functools
 import operator
 import os
-import re
 import sys
 import types
 import typing
@@ -33,33 +26,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
+import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from core.help import describe, help_text, program
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 T = TypeVar("T")
-
-Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not cut at its comma
+Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
+SEPARATOR = "\0"  # joins the parts of a tuple for tyro
 
 
 class UserError(ValueError):
-    """A mistake of the user's, told in one sentence; the commands print it and exit with 2."""
+    """A mistake of the user, in one sentence; commands print it and exit with code 2."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, to quote it in one sentence."""
+    """Return the first line of an exception's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The settings of a run, and where each of them that was given came from."""
+    """The settings of a run, and the origin of each given value."""
 
     settings: T
-    origins: dict[str, str]  # field name -> "config/x.py:7" or "command line"; the rest are default
+    origins: dict[str, str]  # field -> "config/x.py:7" or "command line"; defaults are absent
 
     def report(self) -> list[str]:
-        """The lines for the start of a run: each setting that is not the default, its origin."""
+        """Return one line for each setting that is not the default, with its origin."""
         rows = [
             (field.name, repr(value), self.origins.get(field.name, "derived"))
             for field in dataclasses.fields(self.settings)  # type: ignore[arg-type]
@@ -68,25 +61,22 @@ class Loaded(Generic[T]):
         if not rows:
             return ["settings: all at their defaults"]
         wide = max(len(name) for name, _, _ in rows)
-        # One long path must not push every origin off the screen.
+        # A long path must not push the origins off the screen.
         deep = max((len(value) for _, value, _ in rows if len(value) <= 32), default=0)
         lines = [f"  {name:<{wide}} = {value:<{deep}}  ({origin})" for name, value, origin in rows]
         return ["settings that are not the default:", *lines]
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
-    """One checked instance of cls from sys.argv[1:]; for `options` see gather().
-
-    A ValueError of the dataclass's own __post_init__ becomes a UserError of the same words.
-    """
+    """Return one checked instance of cls from sys.argv[1:]; for `options` see gather()."""
     given, origins = gather(cls, argv, **options)
     return Loaded(_build(cls, given), origins)
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Answer --help and mistakes before the imports that take seconds; read() follows them.
+    """Handle --help and mistakes before the slow imports; read() comes after them.
 
-    The dataclass's own __post_init__, which may need those imports, is left to read().
+    cls.__post_init__, which may need those imports, does not run here.
     """
     try:
         gather(cls, argv, **options)
@@ -101,60 +91,58 @@ def gather(
     aliases: Mapping[str, str] = {},
     positional: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The value of each field that was given, and its origin: read() without making an instance.
-
-    `--key value` and dashes for underscores are accepted, a switch needs no value, and an option
-    of a tuple adds to it each time that it is given. `--help` prints every setting and exits.
+    """Return the given values and their origins, without making an instance.
 
     Args:
         aliases: other name -> field.
-        positional: the field that bare words set, one word or a tuple of them. Without it they are
-            config files; `--config=FILE` names one in any case.
+        positional: the field that bare words set. Without it they are config files; `--config=FILE`
+            names one in any case.
     """
     hints = _hints(cls)
-    fields = {name: name for name in hints} | dict(aliases)
-    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    options = _split(argv, switches, positional or "config")
-    files = [text for name, text in options if name == "config" and text]
-    words = [text for name, text in options if name == positional and text]
-    if positional and len(words) > 1 and not _is_tuple(hints[positional]):
-        raise UserError(f"give one {positional}, got {' '.join(words)}")
-
+    files, texts = _split(argv, hints, aliases, positional)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for path in files:
         for line, name, value in parse_config(path):
-            field = _known(name, fields, f"{path}:{line}: ")
+            field = aliases.get(name, name)
+            if field not in hints:
+                near = did_you_mean(name, {n: n for n in (*hints, *aliases)})
+                raise UserError(f"{path}:{line}: unknown setting {name!r}{near}")
             values[field] = check(hints[field], value, f"{path}:{line}: {name}")
             origins[field] = f"{path}:{line}"
-    if {"-h", "--help"} & set(argv):
-        if _is_rank_0():
-            with contextlib.suppress(BrokenPipeError):  # --help | head
-                print(help_text(cls, values, files, aliases, positional), flush=True)
-        sys.exit(0)
-    for name, text in options:
-        if name == "config" and text:
-            continue
-        field = _known(name, fields, "", "--")
-        if text is None:
-            raise UserError(f"--{name} needs a value: write --{name}=..., {describe(hints[field])}")
-        value = check(hints[field], text, f"--{name}", typed=True)
-        again = _is_tuple(hints[field]) and origins.get(field) == "command line"
-        values[field] = values[field] + value if again else value
-        origins[field] = "command line"
+    # Without __post_init__, which checks again and may need imports that are not made yet.
+    about = (cls.__doc__ or "").split("\n\n")[0]
+    changes = {"__post_init__": lambda self: None, "__doc__": about, "__module__": cls.__module__}
+    plain = type(cls.__name__, (cls,), changes)
+    try:
+        parsed = tyro.cli(
+            plain,
+            prog=f"python {program()}",
+            args=[f"--{n}" if text is None else f"--{n}={text}" for n, text in texts.items()],
+            default=plain(**values),
+            config=(tyro.conf.FlagConversionOff,),
+            use_underscores=True,
+            registry=_LISTS,
+            console_outputs=_is_rank_0(),
+        )
+    except BrokenPipeError:  # --help | head
+        sys.exit(1)
+    for name in texts:
+        values[name] = check(hints[name], getattr(parsed, name), f"--{name}")
+        origins[name] = "command line"
     return values, origins
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, Any], origin: str = "settings.json") -> T:
-    """The instance that dataclasses.asdict, saved as JSON, came from; with the same checks.
+    """Return the instance that a saved dataclasses.asdict() came from, with the same checks.
 
-    A key that is missing takes its default, one that cls does not have is refused.
+    A missing key takes its default; an unknown key is an error.
     """
     if not isinstance(mapping, Mapping):
-        raise UserError(f"{origin} must hold an object of settings, got {_shorten(repr(mapping))}")
+        raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
-        raise UserError(f"{origin} has unknown settings: {unknown}; it is of another version")
+        raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
     given = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
     return _build(cls, given, f"{origin}: ")
 
@@ -184,43 +172,24 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}{error}") from error
 
 
-# --- the types and ranges of values ---
-
-_LIMITS = {"greater_than_equal": "at least {ge:.15g}", "greater_than": "more than {gt:.15g}",
-           "less_than_equal": "at most {le:.15g}", "less_than": "below {lt:.15g}"}  # fmt: skip
+# --- types and ranges ---
 
 
-def check(hint: Any, given: Any, name: str, *, typed: bool = False) -> Any:
-    """The value, if it is of the type `hint` and in its range; a list passes for a tuple, an
-    integer for a float, but True for no number. Text `typed` on the command line is converted."""
-    given = tuple(given) if isinstance(given, list) else given  # JSON has lists only
-    value = _from_text(hint, given) if typed else given
+def check(hint: Any, value: Any, name: str) -> Any:
+    """Return the value if it has the type and range of `hint`; else raise UserError.
+
+    A list is accepted for a tuple, an integer for a float; True is not a number.
+    """
+    value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     try:
-        return _adapter(hint).validate_python(value, strict=not typed)
+        return _adapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-    wanted, got = describe(hint), repr(given)
-    if limit := _LIMITS.get(first["type"]):
-        wanted, got = limit.format(**first["ctx"]), str(given)
-        if type(first["ctx"].get("gt")) is int:
-            wanted = "at least 1"  # as people say "more than 0" of whole numbers
-    raise UserError(f"{name} must be {wanted}, got {_shorten(got)}")
-
-
-def _from_text(hint: Any, text: str) -> Any:
-    """None and tuples as they are typed; the rest stays a string, which pydantic converts."""
-    if text.lower() == "none" and types.NoneType in typing.get_args(hint):
-        return None
-    if hint == Texts:
-        return (text,)
-    if _is_tuple(hint):
-        return tuple(_from_text(typing.get_args(hint)[0], part) for part in text.split(",") if part)
-    return text
+        why = error.errors()[0]["msg"].lower()
+        raise UserError(f"{name}: {why}, got {str(repr(value))[:60]}") from None
 
 
 def check_fields(settings: Any) -> None:
-    """Check every field of a dataclass by its annotation; for its __post_init__, which so holds
-    for an instance that no command line made."""
+    """Check every field of a dataclass by its annotation; call it in __post_init__."""
     for name, hint in _hints(type(settings)).items():
         check(hint, getattr(settings, name), name)
 
@@ -239,53 +208,99 @@ def _is_tuple(hint: Any) -> bool:
     return typing.get_origin(hint) is tuple or hint == Texts
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 # --- the command line ---
 
+_LISTS = ConstructorRegistry()
 
-def _split(argv: Sequence[str], switches: set[str], bare: str) -> list[tuple[str, str | None]]:
-    """The name and the text (or None) of each option; a bare word has the name `bare`."""
-    options: list[tuple[str, str | None]] = []
-    rest = [word for word in argv if word not in ("-h", "--help")]
+
+@_LISTS.primitive_rule
+def _list_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Comma-separated lists: tyro itself takes them with spaces."""
+    if typing.get_origin(info.type) is not tuple:
+        return None
+
+    no_value = types.NoneType in typing.get_args(typing.get_args(info.type)[0])
+
+    def parse(args: list[str]) -> tuple[Any, ...]:
+        words = filter(None, args[0].split(SEPARATOR))
+        parts = tuple(None if no_value and word == "none" else word for word in words)
+        try:
+            return _adapter(typing.cast(Any, info.type)).validate_python(parts, strict=False)
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{first['msg'].lower()}, got {first['input']!r}"
+            raise ValueError(f"expected a comma-separated list; {why}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,...",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+def _split(
+    argv: Sequence[str], hints: Mapping[str, Any], aliases: Mapping[str, str], bare: str | None
+) -> tuple[list[str], dict[str, str | None]]:
+    """Return the config files, and {option: text} in the spelling that tyro reads."""
+    files: list[str] = []
+    texts: dict[str, str | None] = {}
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if re.match(r"-(?!-)|\w+=", word):
-            hint = f"--{word.lstrip('-')}"
-            raise UserError(f"unknown argument {word!r}; did you mean {hint!r}? {_see_help()}")
-        if not word.startswith("--"):
-            options.append((bare, word))
+        if not word.startswith("-") and bare is None:
+            files.append(word)
             continue
-        name, equals, value = word[2:].partition("=")
-        name, text = name.replace("-", "_"), value if equals else None
-        if text is None and name in switches:  # a bare --stream is True
-            given = rest and rest[0].lower() in ("true", "false", "1", "0", "none")
-            text = rest.pop(0) if given else "True"
-        elif text is None and rest and not rest[0].startswith("--"):
-            text = rest.pop(0)
-        options.append((name, text))
-    return options
-
-
-def _known(name: str, fields: Mapping[str, str], where: str, dashes: str = "") -> str:
-    if name in fields:
-        return fields[name]
-    near = did_you_mean(name, {field: dashes + field for field in fields})
-    raise UserError(f"{where}unknown setting {dashes + name!r}{near} {_see_help()}")
+        if word in ("-h", "--help"):
+            texts["help"] = None
+            continue
+        if word.startswith("-"):
+            name, equals, text = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+        else:
+            name, equals, text = str(bare), "=", word
+        name = aliases.get(name, name)
+        hint = hints.get(name)
+        if not equals:
+            switch = hint in (bool, bool | None)
+            follows = bool(rest) and not rest[0].startswith("--")
+            if switch and not (follows and rest[0].lower() in ("true", "false", "none", "0", "1")):
+                text = "True"  # a bare --stream
+            elif follows:
+                text = rest.pop(0)
+            elif hint is not None:
+                raise UserError(f"--{name}: expected a value, write --{name}=...")
+        if name == "config":
+            files.append(text)
+            continue
+        if name in texts and name == bare and not _is_tuple(hint):
+            raise UserError(f"expected one {bare}, got {texts[name]} and {text}")
+        if hint in (bool, bool | None):
+            text = {"1": "True", "0": "False"}.get(text, text.capitalize())
+        elif text.lower() == "none" and types.NoneType in typing.get_args(hint):
+            text = "None"
+        elif _is_tuple(hint):
+            text = text if hint == Texts else text.replace(",", SEPARATOR)
+            text = SEPARATOR.join(filter(None, (texts.get(name), text)))  # repeated: add to it
+        texts[name] = text
+    return files, texts
 
 
 def did_you_mean(word: str, choices: Mapping[str, str]) -> str:
-    """The end of a sentence about a mistyped word; choices: name -> what to type."""
+    """Return "; did you mean ...?" for a mistyped word, or ""; choices: name -> what to type."""
     word, close = word.lower(), difflib.get_close_matches
-    begun = [name for name in choices if len(word) > 2 and name.startswith(word)]
-    near = close(word, choices, 1, 0.85) or begun or close(word, choices, 1)
+    starts = [name for name in choices if len(word) > 2 and name.startswith(word)]
+    near = close(word, choices, 1, 0.85) or starts or close(word, choices, 1)
     return f"; did you mean {choices[near[0]]!r}?" if near else ""
 
 
-def _see_help() -> str:
-    return f"(python {program()} --help lists them all)"
+def program() -> str:
+    """Return what follows `python` on the command line: "train.py", or "-m attention"."""
+    spec = sys.modules["__main__"].__spec__
+    if spec and spec.origin == sys.argv[0]:
+        return f"-m {spec.name.removesuffix('.__main__')}"
+    return Path(sys.argv[0]).name
 
 
 # --- the config file ---
@@ -296,12 +311,12 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def parse_config(path: str) -> list[tuple[int, str, Any]]:
-    """The (line, name, value) of each assignment in a config file; anything else is refused."""
+    """Return (line, name, value) of each assignment in a config file; anything else is an error."""
     try:
         tree = ast.parse(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        beside = {p.name: str(p) for p in Path(path).parent.glob("*.py")}
-        near = did_you_mean(Path(path).name, beside)
+        siblings = {p.name: str(p) for p in Path(path).parent.glob("*.py")}
+        near = did_you_mean(Path(path).name, siblings)
         raise UserError(f"config file {path!r} does not exist{near}") from None
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
@@ -321,7 +336,7 @@ def parse_config(path: str) -> list[tuple[int, str, Any]]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """The value of a constant, of a list, or of arithmetic on numbers, bounded so that it ends."""
+    """Evaluate a constant, a list, or arithmetic on numbers within 64 bits."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
@@ -342,7 +357,6 @@ def _evaluate(node: ast.expr) -> Any:
 
 def _refuse(node: ast.AST) -> NoReturn:
     raise ValueError(
-        f"'{_shorten(ast.unparse(node).splitlines()[0])}' is refused; a config file holds only "
-        "lines 'name = value' (numbers and arithmetic on them within 64 bits, strings, True, "
-        "False, None, lists)"
+        f"unsupported: {ast.unparse(node).splitlines()[0][:60]!r}; expected lines 'name = value' "
+        "with numbers (and arithmetic within 64 bits), strings, True, False, None or lists"
     )

@@ -27,7 +27,7 @@ Piece = tuple[int, bool, str]
 
 
 def source_files(root: Path) -> list[Path]:
-    """The file itself, or all text files of a folder, sorted."""
+    """Return the file, or all text files of a folder, sorted."""
     if root.is_dir():
         return sorted(f for f in root.rglob("*") if f.name.endswith(ENDINGS) and f.is_file())
     return [root]
@@ -39,16 +39,16 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from None
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start})") from None
     except UserError:
         raise
     # EOFError, zlib.error: a damaged .gz; ValueError: pyarrow's for a damaged .parquet.
     except (OSError, EOFError, zlib.error, ValueError) as e:
-        raise UserError(f"{path} cannot be read ({e}); mend it or leave it out") from None
+        raise UserError(f"cannot read {path} ({e})") from None
 
 
 def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]:
-    """Each document of a file or of the files in a folder, as an iterator of its parts.
+    """Yield each document of a file, or of the files in a folder, as an iterator of its parts.
 
     A document is a .txt file, a line of a .jsonl file, or a row of a .parquet file; .txt and .jsonl
     may be gzipped. Files of a folder are sorted.
@@ -58,12 +58,12 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]
         raise UserError(f"text needs --source=PATH: {wanted}")
     root = Path(source)
     if not root.exists():
-        raise UserError(f"--source={root} does not exist; give {wanted}")
+        raise UserError(f"--source={root}: not found; expected {wanted}")
     if not (files := source_files(root)):
-        raise UserError(f"there is no .txt, .jsonl or .parquet file in {root}; give {wanted}")
+        raise UserError(f"--source={root}: the folder has no .txt, .jsonl or .parquet file")
     for path in files:
         if not path.name.endswith(ENDINGS):
-            raise UserError(f"{path} is no .txt, .jsonl or .parquet file; rename it to what it is")
+            raise UserError(f"{path}: expected {wanted}")
         if path.suffix == ".parquet":
             rows = _parquet_rows(path, text_key)
         elif ".jsonl" in path.name:
@@ -73,7 +73,7 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterator[str]]
             continue
         with _reading(path):
             for number, row in rows:
-                yield iter((_text(row, text_key, f"{path}:{number}"),))
+                yield iter((_text(row, text_key, f"{path}, line {number}"),))
 
 
 def text_parts(path: Path) -> Iterator[str]:
@@ -92,49 +92,49 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except json.JSONDecodeError as e:
-                    raise UserError(f"{path}:{number} is no JSON ({e.msg}); mend it") from None
+                    raise UserError(f"{path}, line {number}: invalid JSON ({e.msg})") from None
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     try:
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError("reading .parquet needs pyarrow; run: pip install pyarrow") from None
+        raise UserError("reading .parquet needs pyarrow (pip install pyarrow)") from None
     with pq.ParquetFile(path) as table:
         if key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{path} has no column {key!r} but {names}; name it with --text_key")
+            raise UserError(f"{path}: no column {key!r} (it has {names}); use --text_key")
         batches = table.iter_batches(batch_size=64, columns=[key])
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
 def _text(row: Any, key: str, where: str) -> str:
-    """The text of a JSON line or a table row."""
+    """Return the text of a JSON line or a table row."""
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        has = f"its fields: {', '.join(row)}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{where} has no text in {key!r} ({has}); name the field with --text_key")
+        has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
+        raise UserError(f"{where}: no text in {key!r} ({has}); use --text_key")
     return text
 
 
 def web_documents(name: str, configuration: str | None, key: str) -> Iterator[Iterator[str]]:
-    """Each document of a dataset on the hub."""
+    """Yield each document of a dataset on the Hugging Face hub."""
     try:
         from datasets import load_dataset
     except ImportError:
-        raise UserError(f"{name} needs the datasets library; run: pip install datasets") from None
+        raise UserError(f"{name} needs datasets (pip install datasets)") from None
     try:
         if offline := why_not_hub():
             raise ConnectionError(offline)
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
-            yield iter((_text(row, key, f"{name}, row {number},"),))
+            yield iter((_text(row, key, f"{name}, row {number}"),))
     except UserError:
         raise
     except Exception as e:  # the library has dozens of errors for an unreachable hub
         raise UserError(
-            f"{name} could not be loaded ({type(e).__name__}: {first_line(e)}); look at the "
-            "network, or give .parquet or .jsonl files at hand with --source=PATH"
+            f"cannot load {name} ({type(e).__name__}: {first_line(e)}); check the network, or use "
+            "local .parquet or .jsonl files with --source=PATH"
         ) from e
 
 
@@ -143,10 +143,10 @@ _TO_LAST_WORD = re.compile(r".*(?=[ \n]\S)", re.DOTALL)
 
 
 def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
-    """Document i in pieces of at most PIECE characters, however its text is split into `parts`.
+    """Yield document i in pieces of at most PIECE characters.
 
-    A piece ends before a space or line break that a word follows, if its second half has one: no
-    token of GPT-2 spans such a place, so the tokens are the same as of the whole text.
+    A piece ends before a space or line break followed by a word, if its second half has one. No
+    GPT-2 token spans such a place, so the tokens equal those of the whole text.
     """
     rest, start = "", 0
     for part in parts:
@@ -161,7 +161,7 @@ def cut_document(i: int, parts: Iterable[str]) -> Iterator[Piece]:
 
 
 def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces with about PIECE characters in all: one task for a worker."""
+    """Group pieces into lists of about PIECE characters: one task for a worker."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:

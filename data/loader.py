@@ -10,8 +10,9 @@ window once, in random order, before any comes again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ import numpy as np
 
 from core.settings import UserError
 from data.documents import HUB
-from data.prepare import command, map_ahead
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
     import torch
@@ -29,55 +29,45 @@ SCAN_ALL = 2**28  # tokens; larger files are only sampled, in 256 places
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """The meta.json of a prepared dataset."""
+    """Return the meta.json of a prepared dataset; UserError if there is none."""
     folder = Path(folder)
     path = folder / "meta.json"
-    prepare = f"prepare it with: {command(folder)}"
+    prepare = f"prepare it with: python -m data {folder.name}"
     if folder.name in HUB:
-        small = folder.with_name("shakespeare")
-        prepare += (
-            f" (hours, and 54 GB for openwebtext); to try the same settings at once: "
-            f"{command(small)}, then train with --dataset={small.name}"
-        )
+        prepare += " (hours of download), or try --dataset=shakespeare (python -m data shakespeare)"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"there is no dataset in {folder} (no meta.json); {prepare}") from None
+        raise UserError(f"no dataset in {folder} (meta.json not found); {prepare}") from None
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read ({e}); {prepare}") from None
+        raise UserError(f"cannot read {path} ({e}); {prepare}") from None
     if not isinstance(meta, dict) or not {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
-        raise UserError(f"{path} is no dataset's; {prepare}")
+        raise UserError(f"{path} does not describe a dataset; {prepare}")
     return meta
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """The tokens of a split ("train" or "val"), uint16, memory-mapped.
+    """Return the tokens of a split ("train" or "val"), (N,) uint16, memory-mapped.
 
     Raises:
-        UserError: fewer tokens than one sequence of block_size and its targets, or an id that is
-            not below the model's vocab_size (of more than 2**28 tokens, 256 places are checked).
+        UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
+            vocab_size (in files above 2**28 tokens, 256 places are checked).
     """
-    folder = Path(folder)
-    path = folder / f"{split}.bin"
-    meta = read_meta(folder)
-    again = f"prepare it again with: {command(folder, meta)}"
-    N = meta["tokens"].get(split, 0)
+    path = Path(folder) / f"{split}.bin"
+    N = read_meta(folder)["tokens"].get(split, 0)
+    again = f"prepare it again with: python -m data {Path(folder).name} --force"
     if not path.is_file():
         raise UserError(f"{path} is missing; {again}")
     if (size := path.stat().st_size) != 2 * N:
-        says = f"{path} has {size:,} bytes, 2 a token, and meta.json says {N:,} tokens"
-        raise UserError(f"{says}; {again}")
+        raise UserError(f"{path}: expected {2 * N:,} bytes ({N:,} tokens), got {size:,}; {again}")
     if block_size + 1 > N:
         raise UserError(
-            f"{path} has {N} tokens, a sequence of --block_size={block_size} and its "
-            f"targets need {block_size + 1}; lower --block_size or take more text"
+            f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
+            "smaller --block_size or more text"
         )
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
     if (largest := _largest(tokens)) >= vocab_size:
-        raise UserError(
-            f"{path} has the token {largest}, the model's vocabulary ends at {vocab_size - 1}; "
-            f"take a model with a larger one, or {again}"
-        )
+        raise UserError(f"{path} has token {largest}, but the model's vocabulary is {vocab_size}")
     return tokens
 
 
@@ -106,7 +96,7 @@ class Batches:
         self._epoch = (-1, np.empty(0, dtype=np.int64))  # the last epoch drawn
 
     def starts(self, step: int) -> np.ndarray:
-        """Where each sequence of a step begins in the tokens, (global_batch,) int64."""
+        """Return the first token of each sequence of a step, (global_batch,) int64."""
         k = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         found = np.empty_like(k)
         for epoch in range(int(k[0]) // self.windows, int(k[-1]) // self.windows + 1):
@@ -124,15 +114,17 @@ class Batches:
         return drawn[1]
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """This process's sequences of a step and their targets, (n, T) int64; n is global_batch /
-        world, for the first processes one more where that is no whole number."""
+        """Return this process's sequences of a step and their targets, (n, T) int64.
+
+        n is global_batch / world, rounded up for the first processes.
+        """
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """get(start), ..., get(stop - 1), prepared by a thread up to four steps ahead."""
+        """Yield get(start), ..., get(stop - 1); a thread prepares up to four steps ahead."""
 
         def begin() -> None:
             if self.device.type == "cuda" and self.device.index is not None:
@@ -149,11 +141,10 @@ class Batches:
 def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
                  ) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
-    """Evenly spaced windows of a split and their targets, the same ones every time.
+    """Yield evenly spaced windows of a split, their targets and how many sequences count.
 
-    Each process takes every world-th batch. A split too short for so many windows yields each of
-    its windows once. The third value is how many of the sequences count: all, or none of a batch
-    that is there because every process must run the model as often as the others (FSDP).
+    The same windows every time. Each process takes every world-th batch. The count is 0 for a
+    filler batch: under FSDP all processes must run the model equally often.
     """
     n = max(1, min(batches * batch_size, (len(tokens) - 1) // block_size))
     starts = np.linspace(0, len(tokens) - 1 - block_size, n).astype(np.int64)
@@ -165,7 +156,7 @@ def eval_batches(tokens: np.ndarray, block_size: int, batches: int, batch_size: 
 def _gather(
     tokens: np.ndarray, T: int, starts: np.ndarray, device: str | torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The sequences of T tokens that begin at `starts`, and their targets."""
+    """Return the sequences of T tokens that begin at `starts`, and their targets."""
     import torch
 
     # Copying whole rows of a view is several times faster than indexing each token.
@@ -177,3 +168,14 @@ def _gather(
     # From pinned memory the copy overlaps the computation.
     x, y = x.pin_memory(), y.pin_memory()
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """Like pool.map, with at most `ahead` tasks in memory."""
+    running: deque[Future[Any]] = deque()
+    for task in tasks:
+        running.append(pool.submit(work, task))
+        if len(running) >= ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()

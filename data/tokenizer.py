@@ -57,7 +57,7 @@ class CharTokenizer:
         return (self.vocabulary[i] for i in ids)
 
     def token_bytes(self) -> list[bytes]:
-        """The UTF-8 of each id's text; empty for eot, which is no text."""
+        """The UTF-8 of each id's text; empty for eot."""
         return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
 
     def to_meta(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _gpt2_encoding() -> Any:
                     assert sha256(content) == expected, f"{name} is not the file tiktoken pins"
                     write_atomically(paths[name], content)
         os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
-    except UserError as e:  # tiktoken's own cache or a download may have them
+    except UserError as e:  # tiktoken's own cache or a download may help
         reason = f"; {e}"
     try:
         return tiktoken.get_encoding("gpt2")

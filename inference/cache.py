@@ -1,30 +1,24 @@
-"""KV caches: the keys and values of the tokens so far, so that each is computed once.
+"""KV caches: keys and values of the tokens so far.
 
-    cache      what it is                                     for
-    dynamic    buffers that double when they are full         plain k and v: every backend
-    static     buffers of one size, lengths on the device     a compiled step, or a CUDA graph
-    paged      pages from a pool, found through a table       many texts of different lengths
-
-All three are used alike. A step reserves room for its tokens, the model stores them layer by layer,
-and advance() ends the step: ::
+    cache      buffers                               for
+    dynamic    doubled when full                     every backend: plain k and v
+    static     one size, lengths on the device       a compiled step, a CUDA graph
+    paged      pages from a pool, with page tables   many texts of different lengths
 
     cache = DynamicCache(12, max_len=1024)
     step = cache.reserve(64)                  the prompt
     logits, _ = model(prompt, cache=step)     each layer calls step.layer(layer).append(k, v)
     step.advance()
-    step = cache.reserve(1)                   decoding
-    ...
 
-append() stores this call's k and v, (B, Tq, Hkv, D), without waiting for the device, and gives back
-what the kernel is to read: keys, values, and for the static and the paged cache a view that says
-which of them are whose (attention/views.py). Kernels never write a cache.
+append() stores k and v (B, Tq, Hkv, D) and returns the keys, values and view (attention/views.py)
+for the kernel. It never waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,11 +27,11 @@ from attention.views import PagedView, StaticView
 from core.runtime import to_device
 from inference.pages import PagePool
 
-Appended = tuple[Tensor, Tensor, Any]  # keys, values and the view of them, for a kernel to read
+Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
 
 
 class Step:
-    """One step of a cache: what the model is given."""
+    """One step of a cache: the model's argument `cache`."""
 
     segments: Tensor | None = None
     page_size: int | None = None
@@ -61,14 +55,12 @@ class LayerCache:
 
 
 class Cache:
-    """Keys and values of each layer."""
-
-    k: Any
-    v: Any
+    k: Sequence[Tensor | None] | Tensor
+    v: Sequence[Tensor | None] | Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of all layers."""
+        """Bytes of all buffers."""
         return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
 
 
@@ -76,50 +68,54 @@ class Cache:
 
 
 class DynamicCache(Cache):
-    """Keys and values of all tokens so far, in buffers that double when they are full.
+    """Buffers that double when full; a kernel reads plain k and v with Tq < Tk.
 
-    To a kernel they look like plain k and v with Tq < Tk, so every backend can read them. Rows end
-    together: prompts of different lengths are padded on the left, and the padding is a segment of
-    its own, which no other token sees. With a window the buffers keep what a later token can see,
-    the last window - 1 tokens, and never more than twice the window. ::
+    Rows end together: shorter prompts are padded on the left with a segment of their own. With a
+    window the last window - 1 tokens are kept. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
         row 1            d e f g h      1 1 1 1 1
 
     Args:
-        max_len: positions that the model has, block_size.
-        window: keys that a query sees, itself included; None: all, so max_len.
-        pad: padding on the left of each row; None: no row has any.
+        max_len: block_size of the model.
+        window: keys that a query sees, itself included; None: all.
+        pad: padding on the left of each row.
     """
 
-    def __init__(self, n_layer: int, *,
-                 max_len: int, window: int | None = None, pad: Sequence[int] | None = None,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+    def __init__(
+        self,
+        n_layer: int,
+        *,
+        max_len: int,
+        window: int | None = None,
+        pad: Sequence[int] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.max_len, self.window, self.device = max_len, window or max_len, device
         self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
         self.v: list[Tensor | None] = [None] * n_layer
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
         self.stored = 0  # tokens of a row so far, padding included
-        self.kept = 0  # of these, the last so many are in the buffers
-        self.capacity = 0  # tokens that the buffers have room for
+        self.kept = 0  # of these, in the buffers
+        self.capacity = 0  # room in the buffers, tokens
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
-        """Begin a step of T tokens in each row: make room for them.
+        """Begin a step of T tokens in each row.
 
         Args:
-            counts: 0 for a row whose text has ended: it may grow past max_len. None: none has.
+            counts: 0 for a row whose text has ended.
 
         Raises:
-            ValueError: a row that has not ended would pass max_len.
+            ValueError: a text would exceed max_len.
         """
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         longest = self.stored + T - min(pads, default=0)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if T == 1 and self.kept == self.capacity >= 2 * self.window:
-            n = self.window - 1  # what is seen goes to the front
+            n = self.window - 1  # visible tokens go to the front
             for t in (*self.k, *self.v):
                 if t is not None:
                     t[:, :n] = t[:, self.kept - n : self.kept]
@@ -133,7 +129,6 @@ class DynamicCache(Cache):
         return DynamicStep(self, T, pos, (at >= self.pad).int())
 
     def _make_room(self, n: int) -> None:
-        """Buffers of at least n tokens: doubled, so that each token is copied once on average."""
         if n <= self.capacity:
             return
         most = self.max_len if self.window == self.max_len else 2 * self.window
@@ -148,8 +143,6 @@ class DynamicCache(Cache):
 
 @dataclass(frozen=True)
 class DynamicStep(Step):
-    """One step of a DynamicCache."""
-
     cache: DynamicCache
     T: int  # tokens of each row
     pos: Tensor  # (T,) or, with padding, (B, T) int64
@@ -157,13 +150,12 @@ class DynamicStep(Step):
     kind: ClassVar[str] = "dynamic"
 
     def positions(self, T: int) -> Tensor:
-        """The positions of this step's T tokens, (T,) or (B, T) int64; 0 for padding."""
+        """Positions, (T,) or (B, T) int64; 0 for padding."""
         if T != self.T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
+            raise ValueError(f"the cache has reserved {self.T} tokens, got {T}")
         return self.pos
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """Views of the buffers, (B, Tk, Hkv, D), and None."""
         return self._append(self.cache.k, layer, k), self._append(self.cache.v, layer, v), None
 
     def _append(self, buffers: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
@@ -175,7 +167,7 @@ class DynamicStep(Step):
             end = c.kept + 1
             buffer[:, c.kept : end] = new
             return buffer[:, max(0, end - c.window) : end]
-        # A chunk's first query sees window - 1 tokens before it; the next step, as many of these.
+        # The first query sees window - 1 earlier tokens; so does that of the next step.
         past = min(c.kept, c.window - 1)
         seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
         keep = min(c.window - 1, c.kept + T)
@@ -196,21 +188,18 @@ MIN_BUCKET = 128
 
 
 def bucket(n: int, limit: int) -> int:
-    """How much of a static cache is read where n tokens are stored: a power of two, at least 128.
+    """Length of a static cache that is read for n stored tokens: a power of two, at least 128.
 
-    So attention costs at most twice what the stored tokens alone would, for log2(limit / 128) + 1
-    shapes to compile.
+    This limits the compiled shapes to log2(limit / 128) + 1.
     """
     return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
 
 
 class StaticCache(Cache):
-    """Keys and values in buffers that are allocated once, for steps that are always one shape.
+    """Buffers that are allocated once, for `max_len` tokens of each row.
 
-    Every row starts at place 0, and the lengths of the rows are on the device: a compiled decode
-    step, or a CUDA graph, finds its data in the same place each time. The host counts along, so it
-    knows, without waiting, how much of the buffers is in use: see bucket(). The last place of each
-    row is never read: padding on the right of a prompt is written there. ::
+    The lengths are on the device for compiled steps and CUDA graphs, and on the host for bucket().
+    The last slot of a row takes the padding on the right of a prompt and is never read. ::
 
         row 0   a b c . . . . . | .     start 3
         row 1   d e f g h . . . | .     start 5
@@ -218,26 +207,33 @@ class StaticCache(Cache):
 
         cache = StaticCache(12, 2, 1024, 12, 64)
         step = cache.reserve(5, (3, 5))                 prompts of 3 and 5 tokens, 5 columns
-        logits, _ = model(prompts, cache=step)          row 0's answer is logits[0, 2]
-
-    Args:
-        max_len: tokens that each row has room for.
+        logits, _ = model(prompts, cache=step)          row 0 ends at logits[0, 2]
     """
 
-    def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
-                 dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+    def __init__(
+        self,
+        n_layer: int,
+        batch: int,
+        max_len: int,
+        n_kv_head: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.max_len = max_len
         shape = (batch, max_len + 1, n_kv_head, head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.k: list[Tensor] = [
+            torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)
+        ]
+        self.v: list[Tensor] = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
         self.count = torch.empty(batch, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self) -> None:
-        """Empty the cache where it lies: a CUDA graph that was recorded with it stays right."""
-        # Zeros, since 0 * NaN is NaN: a place that is masked must hold finite values all the same.
+        """Empty the cache in place: a CUDA graph has its addresses."""
+        # Masked slots must be finite: 0 * NaN is NaN.
         torch._foreach_zero_([*self.k, *self.v])
         self.start.zero_()
         self.count.zero_()
@@ -248,17 +244,17 @@ class StaticCache(Cache):
         """Begin a step of T columns.
 
         Args:
-            counts: tokens of each row, 0 .. T; what follows in a row is padding. None: T.
+            counts: tokens of each row, 0 .. T, the rest is padding; None: T.
 
         Raises:
-            ValueError: a row would pass max_len.
+            ValueError: a row would exceed max_len.
         """
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
         longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
         if longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if counts != self.counts:  # for the prompt, after it, and when a row's text has ended
+        if counts != self.counts:
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(longest, self.max_len)
@@ -267,29 +263,25 @@ class StaticCache(Cache):
 
 @dataclass(frozen=True)
 class StaticStep(Step):
-    """One step of a StaticCache."""
-
     cache: StaticCache
     T: int  # columns
     start: Tensor  # (B,) int32, tokens of each row stored before this step
     count: Tensor  # (B,) int32, tokens of each row in this step
-    length: int  # places that are read
-    first: bool  # nothing is stored yet
+    length: int  # slots that are read
+    first: bool  # nothing is stored yet: plain attention
 
     @property
     def kind(self) -> str:
-        """The first tokens see only one another: plain attention, which every backend has."""
         return "none" if self.first else "static"
 
     def positions(self, T: int) -> Tensor:
-        """The positions of this step's T columns, (B, T) int64."""
+        """Positions, (B, T) int64."""
         if T != self.T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, and {T} came")
+            raise ValueError(f"the cache has reserved {self.T} tokens, got {T}")
         at = self.start[:, None] + torch.arange(T, device=self.start.device)
         return at.clamp(max=self.cache.max_len - 1)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """The buffers as far as they are read; in the first step k and v as they are, and None."""
         k_buffer, v_buffer, trash = self.cache.k[layer], self.cache.v[layer], self.cache.max_len
         i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq)
@@ -312,13 +304,10 @@ class StaticStep(Step):
 
 
 class PagedCache(Cache):
-    """Keys and values in pages of `page_size` tokens, which lie in any order.
+    """Pages of `page_size` tokens, in any order, and a page table for each sequence.
 
-    A table says which page holds which tokens of which sequence (Kwon et al. 2023,
-    "PagedAttention", arXiv 2309.06180). Nothing is reserved for tokens that may never come, and
-    sequences with a common beginning share its pages. Which page is whose, inference/pages.py
-    decides, on the host; here are the tensors, where a page number stands for one page in every
-    layer. ::
+    inference/pages.py assigns the pages; a page number is one page in every layer.
+    Source: Kwon et al. 2023, "PagedAttention", arXiv 2309.06180. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
@@ -330,39 +319,41 @@ class PagedCache(Cache):
         cache = PagedCache(12, 12, 64, n_pages=1025, page_size=4)
         a, b = cache.pool.new(), cache.pool.new()       two sequences
         step = cache.reserve([a, b], [6, 9])            their prompts have 6 and 9 tokens
-
-    Args:
-        n_pages: for all sequences together, the null page among them.
-        page_size: tokens a page.
     """
 
-    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
-                 n_pages: int, page_size: int, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+    def __init__(
+        self,
+        n_layer: int,
+        n_kv_head: int,
+        head_dim: int,
+        *,
+        n_pages: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.pool = PagePool(n_pages, page_size)
         shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.v: Tensor = torch.zeros_like(self.k)
 
     @property
     def nbytes_used(self) -> int:
-        """Bytes of the pages that some sequence holds; a shared page counts once."""
+        """Bytes of the pages in use; a shared page counts once."""
         return self.nbytes // self.pool.n_pages * self.pool.n_used
 
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
-        """Begin a step: take pages from the pool.
-
-        All lengths are known on the host: one small copy goes to the device, none comes back.
+        """Begin a step.
 
         Args:
-            rows: the sequence of each row of the batch, by its number in the pool.
+            rows: the pool's sequence number of each row of the batch.
             counts: tokens of each row in this step, 0 .. Tq.
 
         Raises:
             OutOfPages: nothing was changed.
             ValueError: no such sequence.
         """
-        assert len(set(rows)) == len(rows) > 0, "each row is another sequence"
+        assert len(set(rows)) == len(rows) > 0, "a sequence twice"
         step = dict(zip(rows, counts, strict=True))
         self.pool.grow(step)
         lengths = [self.pool.length(row) for row in rows]
@@ -376,23 +367,20 @@ class PagedCache(Cache):
 
 @dataclass(frozen=True)
 class PagedStep(Step):
-    """One step of some sequences of a PagedCache."""
-
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
     page_table: Tensor  # (B, max_pages) int32
-    start: Tensor  # (B,) int32: where each row's first token of this step stands
+    start: Tensor  # (B,) int32, position of each row's first token in this step
     count: Tensor  # (B,) int32
     page_size: int
     kind: ClassVar[str] = "paged"
 
     def positions(self, T: int) -> Tensor:
-        """The positions of this step's T columns, (B, T) int64; 0 for padding on the right."""
+        """Positions, (B, T) int64; 0 for padding."""
         i = torch.arange(T, device=self.start.device)
         return torch.where(i < self.count[:, None], self.start[:, None] + i, 0)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        """The pages, (n_pages, page_size, Hkv, D), and a PagedView."""
         k_pages, v_pages, size = self.cache.k[layer], self.cache.v[layer], self.page_size
         i = torch.arange(k.shape[1], device=k.device)
         at = self.start[:, None] + i  # (B, Tq) positions
@@ -401,10 +389,9 @@ class PagedStep(Step):
         real = i < self.count[:, None]
         slot = torch.where(real, page * size + at % size, at % size).flatten().long()
         for pages, new in ((k_pages, k), (v_pages, v)):
-            # view(), since flatten() might copy, and the copy would be written to.
+            # Not flatten(), which might copy.
             pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
         return k_pages, v_pages, PagedView(self.page_table, self.start, self.count)
 
     def advance(self) -> None:
-        """End the step, after the last layer: its tokens are stored."""
         self.cache.pool.advance(self.counts)

@@ -1,10 +1,8 @@
 """A JSON schema as a regular expression, for inference/constrain.py.
 
-What the expression matches is valid by the schema, always: a keyword is honoured or refused, never
-dropped. It does not match all that is valid: an object has its properties in the schema's order and
-no others, numbers have up to 15 digits, white space is single spaces. Refused are, among others,
-minimum, pattern, format, oneOf, allOf, not, a $ref that recurs, and what may be any value: a finite
-automaton cannot count brackets, so that values nest only as deeply as the schema does.
+A match is always valid. Not all valid values match: properties come in the schema's order and no
+others, numbers have up to 15 digits, white space is single spaces. Unsupported keywords (minimum,
+pattern, format, oneOf, allOf, not, ...), recursion and untyped values are errors.
 
 JSON: RFC 8259. JSON schema: draft 2020-12, "Core" and "Validation".
 """
@@ -20,18 +18,23 @@ from core.settings import UserError
 
 SPACE, COMMA = " ?", " ?, ?"
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\])'  # of a string
-PLAIN = {  # types that are the same whatever stands beside them
+PLAIN = {  # types without further keywords
     "integer": "(?:0|-?[1-9][0-9]{0,14})",  # 15 digits: as many as a double holds exactly
     "number": r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?(?:[eE][+-]?[0-9]{1,2})?",
     "boolean": "(?:true|false)",
     "null": "null",
 }
 
-TYPES: dict[str, tuple[type, ...]] = {  # of JSON, and what Python reads them as
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-    "null": (type(None),), "array": (list,), "object": (dict,),
-}  # fmt: skip
-KEYWORDS: dict[str, dict[str, type]] = {  # what is honoured for a type, or a keyword like one
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+KEYWORDS: dict[str, dict[str, type]] = {  # allowed with each type
     "string": {"minLength": int, "maxLength": int},
     "array": {"items": dict, "minItems": int, "maxItems": int},
     "object": {"properties": dict, "required": list, "additionalProperties": object},
@@ -40,17 +43,18 @@ KEYWORDS: dict[str, dict[str, type]] = {  # what is honoured for a type, or a ke
     "anyOf": {"anyOf": list},
     "$ref": {"$ref": str},
 }
-NOTES = {  # which only describe, and are skipped
-    "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default",
-    "examples", "deprecated", "readOnly", "writeOnly",
-}  # fmt: skip
+NOTES = re.compile(  # keywords that do not restrict values
+    r"\$(schema|id|comment|defs)|definitions|title|description|default|examples|deprecated|"
+    "readOnly|writeOnly"
+)
 NAMES = {int: "an integer", str: "a string", list: "a list", dict: "an object"}
 
 
 def to_regex(schema: str | dict[str, Any]) -> str:
-    """The regular expression of JSON values that a schema describes, given as JSON or parsed.
+    """The regular expression of a schema's values, the schema given as JSON or parsed.
 
-    Raises: UserError, it is not JSON, has another keyword, or describes nothing.
+    Raises:
+        UserError: it is not JSON, has an unsupported keyword, or describes no value.
     """
     try:
         root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
@@ -61,14 +65,13 @@ def to_regex(schema: str | dict[str, Any]) -> str:
 
 
 def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
-    """The values that a schema describes; where: its place, refs: those that led to it."""
 
     def part(name: str, inner: Any) -> str:
         return _value(inner, f"{where}/{name}", root, refs)
 
     if not isinstance(schema, dict):
         raise _wrong(where, "expected an object", schema)
-    schema = {key: value for key, value in schema.items() if key not in NOTES}
+    schema = {key: value for key, value in schema.items() if not NOTES.fullmatch(key)}
     special = next((key for key in ("$ref", "anyOf", "enum", "const") if key in schema), None)
     types = schema.get("type", "object" if "properties" in schema else None)
     types = types if isinstance(types, list) else [types]
@@ -84,7 +87,7 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
         case "$ref":
             ref = schema["$ref"]
             if ref in refs:
-                raise _wrong(where, f"{ref} recurs, which is not supported")
+                raise _wrong(where, f"{ref} is recursive")
             return _value(_target(ref, where, root), ref, root, (*refs, ref))
         case "anyOf":
             return _either(part(f"anyOf/{i}", s) for i, s in enumerate(schema["anyOf"]))
@@ -108,8 +111,7 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
         case "object":
             required = schema.get("required", [])
             if missing := [name for name in required if name not in list(schema["properties"])]:
-                what = f"{json.dumps(missing[0])} is required, and is not among the properties"
-                raise _wrong(where, what)
+                raise _wrong(where, "required, but not a property", missing[0])
             pairs = []
             for name, inner in schema["properties"].items():
                 key, value = re.escape(json.dumps(name, ensure_ascii=False)), f"properties/{name}"
@@ -119,9 +121,8 @@ def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
 
 
 def _object(pairs: Sequence[tuple[str, bool]]) -> str:
-    """An object of these properties, "name": value, each with whether it is required."""
-    # By which property is the first, since a comma stands before each of the others: one of those
-    # up to the first that is required, or none.
+    """An object of these properties: (pattern of "name": value, required)."""
+    # One alternative for each property that can be the first: a comma precedes the others.
     ways = []
     for i, (first, needed) in enumerate(pairs):
         rest = (f"(?:{COMMA}{pair})" + "?" * (not must) for pair, must in pairs[i + 1 :])
@@ -138,14 +139,13 @@ def _either(patterns: Iterable[str]) -> str:
 
 
 def _counts(schema: dict[str, Any], what: str, where: str) -> tuple[int, int | None]:
-    """The smallest and the largest length, or number of items; None: there is no largest."""
     low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
     if low < 0 or (high is not None and low > high):
         raise _wrong(where, f"min{what} is {low} and max{what} {high}")
     return low, high
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 def _wrong(where: str, what: str, *got: Any) -> UserError:
@@ -154,7 +154,7 @@ def _wrong(where: str, what: str, *got: Any) -> UserError:
 
 
 def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
-    """Every keyword is honoured beside a type, or a keyword like one, and its value has a type."""
+    """Raise UserError for an unsupported keyword, or a value of a wrong type."""
     known = ({} if kind in ("anyOf", "$ref") else {"type": object}) | KEYWORDS.get(kind, {})
     for key, value in sorted(schema.items()):
         if key not in known:
@@ -170,7 +170,7 @@ def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
 
 
 def _target(ref: str, where: str, root: Any) -> Any:
-    """What a JSON pointer (RFC 6901) within the schema points to."""
+    """The target of a JSON pointer (RFC 6901) within the schema."""
     try:
         if not ref.startswith("#"):
             raise KeyError

@@ -1,4 +1,4 @@
-"""Prompts to texts, for sample.py: by which loop they are written, and where each of them ends."""
+"""Generation of text for sample.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prompt:
-    """What one text begins with, and where that came from."""
-
     text: str
     where: str = ""  # "prompts.txt:3: ", for messages
     ids: list[int] = field(default_factory=list)
@@ -30,12 +28,10 @@ class Prompt:
 
 @dataclass
 class Text:
-    """One text that is being written."""
-
     prompt: Prompt
     seed: int
     new: list[int] = field(default_factory=list)
-    finish: str = "waiting"  # then "interrupted", as long as it is not "stop" or "length"
+    finish: str = "waiting"  # then "interrupted", at the end "stop" or "length"
 
     @property
     def done(self) -> bool:
@@ -44,7 +40,7 @@ class Text:
 
 @dataclass
 class Writer:
-    """Writes the texts, some of them at a time."""
+    """Generates the texts, some at a time."""
 
     model: GPT
     tokenizer: Any
@@ -56,7 +52,7 @@ class Writer:
     first: float = 0.0  # seconds to the first token
 
     def steps(self) -> Generator[None, None, None]:
-        """One token after another into the texts."""
+        """Generate; each step adds one token to a text."""
         device = self.model.transformer.wte.weight.device
         begin = time.perf_counter()
         try:
@@ -69,7 +65,6 @@ class Writer:
             self.seconds = time.perf_counter() - begin
 
     def tokens(self, device: torch.device) -> Iterator[tuple[Text, int]]:
-        """Each token as it comes, and which text's it is; ENDED after its last."""
         config, texts = self.config, self.texts
         size = 1 if config.stream else config.batch_size
         options: dict[str, Any] = {
@@ -112,7 +107,7 @@ class Writer:
             text.new.pop()
 
     def stops(self, new: list[int]) -> bool:
-        """Whether a text ends here: by the model's own token, or with --stop in its last tokens."""
+        """True if the text ends with the end-of-text token or contains --stop."""
         stop = self.config.stop
         if new[-1] == self.tokenizer.eot or stop is None:
             return new[-1] == self.tokenizer.eot
@@ -120,7 +115,6 @@ class Writer:
         return stop in self.tokenizer.decode(last)
 
     def report(self) -> str:
-        """One line: tokens/s, time to the first token, memory of the cache."""
         texts = sum(text.finish != "waiting" for text in self.texts)
         n, s = sum(len(text.new) for text in self.texts), self.stats
         cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
@@ -137,9 +131,9 @@ class Writer:
 def continuation(
     model: GPT, tokenizer: Any, start: str, max_new_tokens: int, *, seed: int, **options: Any
 ) -> str:
-    """`start` and what the model makes of it, in one call; the options are those of Options.
+    """`start` and its continuation; options as sampling.Options.
 
-    Where the vocabulary lacks a character of `start`, its first token stands there.
+    Begins with token 0 if the vocabulary lacks a character of `start`.
     """
     try:
         ids = tokenizer.encode(start)
@@ -152,7 +146,7 @@ def continuation(
 
 
 def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:
-    """The pieces of a text up to `stop`; what may be its beginning is held back."""
+    """Yield the text before `stop`; a possible prefix of `stop` is held back."""
     held = ""
     for piece in pieces:
         held += piece

@@ -1,9 +1,8 @@
-"""Workers of the bench without processes: the same jobs and answers, in this one, at once."""
+"""Workers of the bench within this process: the same jobs and answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,15 +11,15 @@ from bench import bench, fitting, process, proof, training, worker
 
 
 class InProcess:
-    """bench.process.Worker's part; what goes in and out is JSON here too."""
+    """bench.process.Worker, with requests and answers through JSON."""
 
     setup_s = 1.0
 
-    def __init__(self, timeout: float, stop: Any = None, command: Sequence[str] = ()) -> None:
+    def __init__(self, timeout: float, stop: Any = None) -> None:
         self.handler = worker.Handler()
 
     def begin(self, job: Any) -> InProcess:
-        self.about = self.ask({**job, "memory_limit": None})  # it would be this process's
+        self.about = self.ask({**job, "memory_limit": None})  # of this process
         return self
 
     def ask(self, request: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ class InProcess:
 
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
-    """Every mode of the bench takes such workers."""
+    """Use such workers in every mode."""
     for module in (fitting, bench, process, proof):
         patch.setattr(module, "Worker", kind)
-    patch.setattr(training, "keep_freed_memory", lambda: None)  # malloc is this process's, too
+    patch.setattr(training, "keep_freed_memory", lambda: None)

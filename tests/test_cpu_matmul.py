@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from core import cpu_matmul
+from core.cpu import matmul as cpu_matmul
 from core.loss import linear_cross_entropy
-from inference import engine
 from model import GPT, GPTConfig
 
 # On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used,
@@ -99,12 +98,6 @@ def test_one_row_is_a_batch_of_as_many_products_as_there_are_threads(
         assert batches == ([threads] if split else [])
         assert onednn == ([1] if threads > 1 and not split else [])  # MKL's would take one thread
         assert got.shape == truth.shape and close(got, truth, F.linear(x, w, b))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_products_of_bfloat16_are_pytorchs_own(grad: bool) -> None:
-    x, w = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16().requires_grad_(grad)
-    assert torch.equal(cpu_matmul.linear(x, w, None), F.linear(x, w))
 
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
@@ -196,21 +189,6 @@ def test_the_operator_is_what_it_says_to_the_compiler(shape: tuple[int, ...], bi
     torch.library.opcheck(torch.ops.nanoattn.linear, args)
 
 
-def test_it_is_taken_on_amd_s_avx_512_only_and_only_where_it_is_exact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: "AMD EPYC 9654")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(cpu_matmul, "errors", lambda: (7e-7, 4e-7))
-    assert cpu_matmul.why_not() is None
-    monkeypatch.setattr(cpu_matmul, "errors", lambda: (1e-3, 4e-7))
-    assert "not exact" in str(cpu_matmul.why_not())
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert "AVX-512" in str(cpu_matmul.why_not())
-    monkeypatch.setattr(cpu_matmul, "cpu_name", lambda: "Intel(R) Xeon(R) Platinum 8488C")
-    assert "AMD" in str(cpu_matmul.why_not())
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_half_linear_and_its_gradients_are_autocast_s(
@@ -267,44 +245,6 @@ def test_the_gradient_of_a_tied_embedding_is_the_same_and_dense(V: int, kept: bo
     for plain, half in zip(grads[1], grads[3], strict=True):
         assert not half.is_sparse
         torch.testing.assert_close(half, plain)
-
-
-def test_the_look_at_the_error_leaves_the_random_state_alone() -> None:
-    cpu_matmul.errors.cache_clear()
-    before = torch.get_rng_state()
-    cpu_matmul.errors()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_no_switch_is_thrown_around_a_whole_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would reach the attention in the step, which it makes several times slower."""
-    model = GPT(GPTConfig(block_size=32, vocab_size=12, n_layer=1, n_head=1, n_embd=8)).eval()
-    cpu_matmul.convert(model)
-    entered: list[bool] = []
-    steps = []
-    enter = cpu_matmul.onednn.__enter__
-
-    def count(self: cpu_matmul.onednn) -> None:
-        entered.append(True)
-        enter(self)
-
-    def not_compiled(function: Callable[..., object], device: str) -> Callable[..., object]:
-        def step(*args: object) -> object:
-            steps.append(torch.get_float32_matmul_precision())
-            return function(*args)
-
-        return step
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # products of one row take no switch
-    monkeypatch.setattr(cpu_matmul.onednn, "__enter__", count)
-    monkeypatch.setattr(engine, "compiled", not_compiled)
-    before = torch.get_float32_matmul_precision()
-    prompt = torch.zeros(1, 3, dtype=torch.long)
-    tokens = engine.stream(model, prompt, 4, temperature=0, kv_cache="static", compile=True)
-    next(tokens)
-    entered.clear()
-    assert len(list(tokens)) == 3
-    assert steps == [before] * 3 and True not in entered
 
 
 def test_a_gradient_is_never_left_sparse_for_the_optimizer() -> None:

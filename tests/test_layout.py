@@ -1,4 +1,4 @@
-"""The ranks of docs/DESIGN.md: imports point down only, and no file has grown past its budget."""
+"""The ranks and budgets of docs/DESIGN.md: imports point down, and files stay small."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"train", "sample", "bench_mfu", "explain"}
-BELOW: dict[str, set[str]] = {  # what each may import of the project
+BELOW: dict[str, set[str]] = {  # the rooms that each may import
     "attention": set(),
     "core": {"attention"},
     "data": {"core"},
@@ -16,18 +16,23 @@ BELOW: dict[str, set[str]] = {  # what each may import of the project
     "inference": {"attention", "core", "data", "model"},
     "checkpoint": {"attention", "core", "data", "model"},
 }
-BUDGETS = {"model.py": 320, "train.py": 420, "attention/manual.py": 70, "attention/sdpa.py": 150,
-           "attention/tiled.py": 200}  # fmt: skip
+TOP = {*COMMANDS, "bench", "viewer", "course"}
+KERNELS = ("manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged")
+# A backend has about 150 lines. flash.py holds three packages, flex.py its compilation, and
+# tiled.py the backward pass written out.
+BUDGETS = {"model.py": 400, "train.py": 450, "attention/flash.py": 370, "attention/flex.py": 240,
+           "attention/tiled.py": 210}  # fmt: skip
+BUDGETS |= {name: BUDGETS.get(name, 160) for name in (f"attention/{k}.py" for k in KERNELS)}
 
 
 def sources() -> list[Path]:
-    folders = (*BELOW, "bench", "viewer", "docs")
-    inside = [p for folder in folders if folder != "model" for p in (ROOT / folder).rglob("*.py")]
+    folders = ({*BELOW} | TOP) - COMMANDS - {"model"}
+    inside = [p for folder in sorted(folders) for p in (ROOT / folder).rglob("*.py")]
     return [*ROOT.glob("*.py"), *(p for p in inside if "exercises" not in p.parts)]
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports, lazily or not, and the function they are imported in."""
+    """The modules that a file imports, lazily or not, and the function that does."""
 
     def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
@@ -36,62 +41,63 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(child, ast.Import):
                 yield from ((name.name, inside) for name in child.names)
             elif isinstance(child, ast.ImportFrom):
-                # Only attention/, which is a package of the wheel too, imports relatively.
-                assert child.level <= (path.parent == ROOT / "attention"), f"{path}: {child.level}"
-                if child.level and child.module is None:  # from . import a, b
-                    yield from ((f"attention.{name.name}", inside) for name in child.names)
-                else:
-                    here = "attention." if child.level else ""
-                    yield here + (child.module or ""), inside
-            named = isinstance(child, ast.FunctionDef)
-            yield from visit(child, child.name if named else inside)  # type: ignore[attr-defined]
+                package = path.relative_to(ROOT).parts[:-1]
+                # Relative imports in attention/ only: it is also installed, as nanoattn.
+                assert child.level <= (len(package) if package[:1] == ("attention",) else 0), path
+                here = ".".join(package[: len(package) + 1 - child.level]) if child.level else ""
+                module = ".".join(filter(None, (here, child.module)))
+                yield module, inside
+                yield from ((f"{module}.{name.name}", inside) for name in child.names)
+            name = child.name if isinstance(child, ast.FunctionDef) else inside
+            yield from visit(child, name)
 
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), "")
 
 
 def test_imports_point_down_only() -> None:
-    rooms = {*BELOW, *COMMANDS, "bench", "viewer", "docs"}
+    """So no two rooms import each other; GPT.from_pretrained is the one exception."""
     for path in sources():
-        name = path.relative_to(ROOT).with_suffix("")
-        room = name.parts[0]
+        name = path.relative_to(ROOT).with_suffix("").as_posix()
+        room = name.partition("/")[0]
         if room not in BELOW:
             continue
         for module, function in imported(path):
             other = module.partition(".")[0]
-            if other not in rooms or other == room or other in BELOW[room]:
-                continue
-            # The two exceptions of docs/DESIGN.md.
-            assert (str(name), function, other) == ("model", "from_pretrained", "checkpoint") or (
-                str(name) == "attention/__main__" and other == "core"
-            ), f"{name} imports {module}"
+            if other in {*BELOW} | TOP and other != room and other not in BELOW[room]:
+                exception = ("model", "from_pretrained", "checkpoint")
+                assert (name, function, other) == exception, f"{name} imports {module}"
+
+
+def test_files_below_the_commands_do_not_import_each_other_in_a_cycle() -> None:
+    """At import time; imports inside functions may be cyclic."""
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sources()}
+    known = set(names.values())
+    graph = {
+        name: {m for m, function in imported(path) if not function and m in known and m != name}
+        for path, name in names.items()
+    }
+    while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"in a cycle, or above one: {sorted(graph)}"
 
 
 def test_kernels_do_not_know_one_another() -> None:
-    kernels = {"manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged"}
-    for kernel in kernels:
+    for kernel in KERNELS:
         found = [module for module, _ in imported(ROOT / "attention" / f"{kernel}.py")]
-        assert not {f"attention.{k}" for k in kernels} & set(found), kernel
+        assert not {f"attention.{k}" for k in KERNELS} & set(found), kernel
 
 
-def test_what_runs_as_a_command_does_not_run_when_it_is_imported() -> None:
-    found = set()
-    for path in sources():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.If) and "'__name__'" in ast.dump(node.test):
-                name = path.relative_to(ROOT).as_posix()
-                asked = ast.unparse(node.test).split(" and ")[0]
-                run_as = "attention" if name == "attention/__init__.py" else "__main__"
-                assert asked == f"__name__ == {run_as!r}", name
-                found.add(name)
-    assert found >= {f"{command}.py" for command in COMMANDS}
-
-
-def test_the_root_holds_what_a_person_runs_and_the_model() -> None:
+def test_the_root_holds_the_commands_and_the_model() -> None:
     assert {p.stem for p in ROOT.glob("*.py")} == COMMANDS | {"model"}
+
+
+def test_docs_holds_text_only() -> None:
+    assert {p.suffix for p in (ROOT / "docs").rglob("*") if p.is_file()} <= {".md", ".png", ".svg"}
 
 
 def test_no_file_is_past_its_budget() -> None:
     for path in sources():
-        name, lines = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8").count("\n")
+        name, lines = path.relative_to(ROOT).as_posix(), path.read_text("utf-8").count("\n")
         if "kernels" not in name:
             assert lines <= BUDGETS.get(name, 450), f"{name} has {lines} lines"

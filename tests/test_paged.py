@@ -5,7 +5,6 @@ The gather path runs on any device. The Triton kernels run where CUDA is, else i
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import math
@@ -23,25 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import (
-    BACKENDS,
-    BackendUnavailable,
-    Machine,
-    Policy,
-    Spec,
-    oracle,
-    packages,
-    probe,
-    select,
-)
+from attention import Spec
 from attention import paged as kernels
-from attention.paged import gather
+from attention.check import oracle
 from attention.spec import DTYPES
-from attention.views import PagedView, filled_cache
+from attention.views import filled_cache
 from inference.cache import PagedCache
-from inference.pages import OutOfPages
 
-STRICT = Policy(fallback=False)
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = torch.cuda.is_available()
 KERNEL_DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -61,7 +48,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits
     """attend(), with the kernels for one query a row wherever it runs."""
     if q.shape[1] > 1:
         return attend(q, k, v, spec, cache=cache, sinks=sinks)
-    from attention.paged_kernels import decode
+    from attention.triton.paged_kernels import decode
 
     k_pages, v_pages, view = cache.append(k, v)
     table = (view.page_table, view.start, view.count)
@@ -267,7 +254,7 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, de
 def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
     """Values that add up to more than float16 holds before they are divided by their weights, and
     scores of 128 and 128.5, which it does not tell apart in units of log 2."""
-    from attention import paged_kernels
+    from attention.triton import paged_kernels
 
     v = torch.full((1, 256, 1, 16), 800.0, dtype=torch.float16, device=KERNEL_DEVICE)
     v[:, 128:] = 400
@@ -282,7 +269,7 @@ def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
 
 
 def test_opcheck() -> None:
-    from attention import paged_kernels
+    from attention.triton import paged_kernels
 
     q, pages, spec = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
     table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
@@ -291,85 +278,6 @@ def test_opcheck() -> None:
         args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
                 for x in (q, pages, pages.flip(0), table, start, count, *more)]  # fmt: skip
         torch.library.opcheck(paged_kernels.decode, args)
-
-
-@pytest.mark.parametrize("schedule", [
-    [(17, 5, 1)], [(9, 0, 4), (8, 7, 0), (3, 1, 2), (0, 0, 5)], [(1, 0, 1), (1, 1, 1), (0, 1, 1)]],
-    ids=["whole", "chunks", "token by token"])  # fmt: skip
-@pytest.mark.parametrize("run, device", PATHS)
-def test_other_schedules(run, device, schedule) -> None:
-    inputs = draw(SPEC, [sum(c) for c in zip(*schedule, strict=True)])
-    for out, row in zip(serve(run, SPEC, schedule, device, inputs), inputs, strict=True):
-        check(out, row, SPEC)
-
-
-@needs_triton
-def test_a_tile_of_keys_is_16_kb_at_most_and_16_keys_at_least() -> None:
-    from attention.paged_kernels import block_sizes
-
-    want = {(64, 2): (64, 64), (80, 2): (64, 128), (128, 4): (32, 128), (256, 4): (16, 256),
-            (8, 2): (64, 16)}  # fmt: skip
-    assert {asked: block_sizes(*asked) for asked in want} == want
-    assert all(N * D * size <= 2**14 for (_, size), (N, D) in want.items())
-
-
-@needs_triton
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("splits", [0, 1, 3, 8])
-def test_however_many_runs_the_keys_are_split_into(splits, window, monkeypatch) -> None:
-    """Rows of 200, 65 and 1 keys: runs of several blocks, and runs without any key. Who names their
-    number gets it."""
-    from attention import paged_kernels
-
-    chosen: list[Any] = []
-    choose = paged_kernels.choose_splits
-    monkeypatch.setattr(
-        paged_kernels, "choose_splits", lambda *of: chosen.append(of) or choose(*of)
-    )
-    spec = replace(SPEC, page_size=16, window=window)
-    schedule = [(199, 64, 0), (1, 1, 1)]
-    inputs = draw(spec, [200, 65, 1])
-
-    def run(*args: Any, **kw: Any) -> Tensor:
-        return by_kernel(*args, **kw, splits=splits)
-
-    for out, row in zip(serve(run, spec, schedule, KERNEL_DEVICE, inputs), inputs, strict=True):
-        check(out[-1:], row, spec)
-    assert bool(chosen) == (splits == 0)
-    for programs, keys in ((1, 1), (1, 10**6), (64, 4096), (10**5, 10**6)):
-        n = paged_kernels.choose_splits(programs, keys)
-        assert 1 <= n <= 64 and n & (n - 1) == 0, (programs, keys, n)
-    assert paged_kernels.choose_splits(1, 100) == paged_kernels.choose_splits(600, 10**6) == 1
-    assert paged_kernels.choose_splits(8, 10**6) == 64
-
-
-def test_the_kernels_are_launched_on_the_device_of_the_query(monkeypatch) -> None:
-    """Triton launches on the current device: cuda:0, also where the model is on another."""
-    pytest.importorskip("triton", reason="package 'triton' is not installed")
-    from attention import paged_kernels
-
-    held: list[Tensor] = []
-    launched: list[list[Tensor]] = []
-
-    @contextlib.contextmanager
-    def device_of(x: Tensor) -> Iterator[None]:
-        held.append(x)
-        yield
-        held.pop()
-
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **kwargs: launched.append(list(held))
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("decode_kernel", "combine_kernel"):
-        monkeypatch.setattr(paged_kernels, name, Kernel())
-    q, pages = torch.randn(2, 1, 4, 16), torch.randn(3, 16, 2, 16)
-    table = torch.ones(2, 1, dtype=torch.int32)
-    paged_kernels.decode._init_fn(
-        q, pages, pages, table, table[:, 0], table[:, 0], None, 0, 0.25, None, 0
-    )
-    assert [[x is q for x in on] for on in launched] == [[True], [True]]
 
 
 # --- what a row does not depend on, to the bit ---
@@ -404,145 +312,6 @@ def test_canary_a_later_token_moves_nothing_earlier(run, device, window) -> None
                 assert rows.max() < changed + window, (changed, which)
 
 
-# --- sharing ---
-
-
-@pytest.mark.parametrize("run, device", PATHS)
-def test_rows_that_share_a_page_keep_their_own_tokens_in_every_layer(run, device) -> None:
-    spec, n_layer = replace(SPEC, page_size=4), 2
-    cache = poisoned(spec, 12, device, n_layer)
-    layers = [draw(spec, [6], seed=layer)[0] for layer in range(n_layer)]
-    ids = list(range(6))
-    a = cache.pool.new(ids)
-
-    def go(rows: list[int], new: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-        """new[row][layer]; the outputs likewise."""
-        out = [run_step(run, spec, cache, rows, [row[layer] for row in new], layer)
-               for layer in range(n_layer)]  # fmt: skip
-        cache.pool.advance({row: len(x[0][0]) for row, x in zip(rows, new, strict=True)})
-        return [list(per_row) for per_row in zip(*out, strict=True)]
-
-    go([a], [layers])
-    cache.pool.remember(a, ids)
-    rows = [a, cache.pool.new([*ids[:4], 90]), cache.pool.new([*ids[:4], 91])]
-    assert cache.pool.n_used == 2 and [cache.pool.length(row) for row in rows] == [6, 4, 4]
-    stored = {row: [[x[: cache.pool.length(row)] for x in layer] for layer in layers]
-              for row in rows}  # fmt: skip
-    for n, T in enumerate((1, 1, 3, 1)):
-        tails = [[draw(spec, [T], seed=100 * n + 10 * b + layer)[0] for layer in range(n_layer)]
-                 for b in range(3)]  # fmt: skip
-        got = go(rows, tails)
-        for b, row in enumerate(rows):
-            for layer in range(n_layer):
-                both = zip(stored[row][layer], tails[b][layer], strict=True)
-                stored[row][layer] = [torch.cat(pair) for pair in both]
-                check(got[b][layer], stored[row][layer], spec)
-    assert cache.pool.n_used == 1 + 3 * 2  # the first page is still one for all
-    for row in rows[:2]:
-        cache.pool.free(row)
-    assert cache.pool.n_used == 3
-
-
-@pytest.mark.parametrize("run, device", PATHS)
-def test_a_known_prompt_is_read_and_not_computed(run, device) -> None:
-    cache = poisoned(SPEC, 10, device)
-    ids = list(range(11))
-    [prompt, tail] = draw(SPEC, [11, 3])
-    a = cache.pool.new(ids)
-    run_step(run, SPEC, cache, [a], [prompt])
-    cache.pool.advance({a: 11})
-    cache.pool.remember(a, ids)
-    for gone in (False, True):
-        if gone:
-            cache.pool.free(a)
-        b = cache.pool.new([*ids[:9], 77, 78])
-        assert cache.pool.length(b) == 8
-        row = [torch.cat((x[:8], y)) for x, y in zip(prompt, tail, strict=True)]
-        [out] = run_step(run, SPEC, cache, [b], [tail])
-        check(out, row, SPEC)
-        cache.pool.free(b)
-
-
-# --- the cache ---
-
-
-def test_when_pages_run_out_everything_stays_as_it_was() -> None:
-    cache = poisoned(SPEC, 4)
-    a, b = cache.pool.new(), cache.pool.new()
-    [first, second] = draw(SPEC, [6, 4])
-    run_step(attend, SPEC, cache, [a], [first])
-    cache.pool.advance({a: 6})
-    k, v, held = cache.k.clone(), cache.v.clone(), cache.pool.pages(a)
-    with pytest.raises(OutOfPages, match="2 needed, 1 free"):
-        cache.reserve([a, b], [1, 5])
-    assert cache.pool.n_free == 1 and cache.pool.length(b) == 0 and cache.pool.pages(b) == ()
-    assert cache.pool.pages(a) == held and cache.pool.length(a) == 6
-    for now, then in ((cache.k, k), (cache.v, v)):
-        assert torch.equal(now.nan_to_num(7.0), then.nan_to_num(7.0))
-    [out] = run_step(attend, SPEC, cache, [b], [second])  # there is room for this
-    check(out, second, SPEC)
-
-
-def test_a_step() -> None:
-    cache = PagedCache(3, 2, 8, n_pages=9, page_size=4, dtype=torch.float16)
-    assert cache.k.shape == cache.v.shape == (3, 9, 4, 2, 8)
-    page = 2 * 3 * 4 * 2 * 8 * 2  # keys and values, layers, tokens, heads, numbers, bytes
-    assert cache.nbytes == 9 * page and cache.nbytes_used == 0
-    a, b = cache.pool.new(), cache.pool.new()
-    step = cache.reserve([b, a], [9, 0])
-    assert cache.nbytes_used == 3 * page
-    assert step.page_table.tolist() == [list(cache.pool.pages(b)), [0, 0, 0]]
-    assert (step.start.tolist(), step.count.tolist()) == ([0, 0], [9, 0])
-    for t in (step.page_table, step.start, step.count):
-        assert t.dtype == torch.int32 and t.is_contiguous()
-    k_pages, v_pages, reads = step.layer(2).append(*torch.zeros(2, 2, 9, 2, 8).half())
-    assert k_pages.data_ptr() == cache.k[2].data_ptr()
-    assert v_pages.data_ptr() == cache.v[2].data_ptr()
-    assert (reads.page_table, reads.start, reads.count) == (step.page_table, step.start, step.count)
-    assert cache.pool.length(b) == 0
-    step.advance()
-    assert cache.pool.length(b) == 9
-    assert cache.reserve([a, b], [1, 4]).start.tolist() == [0, 9]
-
-
-def test_the_pages_are_written_where_they_lie_and_without_a_graph() -> None:
-    cache = poisoned(SPEC, 9)
-    a = cache.pool.new()
-    q, k, v = (t[None].requires_grad_() for t in draw(SPEC, [6])[0])
-    step = cache.reserve([a], [6])
-    attend(q, k, v, SPEC, cache=step.layer(0))
-    assert not cache.k.requires_grad and not cache.v.requires_grad
-    for pages, x in ((cache.k, k), (cache.v, v)):
-        stored = torch.cat([pages[0, page] for page in cache.pool.pages(a)])
-        assert torch.equal(stored[:6], x[0]) and stored[6:].isnan().all()
-
-
-@pytest.mark.parametrize("run, device", [PATHS[0], PATHS[2]])
-def test_a_step_reads_nothing_back_from_the_device(run, device, monkeypatch) -> None:
-    cache = poisoned(SPEC, 9, device)
-    a, b = cache.pool.new(), cache.pool.new()
-    cache.reserve([a, b], [5, 2]).advance()
-    c = cache.pool.new()
-    qkv = [torch.zeros(3, 1, h, 32, device=device) for h in (4, 2, 2)]
-    if device == "cuda":
-        run(*qkv, SPEC, cache=cache.reserve([a, b, c], [1, 1, 1]).layer(0))  # kernels compile
-        torch.cuda.set_sync_debug_mode("error")
-    else:
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise AssertionError("a value was read back")
-
-        for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
-            monkeypatch.setattr(Tensor, name, refuse)
-    try:
-        step = cache.reserve([a, b, c], [1, 1, 1])
-        run(*qkv, SPEC, cache=step.layer(0))
-        step.advance()
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
 # --- the backend ---
 
 
@@ -558,111 +327,6 @@ def test_torch_compile_takes_it_into_one_graph(run, device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
-def test_the_path_is_chosen_by_device_dtype_and_size(monkeypatch) -> None:
-    paged = sys.modules["attention.paged"]
-    cases = [((7, 0), True, ()), ((9, 0), False, ()), ((7, 5), True, ("float16", "float32")),
-             ((8, 0), True, ("float16", "bfloat16", "float32"))]  # fmt: skip
-    for capability, triton, runs in cases:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _, t=triton: t or None)
-        takes = [d for d in DTYPES if paged._has_kernel(getattr(torch, d), 64)]
-        assert takes == list(runs)
-        assert not paged._has_kernel(torch.float16, 257)
-
-
-@pytest.mark.parametrize("run, device", PATHS)
-def test_the_profiler_shows_which_path_ran(run, device) -> None:
-    with torch.profiler.profile() as profiler:
-        serve(run, SPEC, [(3, 2), (1, 1)], device)
-    names = {event.key for event in profiler.key_averages()}
-    assert ("nanoattn::paged_decode" in names) == (run is by_kernel or device == "cuda")
-
-
-SPECS = [
-    SPEC, replace(SPEC, dtype="bfloat16", page_size=1, n_kv_head=1), replace(SPEC, dtype="float64"),
-    replace(SPEC, dtype="float16", head_dim=20, window=9, page_size=256),
-    replace(SPEC, window=1, page_size=7), replace(SPEC, window=1000, page_size=16)]  # fmt: skip
-
-
-@pytest.mark.parametrize("more", MORE, ids=lambda m: "-".join(m))
-def test_the_probe_passes_it_with_scale_softcap_and_sinks(more) -> None:
-    tried = probe(BACKENDS["paged"], replace(SPEC, **more), "cpu")
-    assert tried.why == () and tried.kernels == (("flash (CPU)",) if len(more) == 1 and
-                                                 "scale" in more else ())  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_probe_fills_a_paged_cache(spec) -> None:
-    tried = probe(BACKENDS["paged"], spec, "cpu")
-    assert tried.why == () and tried.kernels == ("flash (CPU)",)
-    assert "aten::index_select" in tried.events
-    assert tried.error is not None
-    assert tried.error < 4 * torch.finfo(getattr(torch, spec.dtype)).eps
-    assert select("paged", spec, "cpu", STRICT).backend.name == "paged"
-
-
-def values_for_keys(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-    return gather(q, v, v, spec, kw["cache"])
-
-
-def changed_view(**change: Callable[[PagedView], Tensor]) -> Attend:
-    """Reads through a view that is wrong in one thing."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        cache = kw["cache"]
-        return gather(q, k, v, spec, replace(cache, **{n: f(cache) for n, f in change.items()}))
-
-    return run
-
-
-def no_window(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-    return kernels.attend(q, k, v, replace(spec, window=None), **kw)
-
-
-@pytest.mark.parametrize("broken, spec", [
-    (values_for_keys, SPEC),
-    (changed_view(start=lambda c: c.start + 1), SPEC),
-    (changed_view(start=lambda c: c.start - 1), SPEC),
-    (changed_view(start=lambda c: c.start[:1].expand(2)), SPEC),
-    (changed_view(page_table=lambda c: c.page_table.sort(dim=1).values), SPEC),
-    (changed_view(page_table=lambda c: c.page_table.flip(0)), SPEC),
-    (no_window, replace(SPEC, window=9)),
-    (no_window, replace(SPEC, window=1000))])  # fmt: skip
-def test_the_probe_finds_out_a_broken_one(broken, spec) -> None:
-    tried = probe(replace(BACKENDS["paged"], attend=broken), spec, "cpu")
-    assert tried.why and "its numbers are wrong" in tried.why[0], tried
-
-
-def test_what_it_refuses() -> None:
-    here = Machine.here("cpu", packages())
-    plain = replace(SPEC, cache="none", page_size=None)
-    for spec, words in ((replace(plain, grad=True), "it has no backward pass"),
-                        (plain, "it only reads a paged cache"),
-                        (replace(SPEC, dropout=0.1), "it has no dropout"),
-                        (replace(SPEC, segments=True), "it has no segments")):  # fmt: skip
-        assert any(words in why for why in BACKENDS["paged"].why_not(spec, here)), spec
-    for name in ("paged", "paged_attention"):  # training falls back, and says so
-        chosen = select(name, replace(plain, grad=True), "cpu")
-        assert chosen.backend.name == "sdpa" and "backward" in chosen.rejected["paged"][0]
-    with pytest.raises(BackendUnavailable, match="it has no backward pass"):
-        select("paged", replace(plain, grad=True), "cpu", STRICT)
-    for name in ("manual", "tiled", "sdpa"):
-        assert "it has no 'paged' cache" in BACKENDS[name].why_not(SPEC, here)
-
-
-@pytest.mark.slow
-def test_without_triton() -> None:
-    """PyTorch itself may import Triton; so it is made impossible."""
-    code = """if True:
-        import sys
-        sys.modules["triton"] = None
-        import attention
-        spec = attention.Spec(2, 2, 8, "float32", grad=False, cache="paged", page_size=4)
-        assert attention.select("paged", spec, "cpu").backend.name == "paged"
-        assert "attention.paged_kernels" not in sys.modules"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
@@ -671,7 +335,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
-        from attention.paged_kernels import block_sizes, combine_kernel, decode_kernel
+        from attention.triton.paged_kernels import block_sizes, combine_kernel, decode_kernel
 
         def compile(kernel, dtype, capability, **constants):
             kinds = {"tau": "fp32", "softcap": "fp32", "Sinks": "*fp32"}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
@@ -24,13 +24,10 @@ import torch
 from test_generate import Bytes, lively, ragged
 
 import data
-from attention.spec import version
-from bench import machine, records
-from bench.decoding import Decoding
-from bench.kernels import Kernels
-from bench.training import Training
+from attention.caps import version
+from bench import records
 from bench.verify import verify
-from inference import constrain, engine, quality
+from inference import constrain, engine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"]
@@ -183,8 +180,7 @@ def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
     torch.cuda.synchronize()
     assert y.tolist() == (x + 1).tolist()
     model, config = test_explain.made("gqa-window-segments")
-    assert quality.own_texts(model.cuda()).shape == (quality.TEXTS, quality.TOKENS)
-    found = test_explain.explained(model, config)
+    found = test_explain.explained(model.to("cuda"), config)
     assert "H200" in found["about"]["device"]
     for part, names in (("maps", ["seen"]), ("ring", ["sent", "tiles"]), ("tiles", ["steps"])):
         assert all(found[part][name] == explained[part][name] for name in names), part
@@ -203,57 +199,6 @@ def test_texts_and_what_is_explained_leave_no_tensor_on_the_host():
     process.start()
     process.join(300)
     assert process.exitcode == 0
-
-
-def test_a_slow_first_call_does_not_shorten_a_round():
-    """On CUDA it asks the driver for memory, which took longer than hundreds of short calls."""
-    now = 0.0
-
-    def call(stamps: list[Any]) -> None:
-        nonlocal now
-        now += 0.1 if now else 40.0  # ms
-
-    kernels = Kernels.__new__(Kernels)
-    kernels.clock = SimpleNamespace(start=lambda: now, stop=lambda: now, ms=lambda a, b: b - a)
-    assert kernels.fill(call, 0.05) == 500
-
-
-def test_memory_is_kept_between_texts_and_not_between_steps(monkeypatch):
-    asked: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
-    assert machine.empty_cache(torch.device("cuda"), keep=True) == 7 + machine.CONTEXT
-    assert not asked and Decoding.keeps_memory and not hasattr(Training, "keeps_memory")
-    machine.empty_cache(torch.device("cuda"))
-    assert asked
-
-
-PRODUCTS = """
-import time, torch
-from core import peaks
-waits, wait = 0, torch.cuda.synchronize
-def synchronize(device=None):
-    global waits
-    waits += 1
-    wait()
-torch.cuda.synchronize = synchronize
-products, mm = 0, torch.mm
-def count(a, b):
-    global products
-    products += 1
-    return mm(a, b)
-torch.mm = count
-began = time.perf_counter()
-peaks.measured_tflops(torch.device("cuda"), torch.bfloat16)
-print(products / waits, time.perf_counter() - began)
-"""
-
-
-@pytest.mark.slow
-def test_the_peak_of_a_gpu_is_taken_from_many_products_in_a_row(there):
-    """Launching one and waiting for it is a tenth of its time; and clocks rise while it works."""
-    a_wait, seconds = map(float, run(there, "-c", PRODUCTS).split())
-    assert a_wait >= 5 and seconds >= 1
 
 
 @pytest.mark.slow
@@ -294,8 +239,8 @@ def test_the_survey(there):
     out = run(there, "-m", "attention", "--head_dim=16", "--n_head=2", "--seq_len=64",
               "--batch_size=1")  # fmt: skip
     assert "NVIDIA H200 (cuda), compute capability 9.0" in out
-    for line in ("sdpa_cudnn      cudnn", "sdpa_efficient  efficient", "flash (our Triton)"):
-        assert line in out, out
+    for backend, kernel in (("sdpa_cudnn", "cudnn"), ("triton", r"flash \(our Triton\)")):
+        assert re.search(rf"^{backend} .* {kernel}$", out, re.M), out
 
 
 @pytest.mark.slow

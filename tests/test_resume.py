@@ -11,23 +11,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_train import TEXT, TINY, Run, argv, close, make_data, refusal, run, run_line
+from test_train import Run, argv, close, make_data, refusal, run, run_line
 
 import checkpoint
-import train
-from core import flops, metrics
-from core.distributed import DistInfo
-from core.restarts import mark_begun
-from core.settings import read
+from core import metrics
 from model import GPT
-from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 # Dropout, two micro-steps and evaluations in between: whatever draws random numbers or keeps state.
@@ -71,11 +65,9 @@ def environment() -> dict[str, str]:
 
 
 def line_to_go_on(r: Run) -> list[str]:
-    """The arguments that a stopped run tells to go on with."""
-    (line,) = [x for x in r.out.splitlines() if "to go on: python train.py" in x]
-    words = shlex.split(line.split("to go on: ")[1])
-    assert words[:2] == ["python", "train.py"] and "--init_from=resume" in words
-    return words[2:]
+    """The arguments of the command that a stopped run prints."""
+    (line,) = [x for x in r.out.splitlines() if "--init_from=resume" in x]
+    return shlex.split(line.split("python train.py ")[1])
 
 
 # --- killed ---
@@ -152,34 +144,6 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     same(run_line(line_to_go_on(r), out), straight)
 
 
-@pytest.mark.slow
-def test_a_second_signal_stops_at_once(data_dir, tmp_path, straight):
-    out = tmp_path / "out"
-    killed = process(KILL, 13, "TERM,INT", *argv(data_dir, out, **FULL))
-    assert killed.returncode == -signal.SIGINT
-    assert "once more stops at once" in killed.stderr and "Traceback" not in killed.stderr
-    assert checkpoint.load(checkpoint.latest(out)).step == 10
-    same(run_line(["--init_from=resume", f"--out_dir={out}"], out), straight)
-
-
-def test_stopped_again_and_again(data_dir, tmp_path, straight):
-    out = tmp_path / "out"
-    line = argv(data_dir, out, **FULL)
-    for stop in (7, 8, 20, 33):
-        with pytest.MonkeyPatch.context() as patch:
-            done = max([0, *(row["iter"] for row in metrics.read(out / "metrics.jsonl"))])
-            dying(patch, step=stop - done, signals=(signal.SIGTERM,))
-            r = run_line(line, out)
-        assert r.code == 128 + signal.SIGTERM and max(r.losses()) == stop
-        line = line_to_go_on(r)
-    same(run_line(line, out), straight)
-    best = min(val for _, val in straight.evaluations().values())
-    state = checkpoint.load(checkpoint.latest(out)).state
-    assert state["best_val_loss"] == best  # of all parts of the run
-    assert state["sequences_seen"] == 40 * 8
-    assert state["attention_backend"] == "sdpa" and state["attention_kernels"]
-
-
 def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
     """One so large that the first steps overflow, and that grows again soon."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=7)
@@ -250,59 +214,6 @@ def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
     assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "42"]
 
 
-def test_dropout_is_drawn_by_the_seed_of_the_run_where_its_states_are_of_no_use(out, monkeypatch):
-    """Of two processes, for the one that goes on."""
-    rest, seeds = checkpoint.Checkpoint.rest, []
-    two = lambda saved: {**rest(saved), "rng": [{}, {}]}  # noqa: E731
-    monkeypatch.setattr(checkpoint.Checkpoint, "rest", two)
-    for seed in (5, 6):
-        assert resume(out, f"--seed={seed}", "--eval_only").code == 0
-        seeds.append(torch.initial_seed())
-    assert seeds[0] + 1 == seeds[1]
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_gpus_random_state_is_saved_and_given_back(in_background, out, monkeypatch):
-    """That of the process's own GPU, from which a thread that writes copies too."""
-    given, current, own = [], [], torch.device("cuda", 3)
-    state = torch.tensor([7], dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state * device.index)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *at: given.append(at))
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    loaded = checkpoint.resumed(read(TrainConfig, ["--init_from=resume", f"--out_dir={out}"]))
-    r = train.set_up(loaded, DistInfo(torch.device("cpu")))
-    r.distributed, r.step = DistInfo(own), 11
-    of_a_cpu = checkpoint.load(checkpoint.latest(out))
-    checkpoint.restore(of_a_cpu, r.model, r.optimizer, r.scaler, 1, r.distributed)
-    assert not given
-    r.config = replace(r.config, async_checkpoint=in_background)
-    checkpoint.save_run(r, None)
-    checkpoint.finish(r)
-    saved = checkpoint.load(checkpoint.latest(out))
-    assert saved.step == 11
-    checkpoint.restore(saved, r.model, r.optimizer, r.scaler, 1, r.distributed)
-    assert given == [(torch.tensor([21]), own)] and current == [own] * in_background
-
-
-def test_a_run_whose_steps_are_done_says_so(out):
-    before = (out / "metrics.jsonl").read_bytes()
-    for words in ((), ("--max_iters=7",)):
-        r = resume(out, *words)
-        assert r.code == 0 and "nothing to do" in r.out and "--max_iters" in r.out
-        assert (out / "metrics.jsonl").read_bytes() == before
-    more = resume(out, "--max_iters=12")
-    assert more.code == 0 and list(more.losses()) == list(range(1, 13))
-
-
-def test_the_time_that_is_foretold_is_that_of_the_steps_that_are_left(out):
-    saved = checkpoint.load(checkpoint.latest(out))
-    how = saved.train_settings(TrainConfig)
-    tokens = how.batch_size * how.gradient_accumulation_steps * how.block_size
-    work = flops.flops_per_token(saved.config(), how.block_size) * tokens
-    r = resume(out, "--max_iters=13", f"--peak_tflops={work / 20e12}", "--eval_only")
-    assert "13 steps: at the peak rate 60 s" in r.out  # three, of 20 seconds each
-
-
 def test_with_nothing_to_resume(tmp_path):
     said = refusal(resume(tmp_path / "nothing"))
     assert f"no checkpoint in {tmp_path / 'nothing'}" in said and "python train.py" in said
@@ -325,152 +236,27 @@ def test_another_model_is_refused(out):
     assert "has n_kv_head=1, which cannot be changed to 2 (command line)" in said
 
 
-def test_a_size_that_cannot_be_is_told_with_what_is_resumed(out):
-    said = refusal(resume(out, "--n_head=3"))
-    assert "n_embd must be a multiple of n_head, got n_embd=16, n_head=3" in said
-    assert f"(resuming {checkpoint.latest(out)})" in said
-
-
-def test_a_run_that_torchrun_starts_again_goes_on(out, tmp_path, monkeypatch, capsys):
-    """With the words that it was started with, and whatever its checkpoint knows beside them."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    alone = DistInfo(torch.device("cpu"))
-    words = ["--max_iters=13", "--learning_rate=0.5", "--init_from=scratch"]
-    for place in (out, tmp_path / "without"):
-        mark_begun(str(place), alone)
-        loaded = read(TrainConfig, [f"--out_dir={place}", *words])
-        again = checkpoint.started_again(loaded, alone)
-        if place != out:  # it died before its first checkpoint
-            assert again is loaded and not capsys.readouterr().out
-            continue
-        saved = checkpoint.load(checkpoint.latest(out)).train_settings(TrainConfig)
-        said = {"max_iters": 13, "learning_rate": 0.5, "init_from": "resume", "out_dir": str(out)}
-        last = 10 if saved.lr_decay_iters is None else saved.lr_decay_iters
-        assert again.settings == replace(saved, **said, lr_decay_iters=last)
-        assert (again.origins["init_from"], again.origins["n_embd"]) == (
-            "restart", str(checkpoint.latest(out)))  # fmt: skip
-        assert "goes on from its last checkpoint" in capsys.readouterr().out
-    monkeypatch.setattr("core.restarts._launcher", lambda: "another torchrun")
-    loaded = read(TrainConfig, [f"--out_dir={out}", *words])
-    assert checkpoint.started_again(loaded, alone) is loaded
-
-
-def test_a_kernel_that_must_run_is_not_replaced_where_weights_are_taken_over(
-    out, data_dir, tmp_path
-):
-    words = ("--attention_backend=sdpa_cudnn", "--attention_fallback=False")
-    for init_from, to in (("resume", out), (str(out), tmp_path / "new")):
-        r = run_line([*argv(data_dir, to, init_from=init_from, max_iters=11), *words], to)
-        assert r.code == 2 and "attention backend 'sdpa_cudnn' cannot run here" in r.err
-
-
-def test_the_models_own_size_said_again_is_no_mistake(out):
-    sizes = checkpoint.load(checkpoint.latest(out)).config()
-    words = [f"--{k}={getattr(sizes, k)}" for k in ("n_layer", "vocab_size", "bias")]
-    r = resume(out, "--max_iters=11", "--n_kv_head=2", *words)
-    assert r.code == 0, r.err
-
-
-def test_a_folder_that_was_moved(out, tmp_path, monkeypatch):
-    """The checkpoint remembers another out_dir; the one that was asked for counts."""
-    monkeypatch.chdir(tmp_path)
-    moved = tmp_path / TrainConfig().out_dir  # the default, which is not named then
-    aside = out.rename(tmp_path / "aside")
-    moved.parent.mkdir()
-    aside.rename(moved)
-    r = run_line(["--init_from=resume", "--max_iters=12"], moved)
-    assert r.code == 0 and max(r.losses()) == 12
-    assert checkpoint.load(checkpoint.latest(moved)).step == 12
-
-
-def test_settings_of_another_version_are_one_sentence(out):
+def test_a_run_in_parts_goes_on_whole(out):
     path = checkpoint.latest(out) / "settings.json"
     settings = json.loads(path.read_text())
-    saved = settings["train"]
-    for changed in ({**saved, "flux": 1}, {**saved, "n_layer": "one"}, {**saved, "n_layer": 0}):
-        path.write_text(json.dumps({**settings, "train": changed}))
-        assert f"error: {path}" in refusal(resume(out, "--max_iters=12"))
-    short = {k: v for k, v in saved.items() if k not in ("bias", "dropout")}
-    path.write_text(json.dumps({**settings, "train": short}))
-    assert resume(out, "--max_iters=12", "--bias=False").code == 0  # those are the defaults
-
-
-def test_settings_with_the_names_of_version_0_1(out):
-    """What was the model's, or had another name, stands in the way of no run."""
-    path = checkpoint.latest(out) / "settings.json"
-    settings = json.loads(path.read_text())
-    once = {"attention_deterministic": False, "gradient_checkpointing": False, "sdpa_flash_impl":
-            "FA2", "residual_dtype": "float32", "attention_fallback": True, "allow_mps_sdpa": False,
-            "attention_hub_kernels": False}  # fmt: skip
-    train = {**settings["train"], **once, "keep_freed_memory": True}
-    train.pop("deterministic", None)
-    model = {**settings["model"], **once}
-    path.write_text(json.dumps({**settings, "train": train, "model": model}))
+    train = {**settings["train"], "parallel": "fsdp", "context_parallel": 2, "shard_size": 2}
+    path.write_text(json.dumps({**settings, "train": train}))
     r = resume(out, "--max_iters=12")
     assert r.code == 0 and max(r.losses()) == 12, r.err
 
 
-def test_an_older_run_of_a_gpu_goes_on_on_the_cpu(out):
-    """In the dtype that "auto" was there."""
-    path = checkpoint.latest(out) / "settings.json"
-    settings = json.loads(path.read_text())
-    of_a_gpu = {**settings["train"], "dtype": "auto", "device": "cuda:64"}
-    path.write_text(json.dumps({**settings, "train": of_a_gpu}))
-    words = ["--init_from=resume", f"--out_dir={out}", "--device=cpu"]
-    again = checkpoint.resumed(read(TrainConfig, words)).settings
-    assert (again.device, again.dtype) == ("cpu", "float32")
-
-
-def test_a_run_without_a_loss_scale_goes_on_in_float16(out):
-    r = resume(out, "--max_iters=12", "--dtype=float16")
-    assert r.code == 0 and max(r.losses()) == 12, r.err
-    assert checkpoint.load(checkpoint.latest(out)).rest()["scaler"]["scale"] > 1
-
-
-def test_a_run_in_parts_goes_on_whole(out):
-    path = checkpoint.latest(out) / "settings.json"
-    settings = json.loads(path.read_text())
-    train = {**settings["train"], "parallel": "fsdp", "shard_size": 2}
-    path.write_text(json.dumps({**settings, "train": train}))
-    assert "one alone takes --parallel=ddp" in refusal(resume(out, "--max_iters=12"))
-    r = resume(out, "--max_iters=12", "--parallel=ddp")
-    assert r.code == 0 and max(r.losses()) == 12, r.err
-
-
-def test_a_dataset_of_another_vocabulary_is_refused(out, tmp_path):
-    """As many characters, but others: the ids would mean something else."""
-    other = make_data(tmp_path / "other", TEXT.replace("q", "Q"))
-    said = refusal(resume(out, "--max_iters=12", f"--data_dir={other}"))
-    assert "tokenizer" in said or "vocabulary" in said
-
-
-def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out, monkeypatch):
-    """A resume after it must not go on with the run before it, which is moved when all processes
-    are ready: one may fail, or read its weights there."""
-    order = []
-
-    def note(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: order.append(name) or does(*given)
-
-    noted = [(train, "set_up"), (DistInfo, "gather"), (checkpoint, "set_aside"),
-             (train, "mark_begun")]  # fmt: skip
-    for place, name in noted:
-        monkeypatch.setattr(place, name, note(name, getattr(place, name)))
+def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
     aside = out / "earlier-1"
     assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
     assert [p.name for p in checkpoint.folders(aside)] == steps
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
-    assert order[:4] == [name for _, name in noted]
     assert list(fresh.losses()) == [1, 2, 3, 4]
     state = checkpoint.load(checkpoint.latest(out)).state
     losses = [val for _, val in fresh.evaluations().values()]
-    assert state == {
-        "step": 4, "sequences_seen": 16, "processes": 1, "torch": torch.__version__,
-        "val_loss": losses[-1], "best_val_loss": min(losses),
-        "attention_backend": "sdpa", "attention_kernels": state["attention_kernels"],
-    }  # fmt: skip
+    assert (state["step"], state["sequences_seen"], state["val_loss"]) == (4, 16, losses[-1])
+    assert state["best_val_loss"] == min(losses)
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
 
@@ -602,14 +388,6 @@ def test_two_processes_learn_what_one_learns(two, data_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_are_synchronized_once_a_step(two):
-    _, said = two
-    for r in said():
-        assert r["reduced_in_plain"] == 8  # steps
-        assert r["unsynced_in_plain"] == 8  # two micro-steps of each process, but the last
-
-
-@pytest.mark.slow
 def test_two_processes_resume_the_same_run(two):
     """One of them was told to stop; both stopped after the same step."""
     folder, said = two
@@ -642,17 +420,3 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_both(two, name):
     assert [r.get(name, {}).get("code") for r in said()] == [1, 1]
     assert not checkpoint.folders(folder / name)
     assert all(math.isfinite(x) for x in losses(folder / name).values())
-
-
-def test_more_steps_do_not_raise_the_learning_rate_again(out, data_dir):
-    """The schedule is the one that the run began with, unless another is asked for."""
-    r = resume(out, "--max_iters=14", "--log_interval=1")
-    low = [row["lr"] for row in r.rows if row["iter"] > 10 and "lr" in row]
-    assert r.code == 0 and low == [pytest.approx(TINY["learning_rate"] / 10)] * 4
-    assert "lr_decay_iters" in r.out
-
-
-def test_a_longer_schedule_can_be_asked_for(out, data_dir):
-    r = resume(out, "--max_iters=14", "--lr_decay_iters=14", "--log_interval=1")
-    rates = [row["lr"] for row in r.rows if row["iter"] > 10 and "lr" in row]
-    assert r.code == 0 and rates[0] > 1.2 * TINY["learning_rate"] / 10

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention import BACKENDS, Spec, matrix, oracle, sdpa_bmm
-from attention.matrix import Case
+from attention import BACKENDS, Spec
+from attention.check import oracle
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
@@ -66,27 +66,3 @@ def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) ->
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, inputs[3]))
     oracle.check(got, oracle.plain(*inputs, window=window), truth, torch.float16)
     assert not out[:, : Tq - 1].any() and torch.equal(out[:, -1, ::H], inputs[2][:, 0, ::Hkv])
-
-
-def test_of_one_key_sdpa_cudnn_drops_whole_rows() -> None:
-    spec = Spec(2, 2, 8, "float32", dropout=0.5)
-    q, v = torch.randn(200, 1, 2, 8), torch.ones(200, 1, 2, 8)
-    out = BACKENDS["sdpa_cudnn"].attend(q, q, v, spec)
-    assert torch.equal(out, out[..., :1].expand_as(out))
-    assert set(out.unique().tolist()) == {0.0, 2.0}
-
-
-@pytest.mark.parametrize("elements", [1, 3 * 97 * 97])
-def test_the_backward_of_products_takes_as_many_heads_as_fit_and_one_at_least(
-    elements, monkeypatch
-) -> None:
-    monkeypatch.setattr(sdpa_bmm, "ELEMENTS", elements)
-    real, heads = torch.bmm, []
-
-    def bmm(*args: Tensor, out: Tensor) -> Tensor:
-        heads.append(len(out))
-        return real(*args, out=out)
-
-    monkeypatch.setattr(torch, "bmm", bmm)
-    matrix.check(sdpa_bmm.BACKEND, Case("gqa", 97, 97, H=4, window=16), "bfloat16")
-    assert heads == [n for n in ([1] * 8 if elements == 1 else [3, 3, 2]) for _ in range(3)]

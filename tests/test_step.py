@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import core.watch
 import train
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -247,7 +246,7 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
     monkeypatch.setattr(train, "train_step", step)
     with watch:
         alone = DistInfo(torch.device("cpu"))
-        assert train.train(Loaded(config, {}), alone, core.watch.Watch(alone)) == 0
+        assert train.train(Loaded(config, {}), alone) == 0
     assert len(set(flags)) == 1 and len(at) == 12
     reads = [watch.reads[a:b] for a, b in pairwise(at)]  # after steps 1 to 11
     quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]

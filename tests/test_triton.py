@@ -7,25 +7,23 @@ Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here ar
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Spec, oracle, probe, visible
+from attention import Spec, visible
+from attention.check import oracle
 from attention.triton_flash import attend, borders
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
 import triton
 import triton.language as tl
 
-from attention import triton_kernels
-from attention.triton_kernels import KERNELS, TILES, tanh
+from attention.triton import flash_kernels as triton_kernels
+from attention.triton.flash_kernels import KERNELS, tanh
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"  # where the kernels run
@@ -161,17 +159,6 @@ def test_gradients_with_dropout_are_those_of_the_formula_with_the_same_mask(more
         torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
 
 
-def test_sinks_of_another_dtype_are_read_in_float32_and_keep_their_own_gradient() -> None:
-    inputs, seg, spec = draw("segments-window-chunk-mqa", "float16")
-    spec = replace(spec, sinks=True)
-    for dtype in (torch.bfloat16, torch.float64):
-        sinks = sinks_of(spec).to(dtype)
-        got = both_passes(inputs, seg, spec, sinks=sinks)
-        want = both_passes(inputs, seg, spec, sinks=sinks.float())
-        assert torch.equal(got[4], want[4].to(dtype)) and got[4].dtype == dtype
-        assert all(torch.equal(g, w) for g, w in zip(got[:4], want[:4], strict=True))
-
-
 def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() -> None:
     inputs, seg, spec = draw("segments-blind")
     without, spec = both_passes(inputs, seg, spec), replace(spec, sinks=True)
@@ -180,29 +167,6 @@ def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() 
     assert all(torch.equal(a, b) for a, b in zip(same, without, strict=True)) and not dsinks.any()
     inputs[3][:, 16:] = 0  # 50 queries, 34 keys
     assert not both_passes(inputs, seg, spec, sinks=sinks_of(spec))[4].any()
-
-
-@pytest.mark.parametrize("spec", [
-    Spec(2, 1, 32, "float32", segments=True, **MORE),
-    Spec(2, 1, 32, "float16", window=9, grad=False, **MORE)], ids=lambda s: s.dtype)  # fmt: skip
-def test_the_probe_passes_it_with_scale_softcap_and_sinks(spec) -> None:
-    assert probe(BACKENDS["triton"], spec, DEVICE).why == ()
-
-
-@interpreted
-def test_the_log_of_the_sum_is_right_and_a_blind_row_has_the_lowest(tiles) -> None:
-    inputs, _, spec = draw("blind")
-    tiles(16, 16)
-    L = triton_kernels.flash_forward(
-        *inputs[:3], None, None, None, None, None, 0.0, spec.softmax_scale, None, None
-    )[1]
-    q, k = inputs[:2]
-    blind = q.shape[1] - k.shape[1]
-    scores = torch.einsum("bihd,bjhd->bhij", q[:, blind:], k).double() / spec.head_dim**0.5
-    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    want = torch.logsumexp(scores, dim=-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-    torch.testing.assert_close(L[:, :, blind:].double(), want, rtol=1e-6, atol=1e-6)
-    assert (L[:, :, :blind] == torch.finfo(torch.float32).min).all()
 
 
 @interpreted
@@ -273,18 +237,6 @@ def test_offsets_beyond_32_bits() -> None:
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("stride", [2**23, 2**24 - 1, 2**24, 2**25, 2**30])
-def test_what_lies_inside_a_tile_is_reached_in_32_bits(stride) -> None:
-    """A tensor whose rows are farther apart is copied. No tile has more than 128 rows."""
-    tiles = (t for table in TILES.values() for row in table.values() for t in row)
-    rows = max(max(tile[:2]) for tile in tiles)
-    x = torch.empty_strided((1, 3, 1, 64), (0, stride, 64, 1), device="meta")
-    got = triton_kernels._readable(x)
-    farthest = (rows - 1) * got.stride(1) + 127
-    assert farthest < 2**31
-    assert (got is x) == (stride < 2**24)
-
-
 def test_a_second_derivative_is_refused() -> None:
     (q, k, v, dout), _, spec = draw("window-1-chunk")
     q.requires_grad_()
@@ -306,33 +258,6 @@ def revealed(spec: Spec, B: int, seed: int) -> Tensor:
         return (attend(zeros, zeros, eye, spec) != 0).cpu()
 
 
-@interpreted
-def test_the_mask_is_the_same_at_every_tile_shape_forward_and_backward(tiles) -> None:
-    spec = Spec(2, 1, 64, "float32", dropout=0.4)
-    generator = torch.Generator().manual_seed(4)
-    q, k, v, dout = (torch.randn(1, 64, h, 64, generator=generator) for h in (2, 1, 1, 2))
-    results, masks = [], []
-    for M, N in ((16, 16), (64, 32), (32, 64)):
-        tiles(M, N)
-        eye = torch.eye(64)[None, :, None]
-        torch.manual_seed(9)
-        masks.append(attend(q, k, eye, spec) != 0)
-        torch.manual_seed(9)
-        results.append(both_passes([q, k, v, dout], None, spec))
-    assert all(torch.equal(m, masks[0]) for m in masks)
-
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    i = torch.arange(64)
-    scores = torch.einsum("bihd,bjgd->bihj", *exact[:2]) / 8
-    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], -torch.inf)
-    probs = torch.softmax(scores, dim=-1) * masks[0] / 0.6
-    want = torch.einsum("bihj,bjgd->bihd", probs, exact[2])
-    want_all = [want, *torch.autograd.grad(want, exact, dout.double())]
-    for got in results:
-        for g, w in zip(got, want_all, strict=True):
-            torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
-
-
 def test_no_two_sequences_heads_rows_or_seeds_share_a_mask() -> None:
     spec = Spec(2, 2, 64, "float32", dropout=0.5)
     mask = torch.cat([revealed(spec, 2, seed) for seed in (1, 2)])  # (4, 64, 2, 64)
@@ -343,23 +268,6 @@ def test_no_two_sequences_heads_rows_or_seeds_share_a_mask() -> None:
     assert ((share - 0.5).abs() < 5 * 0.5 / 256**0.5).all()
     neighbours = (full[..., 1:] == full[..., :-1]).float().mean()
     assert abs(float(neighbours) - 0.5) < 5 * 0.5 / (256 * 31) ** 0.5
-
-
-@pytest.mark.parametrize("p, least, most", [(0.001, 0, 16), (0.999, 2048 - 16, 2048)])
-def test_extreme_rates(p, least, most) -> None:
-    """Of 2080 visible entries; the threshold is compared as a signed integer."""
-    mask = revealed(Spec(1, 1, 64, "float32", dropout=p), 1, 5)[0, :, 0]
-    dropped = int((~mask[torch.ones(64, 64).tril().bool()]).sum())
-    assert least <= dropped <= most + 32
-
-
-@pytest.mark.parametrize("p", [0.001, 0.0137, 0.3])
-def test_a_rate_that_is_no_multiple_of_1_256th(p) -> None:
-    """Of 2080 visible entries in each of 32 heads: within 5 standard deviations."""
-    mask = revealed(Spec(8, 8, 64, "float32", dropout=p), 4, 11)
-    dropped = int((~mask.transpose(1, 2)[..., torch.ones(64, 64).tril().bool()]).sum())
-    n = 4 * 8 * 2080
-    assert abs(dropped - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
 
 # --- the operators ---
@@ -406,52 +314,6 @@ def test_opcheck() -> None:
     for op, given in ((triton_kernels.flash_backward, (*half, *args[6:])),
                       (triton_kernels.flash_forward, (*half[1:4], *whole))):  # fmt: skip
         torch.library.opcheck(op, given, test_utils="test_faketensor")
-
-
-@pytest.mark.slow
-def test_importing_attention_imports_no_kernels_and_the_first_call_may_be_compiled() -> None:
-    code = """if True:
-        import sys, torch, attention
-        assert "attention.triton_kernels" not in sys.modules
-        from attention import Spec, triton_flash
-        call = torch.compile(triton_flash.attend, backend="eager", fullgraph=True)
-        q = torch.randn(1, 3, 1, 16, device="cuda" if torch.cuda.is_available() else "cpu")
-        spec = Spec(1, 1, 16, "float32")
-        want = attention.get("manual").attend(q, q, q, spec)
-        torch.testing.assert_close(call(q, q, q, spec), want)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
-
-
-# --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, head_dim, why",
-    [
-        ((7, 0), "float16", 64, ">= 8.0"),
-        ((7, 5), "bfloat16", 64, "not bfloat16"),
-        ((9, 0), "float64", 64, "not float64"),
-        ((9, 0), "bfloat16", 129, "up to 128"),
-        ((7, 5), "float16", 64, None),
-        ((8, 9), "bfloat16", 1, None),
-        ((12, 0), "float32", 128, None),
-    ],
-)
-def test_what_it_runs_on(capability, dtype, head_dim, why) -> None:
-    machine = Machine("cuda", "made up", capability, torch="2.5.0", packages={"triton": "3.1.0"})
-    reasons = BACKENDS["triton"].why_not(Spec(4, 2, head_dim, dtype), machine)
-    assert (reasons == []) if why is None else (len(reasons) == 1 and why in reasons[0])
-
-
-def test_a_triton_that_is_missing_or_broken_is_refused_with_its_words() -> None:
-    for found, words in (
-        ({}, "package 'triton' is not installed (pip install triton)"),
-        ({"triton": "ImportError: no libtriton"}, "ImportError: no libtriton"),
-    ):
-        machine = Machine("cuda", "made up", (9, 0), torch="2.5.0", packages=found)
-        (reason,) = BACKENDS["triton"].why_not(Spec(4, 2, 64, "bfloat16"), machine)
-        assert words in reason
 
 
 # --- on CUDA ---

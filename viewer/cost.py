@@ -1,26 +1,23 @@
-"""What attention costs: bytes to and from main memory, FLOPs, and the roofline over both.
+"""Bytes, FLOPs and the roofline of attention, in closed form.
 
-Closed formulas, for one layer of one sequence of T tokens, all H query heads, causal or within a
-window. s is the bytes an element, G = H / Hkv the query heads that share keys and values.
+For one layer of one sequence of T tokens with H query heads, causal or within a window. s is the
+bytes of an element, G = H / Hkv the query heads that share keys and values.
 
-    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 elements each, and
-            Q, K, V and O once. Scale and mask are free, as if fused into a neighbour; manual.py,
-            where each is an operator, moves more.
+    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 elements each; Q,
+            K, V and O once. Scale and mask count as fused.
     tiled   reads Q once, and K and V once for each block of queries, except for skipped tiles;
-            writes O and L. S and P never leave the chip.
+            writes O and L.
 
-The fast memory limits the size of a block of queries. A block needs
+A block of B_r queries needs, on chip, for Q_i, K_j, V_j and O_i, S_ij, m_i, l_i,
 
-    M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)     Q_i, K_j, V_j; O_i, S_ij, m_i, l_i
+    M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)
 
-bytes on chip, and K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) elements,
-while manual's O(T D + T^2) does not depend on M. This is Theorem 2 of Dao et al. 2022 (arXiv
-2205.14135); there the loop over blocks of keys is the outer one, here the inner one
-(FlashAttention-2), so the block that is min(M / 4 D, D) there is the other one here.
+bytes. K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) elements (Dao et al.
+2022, arXiv 2205.14135, Theorem 2), while manual's O(T D + T^2) does not depend on M.
 
-The roofline (Williams, Waterman, Patterson 2009, CACM 52(4)) is the least possible time, max(FLOPs
-/ peak, bytes / bandwidth). FLOPs are those of the two matmuls, 2 * 2 * D for each pair of query and
-key that is computed: the whole square for manual, the visited tiles for tiled.
+The roofline is max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman and Patterson 2009, CACM
+52(4)). FLOPs: 4 D for each pair of query and key computed, the whole square for manual, the
+visited tiles for tiled.
 """
 
 from __future__ import annotations
@@ -30,54 +27,45 @@ from dataclasses import replace
 import torch
 
 from attention import Spec
-from attention.gpus import RATED, datasheet_bandwidth, datasheet_tflops
+from attention.machine.gpus import RATED, datasheet_bandwidth, datasheet_tflops
 from viewer.document import Cost, Costs, ManualStep
 
 LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
-# GPUs with a roofline: PyTorch's names, without the maker.
-GPUS = [gpu.short for gpu in RATED]
-
 
 def find_gpu(text: str) -> str:
-    """The name in GPUS that the text is, or is a unique part of."""
-    asked = text.lower()
-    for fits in (str.__eq__, str.__contains__, lambda name, asked: asked.endswith(f" {name}")):
-        found = [name for name in GPUS if fits(name.lower(), asked)]
-        if len(found) == 1:
-            return found[0]
-        if found and asked:
-            raise ValueError(f"the GPU {text!r} could be {', '.join(found)}")
-    raise ValueError(f"the GPU {text!r} is not known; known: {', '.join(GPUS)}")
+    """The one GPU with this name or part of a name. Raises ValueError if there is none."""
+    asked, names = text.lower().removeprefix("nvidia "), [gpu.short for gpu in RATED]
+    found = [n for n in names if n.lower() == asked] or [n for n in names if asked in n.lower()]
+    if len(found) != 1:
+        raise ValueError(f"gpu: expected one of {', '.join(found or names)}; got {text!r}")
+    return found[0]
 
 
 def size_of(spec: Spec) -> int:
-    """Bytes an element of q, k, v and out."""
+    """Bytes per element of q, k, v and out."""
     return torch.finfo(getattr(torch, spec.dtype)).bits // 8
 
 
 def size_inside(spec: Spec) -> int:
-    """Bytes an element of O_i, S_ij, m, l and L: float32, float64 for float64."""
+    """Bytes per element of O_i, S_ij, m, l and L."""
     return max(4, size_of(spec))
 
 
 def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
-    """Bytes on chip that a tile of B_r queries and B_c keys needs: M above."""
+    """Bytes on chip for a tile of B_r queries and B_c keys: M above."""
     s, acc, D, G = size_of(spec), size_inside(spec), spec.head_dim, spec.n_head // spec.n_kv_head
     return s * (G * B_r * D + 2 * B_c * D) + acc * G * (B_r * D + B_r * B_c + 2 * B_r)
 
 
 def visited(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """Keys read by all blocks of queries together, and pairs of query and key computed, a head.
-
-    Causal, and B_r = B_c = b divides T: T (T / b + 1) / 2 keys and b times as many pairs.
-    """
+    """Keys read by all blocks of queries, and pairs of query and key computed, of one head."""
     keys = pairs = 0
     for first in range(0, T, B_r):
         stop = min(first + B_r, T)
         last = min(-(-stop // B_c) * B_c, T)
         begin = 0
-        if spec.window is not None:  # the first query's oldest key begins in this block
+        if spec.window is not None:
             begin = max(0, first - spec.window + 1) // B_c * B_c
         keys += last - begin
         pairs += (stop - first) * (last - begin)
@@ -96,21 +84,21 @@ def manual_steps(spec: Spec, T: int) -> list[ManualStep]:
     s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
     q, kv, square = s * H * T * D, s * Hkv * T * D, s * H * T * T
     steps: list[ManualStep] = []
-    read_so_far = written_so_far = 0
+    total = [0, 0]
     for name, reads, writes, read, written in (
         ("S = Q K^T", "Q, K", "S", q + kv, square),
         ("P = softmax(S)", "S", "P", square, square),
         ("O = P V", "P, V", "O", square + kv, q),
     ):
-        read_so_far, written_so_far = read_so_far + read, written_so_far + written
+        total = [total[0] + read, total[1] + written]
         steps.append({"name": name, "reads": reads, "writes": writes, "read": read,
-                      "written": written, "read_so_far": read_so_far,
-                      "written_so_far": written_so_far})  # fmt: skip
+                      "written": written, "read_so_far": total[0],
+                      "written_so_far": total[1]})  # fmt: skip
     return steps
 
 
 def tile_sizes(spec: Spec, T: int) -> list[tuple[int, int]]:
-    """(B_r, B_c) to choose from: B_r doubles up to T, B_c follows it up to D."""
+    """Candidates (B_r, B_c): powers of two up to T, and B_c at most D."""
     rows = [2**n for n in range(T.bit_length()) if 2**n < T] + [T]
     return [(B_r, min(B_r, spec.head_dim)) for B_r in rows]
 
@@ -125,7 +113,7 @@ def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
     fit = [b for b in tile_sizes(spec, LENGTHS[-1]) if fast_memory(spec, *b) <= on_chip]
     if not fit:
         least = fast_memory(spec, 1, 1)
-        raise ValueError(f"fast_memory must hold a tile, {least} bytes at least, got {on_chip}")
+        raise ValueError(f"fast_memory must be at least {least} bytes for a tile, got {on_chip}")
     B_r, B_c = fit[-1]
     (tflops, peak_source), (width, width_source) = peak, memory
     rate = tflops * 1e12

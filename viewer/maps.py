@@ -1,16 +1,12 @@
-"""Attention maps: what a model really computed, seen from outside of its kernel.
+"""Attention maps of a model whose fused kernel never materializes P = softmax(Q K^T / sqrt(D)).
 
-A fused kernel never materializes P = softmax(Q K^T / sqrt(D)). So the q, k and v of each layer are
-captured on their way into the kernel, and manual.py recomputes P from them. To get P out of a
-function that returns P V, V is the identity: P I = P.
-
-To check that the map shows the same computation, the kernel's output is compared with manual's from
-the same q, k and v, by the tolerance of the probe.
+Hooks capture the q, k and v of each layer. manual.py recomputes P from them, with the identity for
+V: P I = P. The kernel's output is compared with manual's from the same q, k and v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +20,7 @@ from attention.probing import allowed_error
 from model import GPT
 from viewer.document import Agreement, Beside, Maps, pack
 
-FINE = 5_000_000  # up to so many weights are stored in 16 bits, more in 8; GPT-2 has 4.7 million
+FINE = 5_000_000  # weights stored in 16 bits, else in 8; GPT-2 at 256 tokens has 4.7 million
 
 
 @dataclass(frozen=True)
@@ -40,17 +36,15 @@ class Call:
 
     @property
     def given(self) -> tuple[Tensor, Tensor, Tensor, Spec, Tensor | None]:
-        """q, k, v, spec and segments."""
         return self.q, self.k, self.v, self.spec, self.segments
 
     def by_manual(self) -> Tensor:
-        """What manual gives in place of `out`."""
         return manual.attend(self.q, self.k, self.v, self.spec, segments=self.segments)
 
 
 @contextmanager
 def watched(model: GPT) -> Iterator[list[Call]]:
-    """A list that gets a Call for each layer of the model that runs inside."""
+    """A list to which each layer appends a Call while the model runs inside."""
     calls: list[Call] = []
 
     def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,28 +67,23 @@ def watched(model: GPT) -> Iterator[list[Call]]:
 
 
 def maps(calls: list[Call]) -> Maps:
-    """The maps of all layers, and whether the backend's outputs agree with them."""
     T, H = calls[0].q.shape[1:3]
     levels = 65535 if len(calls) * H * T * (T + 1) // 2 <= FINE else 255
     lower = torch.tril_indices(T, T)
-    rows, sum_error = [], 0.0
+    rows = []
     for call in calls:
-        P = weights(call)
-        sum_error = max(sum_error, float((P.sum(dim=-1) - 1).abs().max()))
-        cells = P[:, lower[0], lower[1]].cpu().numpy()  # (H, T (T + 1) / 2), row after row
+        cells = weights(call)[:, lower[0], lower[1]].cpu().numpy()  # (H, T (T + 1) / 2)
         rows.append(np.rint(cells * levels).astype(np.uint16 if levels > 255 else np.uint8))
     return {
         "weights": pack(np.stack(rows)),
         "levels": levels,
-        "rounding": 0.5 / levels,
-        "sum_error": sum_error,
         "seen": seen(T, calls[0].spec.window, calls[0].segments),
         "layers": [agreement(call) for call in calls],
     }
 
 
 def weights(call: Call) -> Tensor:
-    """P of every head, (H, T, T) float32: manual's output with the identity for values."""
+    """P of every head, (H, T, T) float32."""
     T, Hkv = call.k.shape[1:3]
     identity = torch.eye(T, device=call.q.device).expand(Hkv, T, T).transpose(0, 1)[None]
     spec = replace(call.spec, dtype="float32")
@@ -103,7 +92,7 @@ def weights(call: Call) -> Tensor:
 
 
 def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]:
-    """The keys that each query sees, as [first, stop): one run, since a segment is one."""
+    """[first, stop) of the keys that each query sees."""
     seg = None if segments is None else segments.cpu()
     sees = views.mask(T, T, window, seg, torch.device("cpu"))[0, 0]
     first, count = sees.int().argmax(dim=1), sees.sum(dim=1)
@@ -113,7 +102,7 @@ def seen(T: int, window: int | None, segments: Tensor | None) -> list[list[int]]
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output compared with manual in float64, by the tolerance of the probe."""
+    """One layer's output compared with manual in float64."""
     device = "cpu" if call.q.device.type == "mps" else call.q.device  # Metal has no float64
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
     seg = None if call.segments is None else call.segments.to(device)
@@ -126,20 +115,17 @@ def agreement(call: Call) -> Agreement:
         "error": error,
         "allowed": allowed,
         "agrees": error <= allowed,
-        "manual_error": manual_error,
-        "largest": largest,
         "heads": by_head.tolist(),
     }
 
 
-def beside(call: Call, out: Tensor, layer: int, heads: list[int]) -> list[Beside]:
-    """Another algorithm's output (1, T, H, D) for a layer's q, k and v, head by head."""
+def beside(call: Call, out: Tensor, layer: int, heads: Iterable[int]) -> list[Beside]:
+    """Another algorithm's output (1, T, H, D), compared head by head."""
     plain, held = call.by_manual(), agreement(replace(call, out=out))
     return [
         {
             "layer": layer,
             "head": h,
-            "manual": pack(plain[0, :, h]),
             "difference": float(off(out[0, :, h], plain[0, :, h]).max()),
             "allowed": held["allowed"],
             "error": held["heads"][h],

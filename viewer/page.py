@@ -1,9 +1,6 @@
-"""The page of explain.py: a document (document.py) -> one HTML file that needs nothing else.
+"""Render a document (document.py) as one HTML file, safe for any prompt.
 
-page.html has the text, page.css the style, and page*.js, one file for each part, draw and animate.
-The document is embedded as a block of JSON, which no browser runs, and the script inserts all of it
-as text, never as HTML. A content security policy lets only this script run, and nothing be loaded:
-any prompt is safe.
+The page inserts text as text, and its content security policy allows only its own script.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ def render(document: Document) -> str:
     css = (HERE / "page.css").read_text(encoding="utf-8")
     scripts = [*(f"page_{part}.js" for part in PARTS), "page.js"]
     js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
-    # ASCII, so U+2028 is an escape; and no "<", which could end the script block or open a comment.
+    # No "<": it could end the script block.
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(" ".join(document["about"]["prompt"].split())[:80]),
@@ -37,10 +34,9 @@ def render(document: Document) -> str:
         "js": js,
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
-    # In one pass: an inserted text may contain another placeholder.
+    # In one pass: inserted text may contain a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template)
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names the one inline script or style that it allows."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -89,7 +89,6 @@ function drawBoard() {
     const [x, y, w, hgt] = box(busy);
     outline(c, x, y, w, hgt, "paper", 6);
     outline(c, x, y, w, hgt, "accent", 3);
-    if (!busy.skipped) outline(c, x, y + player.row * cell, w, cell, "ink", 1.5);
   }
   canvas.setAttribute("aria-label",
     `${tiles.n_rows} by ${tiles.n_cols} tiles, ${VISITED} of them computed. `

@@ -1,14 +1,9 @@
 // 3 caches: one decode step, cell by cell.
 
 const KINDS = {
-  dynamic: "Buffers that double when they are full, at the price of a copy now and then. Only what "
-    + "is stored is read.",
-  static: "Allocated once, for the longest text. Every step has the same shape, as CUDA graphs and "
-    + "compiled code want it; in return, places that hold nothing are read too, and masked. The "
-    + "last place takes padding and is never read.",
-  paged: "Pages in any order, and a table that says which page holds which tokens. At most one "
-    + "page of a text is not full, and texts that begin alike can share pages. Page 0 belongs to "
-    + "nobody: padding goes there.",
+  dynamic: "Buffers that double when they are full. Only stored tokens are read.",
+  static: "Allocated once for the longest text. Empty places are read too, and masked.",
+  paged: "Pages in any order, and a table of the page of each token. Page 0 is for padding.",
 };
 
 function buildCaches() {
@@ -30,7 +25,6 @@ function buildCaches() {
       h("p", {}, KINDS[step.kind] + windowed), step.refused.map(refusal), box));
   }
   const facts = {
-    "tokens stored, before → after": (s) => `${int(s.length_before)} → ${int(s.length_after)}`,
     "places read": (s) => count(s.read.length),
     "of these seen": (s) => count(s.seen.length),
     "places written": (s) => count(s.written.length),
@@ -90,7 +84,7 @@ function cacheCells(step, tokens) {
   pages.style.setProperty("--across", Math.min(size, 8));
   for (let p = 0; p * size < step.cells; p++) {
     const at = step.page_table.indexOf(p);
-    const said = p === 0 ? "page 0, nobody's" : at >= 0 ? `page ${p}` : `page ${p}, free`;
+    const said = p === 0 ? "page 0, padding" : at >= 0 ? `page ${p}` : `page ${p}, free`;
     pages.append(h("div", { class: at >= 0 ? "page held" : "page" }, h("span", {}, said),
       h("div", {}, all.slice(p * size, (p + 1) * size).map(cell))));
   }

@@ -1,7 +1,5 @@
 "use strict";
-// What all parts share: the document, elements, numbers, colours, rows of tokens.
-// All numbers come from the document, which explain.py computed; here they are only laid out. Texts
-// are set as text, never as HTML.
+// Shared by all parts. Every number comes from the document; text is set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
 const { about, maps, tiles, caches, costs } = doc;
@@ -29,12 +27,11 @@ function h(tag, attributes = {}, ...children) {
 const NUMBERS = { uint8: Uint8Array, uint16: Uint16Array, float32: Float32Array };
 const unpacked = new WeakMap();
 
-/** The numbers of a Packed; decoded once. */
+/** The numbers of a Packed, cached. */
 function unpack(packed) {
   if (!unpacked.has(packed)) {
     const text = atob(packed.data);
-    const bytes = new Uint8Array(text.length); // of all browsers' machines: little endian
-    for (let n = 0; n < bytes.length; n++) bytes[n] = text.charCodeAt(n);
+    const bytes = Uint8Array.from(text, (c) => c.charCodeAt(0)); // little endian, as all browsers
     unpacked.set(packed, new NUMBERS[packed.dtype](bytes.buffer));
   }
   return unpacked.get(packed);
@@ -64,13 +61,9 @@ function scaled(x, unit, step = 1000) {
   return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
 }
 
-function seconds(s) {
-  const units = [["s", 1], ["ms", 1e3], ["µs", 1e6], ["ns", 1e9]];
-  const [unit, by] = units.find(([, b]) => s * b >= 1) || units.at(-1);
-  return `${Number((s * by).toPrecision(3))} ${unit}`;
-}
+const seconds = (s) => (s < 1e-6 ? scaled(s * 1e9, "ns") : s < 1e-3 ? scaled(s * 1e6, "µs")
+  : s < 1 ? scaled(s * 1e3, "ms") : scaled(s, "s"));
 
-/** A score, a maximum, a sum: four decimals, a true minus sign. */
 function real(x, decimals = 4) {
   if (Number.isNaN(x)) return "";
   if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
@@ -78,7 +71,7 @@ function real(x, decimals = 4) {
   return shown.replace("-", "−");
 }
 
-/** A number as it is read, with the exact one beside it for whoever reads the page by program. */
+/** A number with its exact value as an attribute. */
 const num = (value, shown) => h("data", { value: String(value) }, shown);
 const count = (n) => num(n, int(n));
 const small = (x) => num(x, sci(x));
@@ -90,7 +83,6 @@ const hint = (...children) => h("p", { class: "hint" }, ...children);
 const named = (algorithm) => h("b", { class: `${algorithm}-text` }, algorithm);
 const entry = (...children) => h("span", {}, ...children); // of a legend
 const judged = (good) => `verdict ${good ? "good" : "bad"}`;
-/** How far an output is from manual's, and from the formula: a Beside of the document. */
 const compared = (id, said, name, found) => h("p",
   { class: judged(found.error <= found.allowed), id }, said, small(found.difference),
   `. From the formula in float64 ${name} differs by `, small(found.error), "; allowed are ",
@@ -105,7 +97,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
-/** 256 colours [r, g, b], of OKLCH; of(t), t from 0 to 1, gives lightness, chroma and hue. */
+/** 256 colours [r, g, b]; of(t), t from 0 to 1, returns lightness, chroma and hue (OKLCH). */
 function colours(of) {
   const c = h("canvas", { width: 256, height: 1 }).getContext("2d");
   for (let n = 0; n < 256; n++) {
@@ -117,43 +109,34 @@ function colours(of) {
   return Array.from({ length: 256 }, (_, n) => [...data.slice(4 * n, 4 * n + 3)]);
 }
 
-// Lightness alone tells the order, so the maps can be read with any colour vision, and in print;
-// 0 is next to the paper in either scheme.
+// Lightness alone gives the order, for any colour vision.
 const more = (t) => 0.02 + 0.09 * t + 0.05 * Math.sin(Math.PI * t);
 const ramp = {
   light: colours((t) => [0.965 - 0.645 * t, more(t), 105 + 190 * t]),
   dark: colours((t) => [0.245 + 0.675 * t, more(t), 295 - 190 * t]),
 };
-const far = (t) => Math.abs(2 * t - 1);
-const side = (t) => (t < 0.5 ? 255 : 50);
-const signed = { // -1 .. 1: blue, paper, orange
-  light: colours((t) => [0.975 - 0.42 * far(t), 0.005 + 0.15 * far(t), side(t)]),
-  dark: colours((t) => [0.25 + 0.5 * far(t), 0.005 + 0.14 * far(t), side(t)]),
-};
-const table = (of) => (dark.matches ? of.dark : of.light);
-const place = (t) => (t <= 0 ? 0 : t >= 1 ? 255 : Math.round(255 * t)); // in a table
-const shade = (t, of = ramp) => table(of)[place(t)];
+const table = () => (dark.matches ? ramp.dark : ramp.light);
+const place = (t) => Math.round(255 * clamp(t, 0, 1)); // in a table
+const shade = (t) => table()[place(t)];
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
-/** Black or white, whichever is read better on that colour (relative luminance of WCAG 2.2). */
+/** Black or white on that colour (relative luminance of WCAG 2.2). */
 function inkOn(rgb) {
   const [r, g, b] = rgb.map((v) => (v <= 10 ? v / 3295 : ((v / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
 }
 const weightShade = (w) => shade(Math.sqrt(w)); // most are small: the root lets them be seen
 
-function rampBar(of = ramp) {
-  const canvas = h("canvas", { class: "ramp", "aria-hidden": "true" });
-  return picture(1, 256, (_, n) => n / 255, of, canvas);
-}
+const rampBar = () => picture(1, 256, (_, n) => n / 255,
+  h("canvas", { class: "ramp", "aria-hidden": "true" }));
 
-/** A small image of rows x cols pixels; level(r, c) is a place in the table, 0 .. 1; NaN: none. */
-function picture(rows, cols, level, of = ramp, canvas = document.createElement("canvas")) {
+/** An image of rows x cols pixels; level(r, c): 0 to 1, or NaN for transparent. */
+function picture(rows, cols, level, canvas = document.createElement("canvas")) {
   canvas.width = cols;
   canvas.height = rows;
   const image = new ImageData(cols, rows);
   const pixels = new Uint32Array(image.data.buffer); // a large page has ten million of them
   const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-  const colours = Uint32Array.from(table(of), packed);
+  const colours = Uint32Array.from(table(), packed);
   for (let r = 0; r < rows; r++) {
     for (let c = 0; c < cols; c++) {
       const found = level(r, c);
@@ -162,14 +145,6 @@ function picture(rows, cols, level, of = ramp, canvas = document.createElement("
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
-}
-
-const largest = (values) => values.reduce((a, x) => Math.max(a, Math.abs(x)), 0) || 1;
-
-/** rows x D values, from place `from` on, as a picture; most: the largest of all. */
-function outputPicture(rows, D, values, most, label, from = 0, shown = () => true) {
-  const level = (i, d) => (shown(i) ? 0.5 + (0.5 * values[from + i * D + d]) / most : NaN);
-  return picture(rows, D, level, signed, h("canvas", { role: "img", "aria-label": label }));
 }
 
 /** Row and column of a T x T picture where an event happens; null: outside of it. */
@@ -181,7 +156,7 @@ function cellAt(e, { left, top, cell }) {
   });
 }
 
-/** A canvas of that size in CSS pixels, cleared, sharp on any screen -> its context. */
+/** The context of a canvas, cleared and resized (CSS pixels). */
 function fresh(canvas, width, height) {
   const sharp = devicePixelRatio || 1;
   canvas.width = Math.round(width * sharp);
@@ -201,7 +176,6 @@ function outline(c, x, y, width, height, name, thickness) {
   c.strokeRect(x, y, width, height);
 }
 
-/** Slanted lines over a rectangle. */
 function hatch(c, x, y, width, height) {
   c.save();
   c.beginPath();
@@ -220,10 +194,9 @@ function hatch(c, x, y, width, height) {
 
 // --------------------------------------------------------------------------------- tokens in a row
 
-/** Tokens as a row of buttons; arrow keys move along it.
+/** Tokens as a row of buttons. look(i) shows the token pointed at, else the chosen one, `pinned`.
  *
- * look(i) shows the token that is pointed at, and else the one chosen, `pinned`; cuts: each token's
- * document.
+ * cuts: each token's document.
  */
 function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
   let current = 0;
@@ -253,7 +226,7 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
     current = i;
     chips[current].tabIndex = 0;
   };
-  /** Scroll the row of tokens, not the page. */
+  // scrollIntoView() would scroll the page too
   self.show = (i) => {
     const { offsetTop, offsetHeight } = chips[i];
     const least = offsetTop - box.offsetTop + offsetHeight - box.clientHeight;
@@ -265,7 +238,7 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
     if (to === undefined) return;
     e.preventDefault();
     const i = clamp(to, 0, last);
-    pick(i); // focus() does it too, but for the chip that has it
+    pick(i); // the chip may already have the focus
     chips[i].focus();
   });
   return self;
@@ -278,12 +251,11 @@ const ICONS = {
   pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
 };
 
-/** What moves a player of n steps: buttons, keys, a slider; draw() shows the state after `done`.
+/** Buttons, keys and a slider of a player of n steps; draw() shows the state after `done` steps.
  *
- * box: the player's id, with which the ids of what is in it begin. keys: more of them; haste(n):
- * how many times as fast step n is gone through.
+ * box: the player's id, the prefix of its elements' ids. keys: more key bindings.
  */
-function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
+function transport(box, unit, n, rate, draw, keys = {}) {
   const at = (id) => $(`${box}-${id}`);
   const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
     h("path", { d: ICONS[name] }));
@@ -292,7 +264,6 @@ function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
     self.done = clamp(done, 0, n);
     draw();
   };
-  /** To the state after so many steps; by hand, so a playing trace stops. */
   self.goTo = (done) => {
     self.play(false);
     self.moveTo(done);
@@ -310,7 +281,7 @@ function transport(box, unit, n, rate, draw, keys = {}, haste = () => 1) {
         self.moveTo(self.done + 1);
         if (self.done === n) self.play(false);
         else next();
-      }, 1000 / Number(at("speed").value) / haste(self.done));
+      }, 1000 / Number(at("speed").value));
     };
     next();
   };

@@ -1,4 +1,4 @@
-// 4 cost: the roofline, and the table behind it.
+// 4 cost: the roofline by length.
 
 const BOTH = ["manual", "tiled"];
 const cost = { row: 0 };
@@ -30,7 +30,6 @@ function drawCosts() {
   $("cost-said").replaceChildren(h("b", {}, `T = ${int(row.T)}. `), ...said,
     `At best tiled is ${(row.manual.seconds / row.tiled.seconds).toFixed(1)} times as fast.`);
   drawRoofline(row);
-  drawCostRows();
 }
 
 /** Both axes are logarithmic. */
@@ -89,18 +88,4 @@ function drawRoofline(row) {
     text(x + dx, y + dy, name, `${name} halo`, anchor);
   }
   $("roofline").replaceChildren(root);
-}
-
-function drawCostRows() {
-  const names = ["computes", "moves", "FLOP a byte", "bound by", "at least"];
-  const edge = (n) => (n === 0 ? "edge" : null); // between the two algorithms
-  const cells = (c) => [scaled(c.flops, "FLOP"), scaled(c.bytes, "B"), c.intensity.toFixed(1),
-    c.bound, seconds(c.seconds)].map((text, n) => h("td", { class: edge(n) }, text));
-  const above = BOTH.map((name) => h("th", { scope: "colgroup", colspan: names.length,
-    class: `${name}-text edge` }, name));
-  const below = BOTH.flatMap(() => names.map((name, n) => th(name, { class: edge(n) })));
-  $("cost-rows").replaceChildren(
-    h("thead", {}, h("tr", {}, td(), above), h("tr", {}, th("T"), below)),
-    h("tbody", {}, costs.rows.map((r, n) => h("tr", { class: n === cost.row ? "now" : null },
-      rowHead(int(r.T)), cells(r.manual), cells(r.tiled)))));
 }

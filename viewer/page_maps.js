@@ -1,7 +1,7 @@
-// 1 maps: who looks at whom, for every layer and head, and whether the kernel agrees.
+// 1 maps of every layer and head, and whether the kernel agrees.
 
 const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
-const DECIMALS = maps.rounding < 5e-5 ? 4 : 2; // as many as the rounding leaves
+const DECIMALS = maps.levels > 255 ? 4 : 2; // more would be rounding
 const packed = unpack(maps.weights);
 const packedRow = (i) => (i * (i + 1)) / 2;
 const sees = (i, j) => j >= maps.seen[i][0] && j < maps.seen[i][1];
@@ -11,7 +11,7 @@ const weight = (layer, head, i, j) => (j > i ? 0
   : packed[(layer * H + head) * packedRow(T) + packedRow(i) + j] / maps.levels);
 
 const mapPicture = (layer, head, canvas) => picture(T, T,
-  (i, j) => (sees(i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), ramp, canvas);
+  (i, j) => (sees(i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), canvas);
 
 function thumbnails() {
   const box = $("thumbs");
@@ -41,18 +41,6 @@ function thumbnails() {
 function chooseHead(layer, head) {
   Object.assign(map, { layer, head });
   drawMaps();
-}
-
-/** What this head does on the whole: numbers that can be computed from its weights. */
-function trait(layer, head) {
-  if (T < 2) return "";
-  const rows = Array.from({ length: T }, (_, i) => i);
-  const mean = (over, of) => over.reduce((sum, i) => sum + of(i), 0) / over.length;
-  const share = (over, at) => `${Math.round(100 * mean(over, (i) => weight(layer, head, i, at(i))))}%`;
-  const later = rows.slice(1);
-  return `On average ${share(rows, (i) => i)} of a token's weight falls on itself, `
-    + `${share(later, (i) => i - 1)} on the token before it and ${share(later, () => 0)} on the `
-    + "first one.";
 }
 
 const mapView = { cell: 0, left: 0, top: 0 };
@@ -128,7 +116,6 @@ function axes(c, left, top, cell, letters) {
 
 function drawQuery() {
   const { layer, head, query } = map;
-  const [from, to] = maps.seen[query];
   const token = about.tokens[query];
   $("query-title").textContent = `Where token ${query}, ${quote(token)}, looks`;
   strip.chips.forEach((chip, j) => {
@@ -146,17 +133,6 @@ function drawQuery() {
   });
   strip.go(query);
   strip.show(query);
-  let sum = 0;
-  for (let j = from; j < to; j++) sum += weight(layer, head, query, j);
-  const documents = about.segments || Array(T).fill(0);
-  const others = documents.slice(0, from).filter((s) => s !== documents[query]).length;
-  const hidden = [query < T - 1 && `${int(T - 1 - query)} later`,
-    others && `${int(others)} in another document`,
-    from > others && `${int(from - others)} outside the window`].filter(Boolean);
-  $("map-sum").replaceChildren(hidden.length ? `Hidden: ${hidden.join(", ")}. ` : "",
-    `The weights of a row add up to 1\u00a0±\u00a0${sci(maps.sum_error)}. For this page each was `
-    + `rounded to one of ${int(maps.levels + 1)} levels; as rounded these add up to `,
-    num(sum, sum.toFixed(6)), ".");
 }
 
 function drawMaps() {
@@ -167,12 +143,11 @@ function drawMaps() {
     button.tabIndex = chosen ? 0 : -1;
   });
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
-  $("map-trait").textContent = trait(layer, head);
   drawAgreement();
-  const played = tiles.heads.some((t) => t.layer === layer && t.head === head);
+  const played = layer === about.layer;
   $("to-player").disabled = !played;
   $("to-player").textContent = played ? "Play this head tile by tile ↓"
-    : "The tiles of this head were left out";
+    : `Tiles are shown for layer ${about.layer} (--layer)`;
   lookAt(query, key);
 }
 
@@ -231,6 +206,5 @@ function drawAgreement() {
     h("b", {}, `${about.backend} ${a.agrees ? "agrees" : "does not agree"} in layer ${map.layer}.`),
     " The weights above are recomputed outside the kernel that ran, from the same q and k. Its "
     + "output differs from the formula in float64 by at most ", small(a.error), "; allowed are ",
-    small(a.allowed), `, and manual in ${about.dtype} differs by ${sci(a.manual_error)}. In head `
-    + `${map.head} it is ${sci(a.heads[map.head])}. The largest output is ${sci(a.largest)}.`);
+    small(a.allowed), `. In head ${map.head} it is ${sci(a.heads[map.head])}.`);
 }

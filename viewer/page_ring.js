@@ -24,7 +24,6 @@ const ofChunk = (a) => (a * C >= T ? "filling" : range([a * C, Math.min((a + 1) 
   "tokens"));
 const sentUpTo = (rank) => ring.sent.slice(0, circle.done).reduce((sum, at) => sum + at[rank], 0);
 
-/** What all processes do at a step, in words. */
 function stepText(step) {
   const whose = step === 0 ? "Each process computes with its own keys and values"
     : `Each process has the keys and values that began ${many(step, "place")} before it`;
@@ -32,7 +31,6 @@ function stepText(step) {
     : ". It has met all; nothing more is sent.");
 }
 
-/** One process: what it keeps, what is with it now, what it did in this step. */
 function drawProcess(pair, rank) {
   const step = Math.max(circle.done - 1, 0);
   const home = ring.homes[step][rank];
@@ -59,12 +57,12 @@ function drawRing() {
   drawGrowing();
   const all = ring.chunks.reduce((sum, _, rank) => sum + sentUpTo(rank), 0);
   $("ring-sent").replaceChildren(hint("Together they have sent ", count(all), " bytes: keys and "
-    + `values of all heads of layer ${ring.layer}${about.segments ? ", and documents" : ""}.`), done < ring.n ? ""
-    : compared("ring-verdict", `Head ${ring.head}: the largest difference between the ring's `
+    + `values of all heads of layer ${ring.layer}${about.segments ? ", and documents" : ""}.`),
+  done < ring.n ? "" : compared("ring-verdict", `Head ${ring.head}: the largest difference between the ring's `
       + "output and manual's is ", "the ring", ring));
 }
 
-/** Chunks of queries by chunks of keys: what is computed now, what was, what is skipped. */
+/** Chunks of queries by chunks of keys. */
 function drawPairs() {
   const { done } = circle;
   const crowded = owner.length > 10;
@@ -85,23 +83,20 @@ function drawPairs() {
 function drawGrowing() {
   const { done, query: i } = circle;
   const D = ring.O.shape[2];
-  const [part, now, O, whole] = [ring.part, ring.L, ring.O, ring.manual].map(unpack);
-  const most = largest(whole);
-  const strip = (values, from, said) => td(outputPicture(1, D, values, most, said, from));
+  const [part, now, O] = [ring.part, ring.L, ring.O].map(unpack);
   let before = -Infinity;
   const rows = ring.tiles.flatMap((t, n) => {
     if (t.queries !== Math.floor(i / C) || t.step >= done) return [];
     const at = n * C + (i % C);
     const old = Number.isFinite(now[at]) ? 1 / (1 + Math.exp(part[at] - before)) : 1;
     before = now[at];
-    const cells = [part[at], now[at], old].map((x) => td(num(x, real(x))));
-    return [h("tr", {}, rowHead(`${t.step}`), td(ofChunk(t.keys)), cells,
-      strip(O, at * D, `O after step ${t.step}`))];
+    const length = Math.hypot(...O.subarray(at * D, (at + 1) * D));
+    const cells = [part[at], now[at], old, length].map((x) => td(num(x, real(x))));
+    return [h("tr", {}, rowHead(`${t.step}`), td(ofChunk(t.keys)), cells)];
   });
   $("query-name").textContent = `Query ${i}, ${quote(about.tokens[i])}, of process `
     + `${owner[Math.floor(i / C)]}: (O, L) as it grows`;
   $("growing").replaceChildren(h("thead", {}, h("tr", {}, ["step", "keys", "L of these alone",
-    "L so far", "share of the old O", `O, ${D} numbers`].map((text) => th(text)))),
-  h("tbody", {}, rows, h("tr", {}, rowHead("manual"), td(), td(), td(), td(),
-    strip(whole, i * D, "manual's output"))));
+    "L so far", "share of the old O", "length of O"].map((text) => th(text)))),
+  h("tbody", {}, rows));
 }

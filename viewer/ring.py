@@ -1,8 +1,4 @@
-"""The ring of attention/ring.py, played here: N threads stand in for its N processes.
-
-What each of them does is the ring's own forward pass with tiled's kernel inside. Only what goes to
-the next process goes through a queue instead of a network, and its bytes are counted on the way.
-"""
+"""attention/ring.py with threads as processes and queues as the network."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ from attention import Ring, tiled, views
 from viewer.document import Played, pack
 from viewer.maps import Call, beside
 
-MOST = 16  # processes that are shown
+MOST = 16  # processes
 
 
 class Process(Ring):
-    """One process of the ring: whose block it had at each step, and what it computed with it."""
+    """One process of the ring; records its tiles and the bytes that it sends."""
 
     def __init__(self, rank: int, mail: list[Queue[Any]]) -> None:
         super().__init__()
@@ -45,7 +41,6 @@ class Process(Ring):
         return wait
 
     def on_tile(self, *tile: Any) -> None:
-        """O and L know the keys J now, of which L_ij is the part."""
         step, I, J, L_ij, O, L = tile
         a, b = self.chunks(self.rank)[I.start > 0], self.chunks(self.homes[-1])[J.start > 0]
         now = L_ij[0].clone(), L[0, :, I].clone(), O[0, I].transpose(0, 1).clone()
@@ -53,7 +48,7 @@ class Process(Ring):
 
 
 def played(call: Call, n: int) -> tuple[list[Process], Tensor]:
-    """The ring over one layer's q, k and v: its n processes, and the output (1, T, H, D)."""
+    """The n processes after a forward pass, and the output (1, T, H, D)."""
     mail: list[Queue[Any]] = [Queue() for _ in range(n)]
     ring = [Process(rank, mail) for rank in range(n)]
     spec = replace(call.spec, lse=True, grad=False)
@@ -71,9 +66,9 @@ def played(call: Call, n: int) -> tuple[list[Process], Tensor]:
 
 
 def play(call: Call, n: int, layer: int, head: int) -> Played:
-    """The ring of n processes over one layer, and what one head's rows know at each step."""
+    """The ring over one layer, and (O, L) of one head after each tile."""
     if n > MOST:
-        raise ValueError(f"at most {MOST} processes can be shown, got {n}; take fewer (--ring)")
+        raise ValueError(f"--ring: at most {MOST} processes can be shown, got {n}")
     ring, out = played(call, n)
     trace = sorted((tile for process in ring for tile in process.trace), key=lambda tile: tile[:2])
     part, L, O = (torch.stack(x)[:, head] for x in list(zip(*trace))[4:])

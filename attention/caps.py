@@ -1,0 +1,239 @@
+"""The capabilities that a kernel declares, and the reasons to refuse a request. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from .spec import DTYPES, UNKNOWN_VERSION, Machine, Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers: "2.13.0+cpu" is (2, 13, 0). A beta sorts before its release:
+    "4.0.0b26" is (4, 0, -1, 26)."""
+    leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
+    if not leading:
+        return ()
+    *first, last = (int(n) for n in leading[1].split("."))
+    return (*first, last - 1, int(leading[2])) if leading[2] else (*first, last)
+
+
+def dotted(capability: tuple[int, int] | None) -> str:
+    return "{}.{}".format(*capability) if capability else "none"
+
+
+class Refusal(str):
+    """One reason to refuse a request. `kind` is the field of Spec or Machine that causes it."""
+
+    kind: str  # "device", "packages", "capability", "dtype", ...
+
+    def __new__(cls, text: str, kind: str = "") -> Refusal:
+        refusal = super().__new__(cls, text)
+        refusal.kind = kind
+        return refusal
+
+
+# Fields that Spec and Caps share: requested there, supported here.
+LACKS = {
+    "window": "it does not support a sliding window",
+    "segments": "it does not support segments (packed or padded sequences)",
+    "scale": "it scales scores by 1/sqrt(head_dim) only (got scale {0.scale:g})",
+    "softcap": "it does not support a softcap",
+    "sinks": "it does not support attention sinks",
+    "dropout": "it does not support dropout (got {0.dropout:g}; use --dropout=0)",
+    "lse": "it does not return the log-sum-exp, which --context_parallel needs",
+    "grad": "it has no backward pass",
+}
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a backend supports on some devices. The defaults: all devices and dtypes, window,
+    dropout, segments, the backward pass and a dynamic cache, but none of `scale`, `softcap`,
+    `sinks`, `lse`, the static and the paged cache."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu", "mps")
+    dtypes: tuple[str, ...] = DTYPES
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    min_torch: str | None = None
+    head_dim_max: int | None = None
+    head_dim_multiple: int = 1
+    window: bool = True
+    dropout: bool = True
+    dropout_step: float | None = None  # dropout must be a multiple of this
+    segments: bool = True
+    scale: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    lse: bool = False  # the backend has a `partial`, which takes no dropout, sinks or cache
+    lse_segments: bool = True  # `partial` takes segments
+    grad: bool = True
+    deterministic: bool = True  # the backward obeys use_deterministic_algorithms(True)
+    caches: tuple[str, ...] = ("none", "dynamic")
+    page_multiple: int = 1  # page_size must be a multiple of this
+    packages: tuple[str, ...] = ()  # import names, with a minimum version if needed: "a>=2.1"
+    interpreted: bool = False  # only in Triton's interpreter
+
+    def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
+        """Every reason why this cannot do `spec` on `machine`; empty if it can."""
+        why: list[Refusal] = []
+
+        def refuse(kind: str, text: str) -> None:
+            why.append(Refusal(text, kind))
+
+        if machine.device not in self.devices:
+            refuse("device", f"it runs on {' and '.join(self.devices)}, not on {machine.device}")
+        if self.min_torch and version(machine.torch) < version(self.min_torch):
+            refuse("torch", f"it needs torch >= {self.min_torch}, this is {machine.torch}")
+        if self.interpreted and not machine.interpreted:
+            text = "only in Triton's slow interpreter, for tests (TRITON_INTERPRET=1)"
+            refuse("interpreted", f"it runs on {machine.device} {text}")
+        for package, least in (p.partition(">=")[::2] for p in self.packages):
+            found = machine.packages.get(package)
+            if found is None:
+                refuse("packages", f"package '{package}' is not installed")
+            elif not version(found) and found != UNKNOWN_VERSION:
+                broken = f"is installed but does not import ({found})"
+                refuse("packages", f"package '{package}' {broken}")
+            elif least and version(found) and version(found) < version(least):
+                refuse("packages", f"package '{package}' must be >= {least}, this is {found}")
+        low, high, has = self.min_capability, self.max_capability, machine.capability or (0, 0)
+        if low and (has < low or (high and has > high)):
+            need = dotted(low) if high == low else f"{dotted(low)} to {dotted(high)}"
+            need = need if high else f">= {dotted(low)}"
+            have = f"{machine.name} has {dotted(machine.capability)}"
+            refuse("capability", f"it needs compute capability {need}, {have}")
+        if spec.dtype not in self.dtypes:
+            takes = " and ".join(self.dtypes)
+            refuse("dtype", f"it takes {takes}, not {spec.dtype} (--dtype={self.dtypes[-1]})")
+        if (most := self.head_dim_max) and spec.head_dim > most:
+            refuse("head_dim", f"it takes a head_dim up to {most}, not {spec.head_dim}")
+        if spec.head_dim % (step := self.head_dim_multiple):
+            refuse("head_dim", f"head_dim must be a multiple of {step}, not {spec.head_dim}")
+        for name, text in LACKS.items():
+            if getattr(spec, name) and not getattr(self, name):
+                refuse(name, text.format(spec))
+        if (p := self.dropout_step) and spec.dropout % p:
+            refuse("dropout", f"dropout must be a multiple of {p:g}, not {spec.dropout:g}")
+        if spec.lse and self.lse:
+            clashes = {
+                "segments": spec.segments and self.segments and not self.lse_segments,
+                f"dropout (got {spec.dropout:g}; use --dropout=0)": spec.dropout and self.dropout,
+                "attention sinks": spec.sinks and self.sinks,
+                "a cache": spec.cache != "none",
+            }
+            for what in (what for what, clash in clashes.items() if clash):
+                refuse("lse", f"it does not support {what} when the sequence is split")
+        if spec.grad and machine.deterministic and not self.deterministic:
+            refuse("deterministic", "its backward is not deterministic (--deterministic=False)")
+        if spec.cache not in self.caches:
+            only = f"it only reads a {' or '.join(self.caches)} cache (--kv_cache)"
+            lacks = f"it does not support the '{spec.cache}' cache"
+            refuse("cache", only if spec.cache == "none" else lacks)
+        elif (size := spec.page_size) and size % (step := self.page_multiple):
+            refuse("page_size", f"page_size must be a multiple of {step}, not {size}")
+        return why
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention to some of the keys, and L, the log-sum-exp of each row's scores. ring.py merges
+    these parts.
+
+    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
+    these keys, and L (B, H, Tq), a natural logarithm. A fully masked row has out 0 and L -inf.
+    ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: takes out and L of
+    the whole rows and returns the contribution of these queries and keys.
+
+    `offset` is the first query's position minus the first key's, as in visible(). `segments` is
+    None or a pair of ids: (B, Tq) and (B, Tk). All results are float32, or float64 for float64.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One attention kernel.
+
+    ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
+    and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
+    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks, and only then, it also receives
+    ``sinks=``, ``(H,)`` of any floating dtype, and must return its gradient. With a static or
+    paged cache `cache` is a view (attention/views.py); k and v are the cache's own buffers or
+    pages. They already hold this call's keys and values and are read-only.
+    """
+
+    name: str
+    title: str
+    attend: Callable[..., Tensor]
+    caps: tuple[Caps, ...]  # a row for each group of devices and dtypes with the same limits
+    fallback: str | None  # where the search in select.PREFERENCE starts if this is refused
+    aliases: tuple[str, ...] = ()
+    install: str | None = None  # the command that installs it
+    fullgraph: bool = True  # torch.compile traces it without a graph break
+    partial: Partial | None = None  # present if Caps.lse
+    prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
+
+    def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
+        """The reasons of the Caps row with the fewest violations; empty if one has none."""
+        rows = [c for c in self.caps if machine.device in c.devices]
+        if not rows:
+            devices = dict.fromkeys(d for c in self.caps for d in c.devices)
+            text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
+            return [Refusal(text, "device")]
+
+        def distance(why: list[Refusal]) -> tuple[int, bool]:
+            # In a tie prefer what a user can change: the dtype, not the GPU or the backward.
+            return len(why), any(w.kind in ("capability", "grad") for w in why)
+
+        why = min((c.why_not(spec, machine) for c in rows), key=distance)
+        return [
+            Refusal(f"{w} ({self.install})", w.kind) if self.install and w.kind == "packages" else w
+            for w in why
+        ]
+
+
+class BackendUnavailable(ValueError):
+    """No allowed backend can compute what was requested."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The backend that will run, and the backends refused before it, with the reasons."""
+
+    requested: str
+    backend: Backend
+    rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
+    proof: dict[str, Any] | None = None  # probing.Probe.proof; None: not probed
+    note: str = ""  # a warning about what will run
+
+    def warnings(self) -> list[str]:
+        """One text for each refused backend, with its reasons; then the note."""
+        names = [*self.rejected, self.backend.name]
+        lines = []
+        for name, after in pairwise(names):
+            named = name == names[0] and self.requested not in ("auto", "fastest")
+            verb = "requested but " if named else "refused: "
+            why = "; ".join(self.rejected[name])
+            lines.append(f"{name} {verb}{why}.\nFalling back to '{after}'.")
+        return lines + [self.note] * bool(self.note)
+
+    def info(self) -> str:
+        """One line: the backend and the kernels that will run."""
+        kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
+        return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
+
+    def __str__(self) -> str:
+        """The lines that a user sees."""
+        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
+        return "\n".join([*warned, "INFO: " + self.info()])

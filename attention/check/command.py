@@ -1,0 +1,302 @@
+"""python -m attention check my_kernel.py: run every correctness test on one backend.
+
+Outputs and gradients are compared with the float64 oracle (matrix.py) and properties are tested
+(properties.py), on each device here and in each dtype that the backend's Caps declare. Prints a
+script that reproduces the first failure. Exit code: 0 if all passed, 1 if a test failed or all were
+refused, 2 for a mistake in the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+
+import torch
+
+from ..caps import Backend, Refusal
+from ..machine.system import first_line
+from ..select import get, packages
+from ..spec import DTYPES, Machine, Spec
+from . import matrix
+from .matrix import Case
+from .properties import PHASES, Item, properties
+
+# Rows of the table. A test counts in the rows of all its features.
+FEATURES = (
+    *("causality", "causal", "lengths", "masked rows", "grouped heads", "window", "segments"),
+    *("scale", "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients"),
+    *("dropout", "determinism", "torch.compile", "caches", "parts"),
+)
+FIRST = {f"causality, {phase}" for phase in PHASES}  # without windows and grouped heads
+# Kinds of refusal that concern a dtype on a device, whatever the feature.
+GENERAL = {"device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels"}
+
+
+def items(dtypes: Iterable[str], quick: bool = False) -> Iterator[Item]:
+    """Yield all tests: plain causality, cases from simple to complex, the other properties.
+
+    Args:
+        quick: only the cases of matrix.SAMPLE.
+    """
+    cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
+    for dtype in dtypes:
+        first: list[Item] = []
+        others: list[Item] = []
+        for item in properties(dtype):
+            (first if item.name in FIRST else others).append(item)
+        yield from first
+        for case in cases:
+            yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
+        yield from others
+
+
+def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
+    matrix.check(backend, case, spec.dtype, device, grad=spec.grad)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one test."""
+
+    verdict: str  # "right", "wrong" or "refused"
+    why: tuple[Refusal | str, ...] = ()
+    grad: bool = False  # gradients were compared
+
+
+def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer:
+    """Run one test. An exception of the kernel is not caught: CUDA may be unusable after it.
+
+    A kernel without a backward pass runs the cases forward only.
+    """
+    machine, spec = replace(machine, deterministic=item.deterministic), item.spec
+    why = backend.why_not(spec, machine)
+    if item.case and [w.kind for w in why] == ["grad"]:
+        spec = replace(spec, grad=False)
+        why = backend.why_not(spec, machine)
+    if why:
+        return Answer("refused", tuple(why))
+    try:
+        item.ask(backend, spec, device)
+    except AssertionError as e:
+        return Answer("wrong", (str(e),))
+    return Answer("right", grad=spec.grad and item.case is not None)
+
+
+@dataclass
+class Count:
+    passed: int = 0
+    failed: int = 0
+    refused: int = 0
+
+
+@dataclass
+class Report:
+    """Results of a check; --json prints them as a dict."""
+
+    name: str  # as given on the command line
+    backend: str
+    title: str
+    machine: dict[str, str]  # device -> its name
+    torch: str
+    quick: bool = False
+    total: Count = field(default_factory=Count)
+    features: dict[str, Count] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)  # reason -> number of tests
+    failures: list[dict[str, str]] = field(default_factory=list)
+    script: str = ""  # reproduces the first failure
+    seconds: float = 0.0
+
+    def add(self, item: Item, device: str, answer: Answer) -> None:
+        kind = {"right": "passed", "wrong": "failed", "refused": "refused"}[answer.verdict]
+        rows = [*item.features, *["gradients"] * answer.grad]
+        if answer.verdict == "refused":
+            for why in answer.why:
+                self.refusals[why] = self.refusals.get(why, 0) + 1
+            if any(isinstance(w, Refusal) and w.kind in GENERAL for w in answer.why):
+                rows = []
+        elif answer.verdict == "wrong":
+            rows, why = self._blamed(item, device), "; ".join(answer.why)
+            self.script = self.script or script(self.name, item, device, why)
+            found = {"what": item.name, "dtype": item.dtype, "device": device, "why": why}
+            self.failures.append(found | {"features": ", ".join(rows)})
+        for count in (self.total, *map(self._row, [f"{item.dtype}, {device}", *rows])):
+            setattr(count, kind, getattr(count, kind) + 1)
+
+    def _row(self, name: str) -> Count:
+        return self.features.setdefault(name, Count())
+
+    def _blamed(self, item: Item, device: str) -> list[str]:
+        """Features of the simplest failed case that has no feature besides this item's.
+
+        If a plain case fails, a case with a window proves nothing about windows.
+        """
+        if item.case is None:
+            return [*item.features]
+        here = (item.dtype, device)
+        failed = [f for f in self.failures if (f["dtype"], f["device"]) == here]
+        before = [f["features"].split(", ") for f in failed]
+        simpler = [rows for rows in before if {*rows} <= {*item.features, "causal"}]
+        return min([*simpler, [*item.features]], key=lambda rows: (rows != ["causal"], len(rows)))
+
+    @property
+    def code(self) -> int:
+        """Exit code. A backend that refuses everything fails."""
+        return 1 if self.failures or not self.total.passed else 0
+
+
+def check(
+    name: str,
+    devices: Sequence[str],
+    dtypes: Sequence[str] = DTYPES,
+    *,
+    quick: bool = False,
+    first: bool = False,
+    watch: Callable[[int, int, str], None] = lambda done, of, what: None,
+) -> Report:
+    """Run every test on a backend.
+
+    Args:
+        name: a backend's name, alias or file.
+        first: stop at the first failure.
+        watch: called before each test with the number done, the total, and the test's name.
+
+    Raises:
+        ValueError: unknown backend, or a file that defines none.
+    """
+    backend, began = get(name), time.monotonic()
+    here = {device: Machine.here(device, packages(name)) for device in devices}
+    machine_names = {device: machine.name for device, machine in here.items()}
+    report = Report(name, backend.name, backend.title, machine_names, torch.__version__, quick)
+    tests = [(device, item) for device in devices for item in items(dtypes, quick)]
+    for n, (device, item) in enumerate(tests):
+        watch(n, len(tests), f"{item.name}, {item.dtype}, {device}")
+        try:
+            with torch.random.fork_rng([device] if device[:4] == "cuda" else []):
+                answer = judge(backend, item, here[device], device)
+        except Exception as e:  # its Caps declare the Spec, so any exception is a failure
+            answer = Answer("wrong", (f"{type(e).__name__}: {first_line(e)}",))
+        report.add(item, device, answer)
+        if first and report.failures:
+            break
+    watch(len(tests), len(tests), "done")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def script(name: str, item: Item, device: str, why: str) -> str:
+    """Return a short script that reproduces the item's failure."""
+    package = (__package__ or "attention").partition(".")[0]
+    name = os.path.abspath(name) if os.path.exists(name) else name
+    lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
+    lines.append(f"from {package} import get")
+    if item.case is None:
+        lines += [
+            f"from {package}.check.properties import properties",
+            "",
+            f"test = next(p for p in properties({item.dtype!r}) if p.name == {item.name!r})",
+            "print(test.spec)",
+            f"test.ask(get({name!r}), test.spec, {device!r})",
+        ]
+        return "\n".join(lines)
+    given = {f.name: getattr(item.case, f.name) for f in fields(Case)}
+    changed = ", ".join(f"{k}={v!r}" for k, v in given.items() if v != getattr(Case, k, None))
+    sinks = f", sinks=matrix.sinks(case, dtype, {device!r})" * item.case.sinks
+    lines += [
+        f"from {package}.check import matrix",
+        "",
+        f"dtype, backend = {item.dtype!r}, get({name!r})",
+        f"case = matrix.Case({changed})",
+        f"q, k, v, dout = matrix.draw(case, dtype, {device!r})  # (B, T, H, D)",
+        f"seg = matrix.segments(case, {device!r})",
+        f"out = backend.attend(q, k, v, case.spec(dtype, grad=False), segments=seg{sinks})",
+        "error = (out.cpu().double() - matrix.truth(case, dtype).out).abs()",
+        'print("the largest error of each query:", error.amax(dim=(0, 2, 3)))',
+        f"matrix.check(backend, case, dtype, {device!r})  # gradients too",
+    ]
+    return "\n".join(lines)
+
+
+def text(report: Report) -> str:
+    """Return the report as a table, then refusals, failures and the script."""
+    on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
+    lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
+    rows = [f for f in FEATURES if f in report.features]
+    rows += [f for f in report.features if f not in FEATURES]
+    width = max(map(len, rows))
+    lines.append(f"{'':{width}}  passed  failed  refused")
+    for row in (*rows, "total"):
+        c = report.features.get(row, report.total)
+        passed, failed, refused = (str(n or "-") for n in (c.passed, c.failed, c.refused))
+        lines.append(f"{row:{width}}  {passed:>6}  {failed:>6}  {refused:>7}")
+    if report.refusals:
+        lines += ["", "Refused, as its Caps declare:"]
+        lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
+    failures, total = report.failures, report.total
+    if not failures:
+        end = "Everything it declares is right." if total.passed else "It refused every test."
+        end += " (--quick: a sample of the cases.)" * report.quick
+        return "\n".join([*lines, "", f"{end} {report.seconds:.0f} s."])
+    lines += ["", f"{len(failures)} of {total.passed + total.failed} failed:"]
+    lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
+    lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
+    return "\n".join([*lines, "", "Script for the first failure:", "", report.script])
+
+
+def progress() -> Callable[[int, int, str], None]:
+    """Return a progress bar on stderr; without a terminal, a line every ten seconds."""
+    last = time.monotonic()
+
+    def watch(done: int, of: int, what: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty():
+            bar = f"[{'#' * (30 * done // of):30}] {done}/{of} {what:.40}" if done < of else ""
+            print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last > 10:
+            last = time.monotonic()
+            print(f"{done} of {of}: {what}", file=sys.stderr, flush=True)
+
+    return watch
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line; a mistake ends the process with exit code 2."""
+    program = f"python -m {(__package__ or 'attention').partition('.')[0]} check"
+    parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("backend", help="a file that defines BACKEND, or a backend's name")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
+    parser.add_argument("--dtype", help=f"some of {','.join(DTYPES)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(argv)
+    options.dtypes = options.dtype.split(",") if options.dtype else DTYPES
+    if unknown := set(options.dtypes) - set(DTYPES):
+        parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    options.devices = ["cpu", *["cuda"] * cuda, *["mps"] * mps]
+    if options.device:
+        kind, _, number = options.device.partition(":")
+        most = torch.cuda.device_count() if kind == "cuda" else 1
+        if kind not in options.devices or (number or "0") not in map(str, range(most)):
+            parser.error(f"--device={options.device}: no such device here")
+        options.devices = [options.device]
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check one backend; returns the exit code."""
+    options = read(argv)
+    try:
+        how = {"quick": options.quick, "first": options.first}
+        report = check(options.backend, options.devices, options.dtypes, watch=progress(), **how)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(report)) if options.json else text(report))
+    return report.code

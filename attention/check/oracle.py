@@ -1,0 +1,187 @@
+"""The oracle: attention and its gradients in float64, and the comparison with it.
+
+`attention` is the contract (docs/DESIGN.md, section 3) as loops over rows, with gradients derived
+by hand. It shares only `visible` with the backends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..probing import allowed_error
+from ..spec import visible
+
+
+@dataclass(frozen=True)
+class Result:
+    """Output and gradients of one attention call."""
+
+    out: Tensor  # (B, Tq, H, D)
+    dq: Tensor | None = None  # (B, Tq, H, D)
+    dk: Tensor | None = None  # (B, Tk, Hkv, D)
+    dv: Tensor | None = None  # (B, Tk, Hkv, D)
+    dsinks: Tensor | None = None  # (H,)
+    condition: Mapping[str, float] = field(default_factory=dict, kw_only=True)  # of attention()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
+              segments: Tensor | None = None, scale: float | None = None,
+              softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
+    """Return the exact result, in float64 on the CPU.
+
+    Per row, with the scale tau (1 / sqrt(D)), t_j = tau q . k_j, s_j = c tanh(t_j / c) with a
+    softcap c, else t_j, and p = softmax(s) over the visible keys j and the sink a (of value 0):
+
+        out  = sum_j p_j v_j
+        dv_j += p_j dout                          out is linear in v
+        dp_j  = dout . v_j                        0 for the sink
+        ds_j  = p_j (dp_j - sum_l p_l dp_l)       the Jacobian of softmax: diag(p) - p p^T
+        da   += -p_a sum_l p_l dp_l
+        dt_j  = ds_j (1 - (s_j / c)^2)            tanh' = 1 - tanh^2
+        dq    = tau sum_j dt_j k_j
+        dk_j += tau dt_j q
+
+    `condition` holds for each tensor the largest rounding error to first order, in units of eps:
+    (a) of each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
+    themselves; it is a relative error of p_j, doubled in the backward pass, which recomputes
+    exp(s_j - logsumexp); (b) of dp and sum p dp relative to their terms: it stays in ds even if the
+    difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
+
+    Args:
+        q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
+        segments: (B, Tk) integers; the queries are the last Tq positions.
+        sinks: (H,).
+    """
+    q_, k_, v_, do = (t.detach().cpu().double().numpy() for t in (q, k, v, dout))
+    seg = None if segments is None else segments.cpu().numpy()
+    (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    tau = 1 / math.sqrt(D) if scale is None else scale
+    sink = np.full(H, -np.inf) if sinks is None else sinks.detach().cpu().double().numpy()
+    like = q_, q_, k_, v_, sink
+    out, dq, dk, dv, da = (np.zeros_like(t) for t in like)
+    out_moves, dq_moves, dk_moves, dv_moves, da_moves = (np.zeros_like(t) for t in like)
+    offset, j = Tk - Tq, np.arange(Tk)
+    for b in range(B):
+        for i in range(Tq):
+            seg_i = None if seg is None or i + offset < 0 else seg[b, i + offset]
+            seen = visible(i, j, offset, window, seg_i, None if seg is None else seg[b])
+            if not seen.any():
+                continue  # a fully masked row: all its terms are zero
+            for h in range(H):
+                g = h // (H // Hkv)
+                keys, values = k_[b, seen, g], v_[b, seen, g]  # (visible keys, D)
+                s, slope = keys @ q_[b, i, h] * tau, np.ones(len(keys))
+                if softcap is not None:
+                    s = softcap * np.tanh(s / softcap)
+                    slope = 1 - (s / softcap) ** 2
+                most = max(s.max(), sink[h])
+                e, e_sink = np.exp(s - most), np.exp(sink[h] - most)
+                p, p_sink = e / (e.sum() + e_sink), e_sink / (e.sum() + e_sink)
+                out[b, i, h] = p @ values
+                dv[b, seen, g] += np.outer(p, do[b, i, h])
+                dp = values @ do[b, i, h]
+                ds = p * (dp - p @ dp)
+                da[h] -= p_sink * (p @ dp)
+                dt = ds * slope
+                dq[b, i, h] = dt @ keys * tau
+                dk[b, seen, g] += np.outer(dt, q_[b, i, h]) * tau
+
+                q_abs, do_abs, keys_abs = np.abs(q_[b, i, h]), np.abs(do[b, i, h]), np.abs(keys)
+                s_moves = keys_abs @ q_abs * tau * slope
+                if softcap is not None:
+                    s_moves += np.abs(s)
+                rel = max(s_moves.max(), abs(sink[h]) if p_sink else 0.0)  # of any p
+                far = np.abs(values - out[b, i, h])
+                out_moves[b, i, h] = rel * (p @ far + p_sink * np.abs(out[b, i, h]))
+                p_moves = 2 * rel * p
+                dv_moves[b, seen, g] += np.outer(p_moves, do_abs)
+                dp_moves = np.abs(values) @ do_abs
+                ds_moves = p_moves * np.abs(dp - p @ dp) + p * (dp_moves + p @ dp_moves)
+                da_moves[h] += p_sink * (2 * rel * abs(p @ dp) + p @ dp_moves)
+                dt_moves = ds_moves * slope
+                if softcap is not None:
+                    dt_moves += np.abs(ds) * (1 + 2 * np.abs(s) * s_moves / softcap**2)
+                dq_moves[b, i, h] = dt_moves @ keys_abs * tau
+                dk_moves[b, seen, g] += np.outer(dt_moves, q_abs) * tau
+    names = ("out", "dq", "dk", "dv", "dsinks")
+    moves = (out_moves, dq_moves, dk_moves, dv_moves, da_moves)
+    condition = {name: float(t.max()) for name, t in zip(names, moves, strict=True)}
+    got = [torch.from_numpy(t) for t in (out, dq, dk, dv, da)]
+    return Result(*(got if sinks is not None else got[:4]), condition=condition)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
+          segments: Tensor | None = None, scale: float | None = None,
+          softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
+    """Return the result of plain PyTorch in the inputs' dtype; its error is that of the dtype."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
+    k_all, v_all = (t.repeat_interleave(H // Hkv, dim=2) for t in (k, v))
+    i, j = torch.arange(Tq, device=q.device)[:, None], torch.arange(Tk, device=q.device)
+    seen = visible(i, j, Tk - Tq, window).expand(q.shape[0], Tq, Tk)
+    if segments is not None:
+        seg_i = segments[:, (i.flatten() + Tk - Tq).clamp(min=0)]  # clamped rows see nothing
+        seen = seen & visible(i, j, Tk - Tq, window, seg_i[:, :, None], segments[:, None, :])
+    seen = seen[:, None]  # (B, 1, Tq, Tk)
+    # q times a power of two is exact, and q . k stays as far from overflow as the scores are.
+    rest, power = math.frexp(scale or 1 / math.sqrt(D))
+    scores = torch.einsum("bihd,bjhd->bhij", q * 2.0**power, k_all) * rest
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(q.dtype).min)
+    leaves = [q, k, v]
+    if sinks is not None:
+        leaves.append(sinks.detach().requires_grad_())
+        column = leaves[3].to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :Tk] * seen
+    out = torch.einsum("bhij,bjhd->bihd", probs, v_all)
+    return Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor: float = 1) -> None:
+    """Check a result: all values must be finite, and for each tensor of `got`
+
+        max|got - truth| <= m * max|plain - truth| + eps(dtype) * max|truth|
+                            + eps(compute) * condition
+
+    with m = 2 for the output and 3 for gradients: attention.probing.allowed_error(). The condition
+    matters where plain PyTorch is exact by luck: with one visible key, P is x / x there, but
+    exp(s - logsumexp) in the backward pass of a FlashAttention kernel.
+
+    Args:
+        factor: scales the tolerance; below 1 it shows the margin.
+
+    Raises:
+        AssertionError: names the tensor, its largest error, the position, and the tolerance.
+    """
+    for name, m in (("out", 2), ("dq", 3), ("dk", 3), ("dv", 3), ("dsinks", 3)):
+        g, p, t = (getattr(r, name) for r in (got, plain, truth))
+        if g is None:
+            continue
+        require(g.dtype == dtype, f"{name} is {g.dtype}, not {dtype}")
+        require(g.shape == t.shape, f"{name} has shape {tuple(g.shape)}, not {tuple(t.shape)}")
+        g, p = g.detach().cpu().double(), p.detach().cpu().double()
+        require(p.isfinite().all(), f"{name} of plain PyTorch is not finite")
+        require(g.isfinite().all(), f"{name} is not finite")
+        usual, size = float((p - t).abs().max()), float(t.abs().max())
+        allowed = factor * allowed_error(usual, size, truth.condition[name] / 32, dtype, m)
+        error = (g - t).abs()
+        if not float(error.max()) <= allowed:
+            at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
+            raise AssertionError(
+                f"{name} is off by {float(error[at]):.3g} at {list(at)}: {float(g[at]):.6g}, the "
+                f"truth is {float(t[at]):.6g}; allowed is {allowed:.3g}"
+            )
+
+
+def require(ok: bool | Tensor, text: str) -> None:
+    """Assert, also under `python -O`."""
+    if not ok:
+        raise AssertionError(text)

@@ -1,0 +1,431 @@
+"""Tests of causality, dropout, determinism, compilation, caches and partial attention.
+
+`properties()` lists them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..caps import Backend
+from ..probing import leakage, run_cached
+from ..spec import Spec, visible
+from . import matrix, oracle
+from .oracle import require
+
+
+@dataclass(frozen=True)
+class Item:
+    """One test of a backend that supports `spec`; `ask` raises AssertionError if it fails."""
+
+    name: str
+    features: tuple[str, ...]  # rows of the table in command.py
+    spec: Spec
+    ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
+    deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
+    case: matrix.Case | None = None  # None: a property
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+
+def properties(dtype: str) -> Iterator[Item]:
+    """Yield the tests of all properties in one dtype."""
+
+    def item(name: str, feature: str, spec: Spec, ask: Callable[..., None], **more: Any) -> Item:
+        heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
+        window = f", window {spec.window}" if spec.window else ""
+        return Item(name + heads + window, (feature,), spec, ask, **more)
+
+    heads = partial(Spec, 4, 2, 32, dtype)
+    windows = (None, 9)
+    for phase, (_, _, grad) in PHASES.items():
+        for w, Hkv in itertools.product(windows, (4, 2)):
+            spec = Spec(4, Hkv, 32, dtype, window=w, grad=grad)
+            yield item(f"causality, {phase}", "causality", spec, partial(causality, phase))
+        if phase != "decode":
+            for w in windows:
+                spec = heads(window=w, segments=True, grad=grad)
+                yield item(f"segments, {phase}", "causality", spec, partial(segments, phase))
+    for w, Tq in itertools.product((None, 5), (20, 7, 1)):
+        spec = Spec(2, 1, 32, dtype, window=w, grad=Tq == 20)
+        yield item(f"huge negative scores, {Tq} of 20", "causality", spec, partial(negative, Tq))
+    yield item("beyond the view", "causality", heads(grad=False), beyond)
+    for w in windows:
+        yield item("no gradient to later tokens", "causality", heads(window=w), later_gradient)
+    for p in (0.125, 0.5):
+        yield item(f"dropout rate, {p}", "dropout", _dropping(dtype, p), rate)
+    yield item("the same mask again", "dropout", _dropping(dtype, 0.25), replay)
+    for w in windows:
+        yield item("no random number without", "dropout", heads(window=w), no_random)
+    for p in (0.0, 0.25):
+        name = "the same bits" + ", with dropout" * bool(p)
+        yield item(name, "determinism", heads(dropout=p), same_bits, deterministic=True)
+    for grad in (True, False):
+        name = "compiled" + ", no gradients" * (not grad)
+        yield item(name, "torch.compile", heads(grad=grad, compiled=True), compiled)
+    for w, Tq in itertools.product((None, 6), (24, 3, 1)):
+        spec = heads(window=w, segments=True, grad=False, cache="dynamic")
+        yield item(f"dynamic, left padding, {Tq} of 24", "caches", spec, partial(padded, Tq))
+    for w, size in itertools.product(windows, (None, 16, 256)):
+        kind, name = ("paged", f"paged by {size}") if size else ("static", "static")
+        spec = heads(window=w, grad=False, cache=kind, page_size=size)
+        yield item(name, "caches", spec, cached)
+        if w is None:
+            more = replace(spec, scale=0.5, softcap=4.0, sinks=True)
+            yield item(f"{name}, scale, softcap and sinks", "caches", more, cached)
+    for w, seg in itertools.product(windows, (False, True)):
+        name = "in parts" + ", segments" * seg
+        yield item(name, "parts", heads(window=w, segments=seg, lse=True), in_parts)
+    spec = heads(scale=0.5, softcap=4.0, lse=True)
+    yield item("in parts, scale and softcap", "parts", spec, in_parts)
+    for grad in (True, False):
+        name = f"causality, long text, {'training' if grad else 'evaluation'}"
+        yield item(name, "causality", Spec(1, 1, 32, dtype, grad=grad), long_causality)
+
+
+# --- causality and segments ---
+
+PHASES = {  # Tq, Tk, whether autograd records
+    "training": (33, 33, True),
+    "evaluation": (33, 33, False),
+    "chunked prefill": (20, 33, False),
+    "decode": (1, 33, False),
+}
+HUGE = 3000.0  # finite in float16, as are its products with values of size 1
+
+
+def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+    """Return the output; autograd records if spec.grad."""
+    with torch.set_grad_enabled(spec.grad):
+        q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
+        return backend.attend(q, k, v, spec, **more).detach()
+
+
+def case_of(spec: Spec, T: int, segments: str | None = None) -> matrix.Case:
+    """Return the Spec as a case of T queries and keys."""
+    sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
+    case = matrix.Case(f"{T}", T, T, *sizes, window=spec.window, segments=segments)
+    return replace(case, scale=spec.scale, softcap=spec.softcap, sinks=spec.sinks)
+
+
+def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
+    """Return random q, k and v, (2, T, H or Hkv, D)."""
+    chance, dtype = torch.Generator().manual_seed(7), getattr(torch, spec.dtype)
+    heads = spec.n_head, spec.n_kv_head, spec.n_kv_head
+    shapes = ((2, T, h, spec.head_dim) for h in heads)
+    return [torch.randn(shape, generator=chance).to(device, dtype) for shape in shapes]
+
+
+def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
+    """Multiply one position of q, k or v by HUGE: earlier outputs must keep their bits, and some
+    output must change. Keys before every query's window must change nothing."""
+    Tq, Tk, _ = PHASES[phase]
+    q, k, v = qkv(spec, Tk, device)
+    first = Tk - Tq  # the position of the first query
+
+    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(backend, q[:, first:], k, v, spec)
+
+    before = output(q, k, v)
+
+    def moved(*louder: Tensor, since: int) -> list[int]:
+        """Positions whose outputs change. Repeated twice if one precedes `since`: a library may
+        round differently once under load."""
+        nonlocal before
+        for _ in range(3):
+            different = (before != output(*louder)).any(dim=(0, 2, 3))
+            found: list[int] = (different.nonzero().flatten() + first).tolist()
+            if not found or found[0] >= since:
+                break
+            before = output(q, k, v)
+        return found
+
+    places = {first + 1, (first + Tk) // 2, Tk - 1}
+    for changed in sorted(places & set(range(first + 1, Tk))):
+        for which, name in enumerate("qkv"):
+            Q, K, V = (t.clone() for t in (q, k, v))
+            (Q, K, V)[which][:, changed] *= HUGE
+            found = moved(Q, K, V, since=changed)
+            text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
+            require(bool(found) and found[0] >= changed, text)
+    if spec.window is not None:
+        K, V = k.clone(), v.clone()
+        for t in (K, V):
+            t[:, : max(first - spec.window + 1, 0)] *= HUGE
+        none = not moved(q, K, V, since=Tk)
+        require(none, f"keys before the window of every query moved an output ({spec})")
+
+
+def long_causality(backend: Backend, spec: Spec, device: str) -> None:
+    """Causality in a long sequence, for which a kernel may take another path."""
+    T = 8193 if torch.device(device).type == "cuda" else 2049
+    quiet = [t[:1] for t in qkv(spec, T, device)]
+    louder, changed = [t.clone() for t in quiet], T - 500
+    for t in louder:
+        t[:, changed] *= HUGE / 30  # q . k grows by the square
+    for _ in range(3):  # as in causality()
+        before, after = (call(backend, q, k, v, spec) for q, k, v in (quiet, louder))
+        moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
+        if moved and moved[0] >= changed:
+            return
+    require(False, f"token {changed} changed; the outputs that moved: {moved[:5] or 'none'}, ...")
+
+
+def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
+    """Multiply one of three segments: the outputs of the others must keep their bits."""
+    Tq, Tk, _ = PHASES[phase]
+    q, k, v = qkv(spec, Tk, device)
+    seg = (torch.arange(Tk) // 11).int().expand(2, Tk).contiguous().to(device)  # 3 times 11
+    first = Tk - Tq
+    before = call(backend, q[:, first:], k, v, spec, segments=seg)
+    for changed in (0, 1, 2):
+        inside = seg[0] == changed
+        other = ~inside[first:]
+        louder = [t.clone() for t in (q, k, v)]
+        for t in louder:
+            t[:, inside] *= HUGE / 30  # q . k grows by the square
+        after = call(backend, louder[0][:, first:], louder[1], louder[2], spec, segments=seg)
+        same = torch.equal(before[:, other], after[:, other])
+        require(same, f"segment {changed} changed, and an output of another segment moved")
+        moved = not torch.equal(before[:, ~other], after[:, ~other])
+        require(bool(other.all()) or moved, f"segment {changed} changed, and nothing moved")
+
+
+def negative(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+    """All scores are -59,397: with a mask value of -1e4, masked keys would have the largest."""
+    Tk, dtype = 20, getattr(torch, spec.dtype)
+    q = torch.full((1, Tq, 2, 32), -10500.0, dtype=dtype, device=device)
+    k = torch.ones(1, Tk, 1, 32, dtype=dtype, device=device)
+    v = torch.arange(Tk, dtype=dtype, device=device)[None, :, None, None].expand(k.shape)
+    out = call(backend, q, k, v.contiguous(), spec)[0, :, 0, 0].double().cpu()
+    last = torch.arange(Tk - Tq, Tk)  # each output is the mean index of the visible keys
+    first = (last - (spec.window or Tk) + 1).clamp(min=0)
+    _close(out, (first + last) / 2, 0.02, "the mean of the visible values")
+
+
+def beyond(backend: Backend, spec: Spec, device: str) -> None:
+    """Keys at the start of a longer buffer, as in a cache: NaN beyond them must not matter."""
+    q, k, v = qkv(spec, 40, device)
+    T = 33
+    clean = call(backend, q[:, T - 1 : T], k[:, :T].clone(), v[:, :T].clone(), spec)
+    k[:, T:], v[:, T:] = float("nan"), float("nan")
+    got = call(backend, q[:, T - 1 : T], k[:, :T], v[:, :T], spec)
+    require(got.isfinite().all(), "NaN beyond the last key was read")
+    _close(got, clean, 16 * torch.finfo(got.dtype).eps, "the output of the same keys, copied")
+
+
+def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
+    """Gradients of early outputs do not reach later tokens."""
+    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
+    out = backend.attend(q, k, v, spec)
+    dout = torch.randn_like(out)
+    dout[:, 20:] = 0
+    for name, grad in zip("qkv", torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        require(not grad[:, 20:].any(), f"d{name} of a later token is not zero")
+        require(grad[:, 19].any(), f"d{name} of token 19 is zero")
+
+
+def _close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+    """Assert |got - want| <= tolerance * (1 + |want|)."""
+    got, want = got.detach().double(), want.detach().double()
+    off = (got - want).abs() - tolerance * want.abs()
+    require((off <= tolerance).all(), f"{what} is off by up to {float(off.max()):.3g}")
+
+
+# --- dropout: if v is the identity, the output is the matrix P after dropout ---
+
+
+def _dropping(dtype: str, p: float) -> Spec:
+    return Spec(2, 2, 16, dtype, dropout=p)
+
+
+def _revealing(spec: Spec, device: str, B: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random q and k, and the identity as v, with T = D: out[b, i, h] is row i of P."""
+    draw = torch.Generator().manual_seed(3)
+    D, dtype = spec.head_dim, getattr(torch, spec.dtype)
+    q, k = (torch.randn(1, D, 2, D, generator=draw).expand(B, D, 2, D) for _ in range(2))
+    v = torch.eye(D)[None, :, None, :].expand(B, D, 2, D)
+    q, k, v = (t.to(device, dtype).contiguous() for t in (q, k, v))
+    return q, k, v
+
+
+def rate(backend: Backend, spec: Spec, device: str) -> None:
+    """A fraction p of the probabilities is dropped; the rest is divided by 1 - p."""
+    B, p = 16, spec.dropout
+    q, k, v = _revealing(spec, device, B)
+    probs = call(backend, q, k, v, replace(spec, dropout=0.0)).cpu()  # (B, T, H, T)
+    torch.manual_seed(0)
+    total, n, shares = torch.zeros_like(probs[:1]).double(), 0, []
+    # Enough draws: an entry that is never dropped is off by 6 sigma.
+    for _ in range(math.ceil(40 * (1 - p) / p / B)):
+        got = call(backend, q, k, v, spec).cpu()
+        kept = got != 0
+        tolerance = 8 * torch.finfo(got.dtype).eps
+        _close(got[kept], probs[kept] / (1 - p), tolerance, "what was kept")
+        total, n = total + got.double().sum(dim=0, keepdim=True), n + len(got)
+        shares.append(kept.sum() / (probs != 0).sum())
+    # Standard deviation of the mean of n draws of P M / (1 - p), with M Bernoulli.
+    probs, mean = probs[:1].double(), total / n
+    sigma = probs * (p / ((1 - p) * n)) ** 0.5
+    rounding = 1e-3 + torch.finfo(got.dtype).eps
+    even = ((mean - probs).abs() <= 6 * sigma + rounding * probs).all()
+    require(even, "some probabilities are dropped more often than others")
+    draws = n * int((probs != 0).sum())
+    off = float(torch.stack(shares).double().mean()) - (1 - p)
+    require(abs(off) < 6 * (p * (1 - p) / draws) ** 0.5, f"{p - off:.4f} are dropped, expected {p}")
+
+
+def replay(backend: Backend, spec: Spec, device: str) -> None:
+    """The same seed gives the same mask M and the next call another; the output and gradients are
+    those of P M / (1 - p)."""
+    q, k, eye = _revealing(spec, device, B=4)
+    v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
+    torch.manual_seed(5)
+    masks = [(call(backend, q, k, eye, spec) != 0).double()]  # (B, T, H, T)
+    torch.manual_seed(5)
+    masks += [(call(backend, q, k, eye, spec) != 0).double() for _ in range(2)]
+    require(torch.equal(masks[0], masks[1]), "the dropout mask differs under the same seed")
+    require(not torch.equal(masks[0], masks[2]), "two calls have the same dropout mask")
+
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    torch.manual_seed(5)
+    out = backend.attend(*leaves, spec)
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    i = torch.arange(q.shape[1], device=q.device)
+    scores = torch.einsum("bihd,bjhd->bihj", *exact[:2]) / spec.head_dim**0.5
+    scores = scores.masked_fill(~visible(i[:, None], i)[None, :, None], float("-inf"))
+    probs = torch.softmax(scores, dim=-1) * masks[0] / (1 - spec.dropout)
+    want = torch.einsum("bihj,bjhd->bihd", probs, exact[2])
+    truth = [want, *torch.autograd.grad(want, exact, dout.double())]
+    for name, g, w in zip(("out", "dq", "dk", "dv"), got, truth, strict=True):
+        _close(g, w, 20 * torch.finfo(g.dtype).eps, f"{name} with the mask of the forward pass")
+
+
+def no_random(backend: Backend, spec: Spec, device: str) -> None:
+    """Without dropout the random state does not change."""
+
+    def states() -> list[Tensor]:
+        cuda = torch.device(device).type == "cuda"
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
+
+    q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
+    before = states()
+    backend.attend(q, k, v, spec).sum().backward()
+    require(all(map(torch.equal, before, states())), "a random number was drawn")
+
+
+# --- determinism, torch.compile, caches, partial attention ---
+
+
+def same_bits(backend: Backend, spec: Spec, device: str) -> None:
+    """Five runs give the same bits; on CUDA at a size of many thread blocks."""
+    T = 1024 if torch.device(device).type == "cuda" else 97
+    q, k, v, dout = matrix.draw(case_of(spec, T), spec.dtype, device)
+    results = []
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            torch.manual_seed(0)
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = backend.attend(*leaves, spec)
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    finally:
+        torch.use_deterministic_algorithms(was)
+    for result in results[1:]:
+        for name, a, b in zip(("out", "dq", "dk", "dv"), result, results[0], strict=True):
+            require(torch.equal(a, b), f"{name} differs between runs")
+
+
+def compiled(backend: Backend, spec: Spec, device: str) -> None:
+    """Accurate under torch.compile, in one graph if the backend declares fullgraph. On the CPU the
+    compiler is aot_eager, which generates no code."""
+    torch.compiler.reset()
+    compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
+
+    run = backend.attend
+
+    def attend(*args: Any, **more: Any) -> Any:
+        return run(*args, **more)
+
+    traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)
+    backend = replace(backend, attend=traced)
+    matrix.check(backend, case_of(spec, 65), spec.dtype, device, grad=spec.grad, compiled=True)
+    torch.compiler.reset()
+
+
+def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
+    """Left padding as a segment, with fewer queries than keys."""
+    case = replace(case_of(spec, 24, "left"), Tq=Tq, B=3)
+    matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
+
+
+def cached(backend: Backend, spec: Spec, device: str) -> None:
+    """With a cache (two chunks, then single tokens, rows of two lengths) the output equals that of
+    the whole sequence and is causal."""
+    T = 64 if (spec.page_size or 0) < 64 else 300
+    case = case_of(spec, T)
+    inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
+    if (sinks := matrix.sinks(case, spec.dtype, device)) is not None:
+        inputs.append(sinks)
+    (out,) = run_cached(backend.attend, inputs, None, spec)
+    matrix.compare(oracle.Result(out), case, spec.dtype, device)
+    for _ in range(3):  # as in causality()
+        moved = leakage(partial(run_cached, backend.attend), inputs, None, spec)
+        if moved == 0:
+            return
+    require(False, f"a later token moves earlier outputs, by up to {moved:.2g}")
+
+
+def in_parts(backend: Backend, spec: Spec, device: str) -> None:
+    """Partial attention over blocks of queries and keys, merged by its log-sum-exp L, equals full
+    attention. A row that sees no key of a block gives 0 and L = -inf."""
+    assert backend.partial is not None, "it declares lse but has no partial"
+    T = 50
+    case = case_of(spec, T, "packed" if spec.segments else None)
+    q, k, v, dout = matrix.draw(case, spec.dtype, device)
+    seg, acc = matrix.segments(case, device), torch.promote_types(q.dtype, torch.float32)
+    parts = []
+    # In rows 7 to 28 and keys 13 to 30 the mask hides a few pairs.
+    borders = itertools.pairwise((0, 7, 28, T)), itertools.pairwise((0, 13, 30, T))
+    for I, J in ((slice(*i), slice(*j)) for i, j in itertools.product(*borders)):
+        parts.append((I, J, I.start - J.start, None if seg is None else (seg[:, I], seg[:, J])))
+    out = torch.zeros(q.shape, dtype=acc, device=device)
+    L = torch.full((*q.shape[:1], q.shape[2], T), torch.finfo(acc).min, dtype=acc, device=device)
+    with torch.no_grad():
+        for I, J, offset, pair in parts:
+            O_ij, L_ij = backend.partial.forward(q[:, I], k[:, J], v[:, J], spec, offset, pair)
+            require(O_ij.dtype == L_ij.dtype == acc, f"out is {O_ij.dtype}, L is {L_ij.dtype}")
+            i, j = (torch.arange(x.stop - x.start, device=device) for x in (I, J))
+            both = (None, None) if pair is None else (pair[0][:, :, None], pair[1][:, None])
+            masked = ~visible(i[:, None], j, offset, spec.window, *both).any(dim=-1)  # (B, or ,) Tq
+            masked = masked.expand(q.shape[0], -1)
+            require(not O_ij[masked].any(), "a fully masked row must give zeros")
+            empty = (L_ij.transpose(1, 2)[masked] == -torch.inf).all()
+            require(empty, "the L of a fully masked row must be -inf")
+            L_new = torch.logaddexp(L[..., I], L_ij)
+            old, new = (torch.exp(x - L_new).mT[..., None] for x in (L[..., I], L_ij))
+            out[:, I], L[..., I] = old * out[:, I] + new * O_ij, L_new
+        sums = [torch.zeros(t.shape, dtype=acc, device=device) for t in (q, k, v)]
+        whole = out.to(q.dtype)
+        for I, J, offset, pair in parts:
+            of_row = dout[:, I], q[:, I], k[:, J], v[:, J], whole[:, I], L[..., I]
+            grads = backend.partial.backward(*of_row, spec, offset, pair)
+            for total, rows, grad in zip(sums, (I, J, J), grads, strict=True):
+                require(grad.dtype == acc, f"a gradient is {grad.dtype}")
+                total[:, rows] += grad
+    got = oracle.Result(whole, *(t.to(q.dtype) for t in sums))
+    matrix.compare(got, case, spec.dtype, device)

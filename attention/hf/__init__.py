@@ -1,0 +1,315 @@
+"""Every backend here as an attention implementation of `transformers` (docs/HF.md).
+
+transformers calls `_mask` once a forward pass for each kind of layer: it builds the mask that
+transformers' own SDPA would get, and proves what it is (mask.py). It calls `_attend` in each layer:
+that builds a Spec, selects a kernel and runs it. Arguments it does not know are refused.
+
+A model that computes its attention itself is refused when it is built (OWN_CLASSES), or at its
+first mask, which cannot be computed with, or, if it uses none, by `report()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..caps import Backend, BackendUnavailable, Resolution
+from ..choose import Choices
+from ..machine.flash_impl import flash_impl
+from ..select import BACKENDS, RULES, get
+from ..spec import Policy, Spec
+from ..views import kept
+from .mask import Mask, Proof, prove
+
+PREFIX = "nanoattn:"
+# transformers takes a name with one of these words for its own SDPA or flash-attn.
+RESERVED = ("sdpa", "flash", "flex_attention", "eager")
+# Arguments that models pass to their attention and that change nothing there.
+IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
+           "output_router_logits", "num_items_in_batch"}  # fmt: skip
+# Models that look up an attention class, not a function, by the implementation's name.
+OWN_CLASSES = ("gptj", "gpt_neo", "falcon")
+
+
+def implementation(name: str) -> str:
+    """The attn_implementation of a backend's name, alias or rule: "triton" -> "nanoattn:triton".
+
+    Upper case where transformers would read a word of its own: "sdpa" -> "nanoattn:SDPA".
+    """
+    name = name if name in RULES else get(name).name
+    return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
+
+
+def names() -> dict[str, str]:
+    """Every backend and rule, and its attn_implementation: {"triton": "nanoattn:triton", ...}."""
+    return {name: implementation(name) for name in (*RULES, *BACKENDS)}
+
+
+def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
+    """Make every backend, "auto" and "fastest" an attention implementation of transformers.
+
+    A second call replaces the policy.
+
+    Args:
+        extra: further names for attention.get(). A kernel file is run here.
+        policy: Policy(fallback=False) makes a refusal an error instead of a warning.
+
+    Raises:
+        ImportError: transformers is missing or older than 4.53.
+        ValueError: two names would give one attn_implementation.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    except ImportError as e:
+        hint = "needs transformers >= 4.53 (pip install 'transformers>=4.53')"
+        raise ImportError(f"{hint}: {e}") from e
+
+    # Both read tensors on the host, so each call is a graph break in a compiled model.
+    untraced = torch.compiler.disable
+    made: dict[str, Backend] = {}
+    for name in (*RULES, *BACKENDS, *extra):
+        key = implementation(name)
+        if name not in RULES and made.setdefault(key.lower(), get(name)) is not get(name):
+            raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
+        AttentionInterface.register(key, untraced(partial(_attend, Choices(name, policy))))
+        AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
+        for model in OWN_CLASSES:
+            with suppress(ImportError, AttributeError):  # a version without this model or table
+                module = import_module(f"transformers.models.{model}.modeling_{model}")
+                classes = getattr(module, f"{model.upper()}_ATTENTION_CLASSES")
+                classes[key] = partial(_refuse_model, key)
+
+
+def _refuse_model(name: str, config: Any, *_: Any, **__: Any) -> NoReturn:
+    reason = "it computes its attention itself"
+    raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
+
+
+# --- the mask, once a forward pass ---
+
+
+def _mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
+    """transformers' mask for SDPA, proved. No mask is built if it is causal."""
+    B, Tk = asked["batch_size"], asked["kv_length"]
+    Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
+    window = asked.get("local_size")
+    # With one query, no mask would mean all keys, including the free places of a static cache.
+    skip = asked.pop("allow_is_causal_skip", True) and Tq > 1
+    asked.pop("allow_is_bidirectional_skip", None)
+    seen = sdpa_mask(**asked, allow_is_causal_skip=skip)
+    try:
+        proof = Proof(Tq, Tq, window) if seen is None else prove(seen, window, _tokens(Tq, **asked))
+    except ValueError as e:
+        raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
+    return Mask.of(proof, name, (B, 1, Tq, Tk))
+
+
+def _tokens(
+    Tq: int,
+    *,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    kv_length: int = 0,
+    **_: Any,
+) -> Tensor | None:
+    """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
+    if attention_mask is None:
+        return None
+    if cache_position is None:  # transformers 5
+        cache_position = torch.arange(Tq, device=attention_mask.device) + q_offset
+    missing = kv_offset + kv_length - attention_mask.shape[1]  # free places of a static cache
+    return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
+
+
+_proved = kept(lambda mask, window: prove(mask, window))
+
+
+def _proof(
+    mask: Tensor | None, window: int | None, is_causal: bool | None, Tq: int, Tk: int
+) -> Proof:
+    """Proof of a layer's mask: from _mask(), or made here and cached with the mask."""
+    if mask is None:
+        # Eager attention without a mask sees all keys, so the layer must declare itself causal.
+        if is_causal is not True or Tq != Tk:
+            raise ValueError(f"{Tq} queries and {Tk} keys without a mask, or not causal")
+        proof = Proof(Tq, Tk)
+    elif isinstance(mask, Mask):
+        if not hasattr(mask, "proof"):
+            raise ValueError("the model changed the mask")
+        proof = mask.proof
+    else:  # a 4-D mask of the caller's own
+        proof = _proved(mask, window)
+    if proof.queries != Tq or proof.end > Tk or (mask is not None and mask.shape[-1] < Tk):
+        raise ValueError(f"the mask does not fit {Tq} queries and {Tk} keys")
+    if window is not None and proof.effective(window) != proof.effective(proof.window):
+        raise ValueError(f"the layer's window is {window}, its mask's {proof.window or 'none'}")
+    return proof
+
+
+def _check_packing(position_ids: Tensor, proof: Proof) -> None:
+    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts.
+
+    Checked once for each mask.
+    """
+    version = None if position_ids.is_inference() else position_ids._version
+    # Weak references: positions may live for the whole training, with a new proof each step.
+    known = [r for r in getattr(position_ids, "_nanoattn", []) if r[0]() is not None]
+    if any(r() is proof and v == version for r, v in known):
+        return
+    begins = position_ids[:, 1:] <= position_ids[:, :-1]
+    if proof.segments is not None:
+        at = proof.segments[:, -position_ids.shape[1] :].to(position_ids.device)
+        begins = begins & (at[:, 1:] == at[:, :-1]) & (at[:, 1:] != 0)
+    if bool(begins.any()):
+        raise ValueError("position_ids restart within a row, but the mask joins the two texts")
+    position_ids._nanoattn = [*known, (ref(proof), version)]  # type: ignore[attr-defined]
+
+
+# --- the call of a layer ---
+
+_ran: WeakKeyDictionary[torch.nn.Module, dict[Spec, tuple[Resolution, int]]] = WeakKeyDictionary()
+
+
+def _attend(
+    choices: Choices, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    is_causal: bool | None = None, output_attentions: bool | None = None,
+    position_ids: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of one layer, as AttentionInterface calls it.
+
+    Args:
+        query: (B, H, Tq, D); key, value: (B, Hkv, Tk, D); s_aux: sinks, (H,).
+        is_causal: overrides the module's; used only without a mask.
+
+    Returns:
+        (B, Tq, H, D), and None for the attention weights.
+
+    Raises:
+        BackendUnavailable: an argument is not supported.
+    """
+    (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
+    device = query.device
+    try:
+        if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
+            raise ValueError(f"unknown argument {', '.join(unknown)}")
+        if output_attentions:
+            raise ValueError("output_attentions=True: a kernel returns no weights (use eager)")
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError("the layer is not causal")
+        if isinstance(scaling, Tensor) or (s_aux is not None and s_aux.shape != (H,)):
+            raise ValueError("scaling must be a number, and s_aux one for each head")
+        if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            # GPT-2 up to transformers 4.57: only its eager function reads this.
+            raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
+        if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D):
+            shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+            raise ValueError(f"q, k and v must agree in batch and head_dim: {shapes}")
+        if autocast := torch.is_autocast_enabled(device.type):  # as for SDPA
+            half = torch.get_autocast_dtype(device.type)
+            low = [t if t.dtype == torch.float64 else t.to(half) for t in (query, key, value)]
+            query, key, value = low
+        if not query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"q, k and v are {query.dtype}, {key.dtype} and {value.dtype}")
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        proof = _proof(attention_mask, sliding_window, causal, Tq, Tk)
+        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
+            _check_packing(position_ids, proof)
+        learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
+        grad = torch.is_grad_enabled() and bool(learned)
+        spec = Spec(
+            H, Hkv, D, str(query.dtype).removeprefix("torch."),
+            window=proof.effective(proof.window), dropout=float(dropout),
+            segments=proof.segments is not None, grad=grad,
+            cache="none" if grad or Tq == proof.end else "dynamic",
+            scale=scaling, softcap=softcap, sinks=s_aux is not None,
+        )  # fmt: skip
+    except ValueError as e:
+        who = f"{implementation(choices.name)} refuses {type(module).__name__}"
+        raise BackendUnavailable(f"{who}: {e}") from None
+
+    chosen = _choose(choices, spec, device, (B, Tq, proof.end))
+    ran = _ran.setdefault(module, {})
+    ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
+    # Views: a static cache is longer than its contents.
+    k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
+    options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    if proof.segments is not None:
+        options["segments"] = proof.segments.to(device).expand(B, -1)
+    with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+        out = chosen.backend.attend(query.transpose(1, 2), k_BTHD, v_BTHD, spec, **options)
+    return out.contiguous(), None
+
+
+def _choose(
+    choices: Choices, spec: Spec, device: torch.device, shape: tuple[int, int, int]
+) -> Resolution:
+    key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
+    if key in choices.known:
+        return choices.known[key][0]
+    # In a probe, the hooks of activation checkpointing would recompute the layer.
+    own_graph = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    phase = " with a cache" if spec.cache != "none" else " without gradients"
+    with own_graph, torch.autocast(device.type, enabled=False):
+        return choices.choose(key, spec, device, shape, phase)
+
+
+# --- the report ---
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer of a model and the kernels that ran in it."""
+
+    name: str  # "model.layers.0.self_attn"
+    ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
+
+    def __str__(self) -> str:
+        lines = []
+        for spec, chosen, calls in self.ran:
+            asked = [spec.dtype, "training" if spec.grad else "inference"]
+            asked += ["with a cache"] * (spec.cache != "none") + ["segments"] * spec.segments
+            asked += [f"{n} {x:g}" for n in ("window", "scale", "softcap", "dropout")
+                      if (x := getattr(spec, n))] + ["sinks"] * spec.sinks  # fmt: skip
+            kernels = ", ".join(chosen.kernels) or "plain operators"
+            lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
+            what = f"{chosen.backend.name} (kernel: {kernels})"
+            lines.append(f"{self.name}: {what}, {calls} calls, {', '.join(asked)}{lost}")
+        return "\n".join(lines) or f"{self.name}: NOT CALLED"
+
+
+class Report(tuple[Layer, ...]):
+    """The attention layers of a model. Prints a line for each layer and Spec."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def report(model: torch.nn.Module) -> Report:
+    """The kernel that each attention layer ran, with the names that the profiler saw.
+
+    Raises:
+        RuntimeError: no layer ran: the model was not called, or ignores its implementation.
+    """
+    found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
+    inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
+    layers = [Layer(n, tuple((s, *x) for s, x in _ran.get(found[n], {}).items())) for n in inner]
+    if not any(layer.ran for layer in layers):
+        raise RuntimeError(
+            f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
+            "nanoattn: call the model first, or it computes its attention itself"
+        )
+    return Report(layers)

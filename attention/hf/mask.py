@@ -1,0 +1,134 @@
+"""Convert a mask of `transformers` to a window and segments, proved entry by entry.
+
+transformers passes a mask (B, 1, Tq, Tk); a Spec has causality, a window and segments. The mask is
+decomposed into these, rebuilt by :func:`visible <attention.spec.visible>`, and compared in every
+entry. Any other mask is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..caps import BackendUnavailable
+from ..views import mask as rebuilt
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A mask as causal (bottom-right, over the first `end` keys), window and segments.
+
+    Keys from `end` on, the free places of a static cache, are visible to no query.
+    """
+
+    queries: int
+    end: int
+    window: int | None = None
+    segments: Tensor | None = None  # (B, end) int32; 0 is padding
+
+    def effective(self, window: int | None) -> int | None:
+        """Return the window, or None if it masks nothing."""
+        return window if window is not None and window < self.end else None
+
+
+class Mask(Tensor):
+    """A proved mask: shape (B, 1, Tq, Tk), with a Proof in place of entries.
+
+    Computing with it raises: such a model does not call its attention implementation.
+    """
+
+    proof: Proof
+    asked_by = "nanoattn"  # attn_implementation
+
+    @staticmethod
+    def of(proof: Proof, asked_by: str, shape: tuple[int, ...]) -> Mask:
+        made = torch.zeros((), dtype=torch.bool).expand(shape).as_subclass(Mask)
+        made.proof, made.asked_by = proof, asked_by
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called, others = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
+        # Writes (fill_, __setitem__, __ior__, but not __invert__) would not be in the proof.
+        in_place = called.startswith("__i") and len(others) > 1
+        in_place |= called.endswith("_") and not called.endswith("__")
+        writes = in_place or called == "__setitem__"
+        if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in others):
+            name = next(x.asked_by for x in others if isinstance(x, Mask))
+            raise BackendUnavailable(
+                f"this model does not call {name!r}: it computes with the mask itself "
+                f"({called or func})"
+            )
+        out = super().__torch_function__(func, types, args, kwargs)
+        # Copies, as generate() and hooks make, keep their proof; other results have none.
+        if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
+            seg = args[0].proof.segments
+            out.asked_by = args[0].asked_by
+            out.proof = replace(args[0].proof, segments=None if seg is None else seg.to(out.device))
+        return out
+
+
+def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None) -> Proof:
+    """Decompose a mask into causality, a window and segments.
+
+    Rows of padding are not compared: nobody reads their outputs. Synchronizes with the device.
+
+    Args:
+        mask: (B or 1, 1, Tq, Tk): True or 0.0 where visible, else False or the minimum.
+        window: declared by the layer; None: taken from the mask.
+        real: (B, Tq) bool, True for tokens; None: rows with any visible key.
+
+    Raises:
+        ValueError: the mask is not of this form; names the entry.
+    """
+    seen = _entries(mask)  # (B, Tq, Tk)
+    Tq, Tk = seen.shape[1:]
+    real = seen.any(-1) if real is None else real
+    # Query i is at the position of key i + offset: the last key that it sees.
+    last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+    ahead = torch.where(real & seen.any(-1), last, -1) - torch.arange(Tq, device=seen.device)
+    offset = max(0, int(ahead.amax()))
+    end = offset + Tq
+    if end > Tk:
+        i = int(ahead.amax(0).argmax())
+        raise ValueError(f"not causal: query {i} of {Tq} sees key {i + offset} of {Tk}")
+
+    seen = seen[:, :, :end]
+    beside = seen.diagonal(offset - 1, 1, 2)  # the key before its own is visible
+    beside = F.pad(beside, (Tq - beside.shape[1], 0))  # position 0 has no key before it
+    ids = torch.where(real, 1 + (~beside).cumsum(1), 0)
+    earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
+    ids = torch.cat([earlier, ids], dim=1).int()  # (B, end)
+
+    windows: list[int | None] = [window]
+    if window is None:  # the most keys that a token sees: a window, or a segment's length
+        windows.append(max(1, int((seen & real[:, :, None]).sum(-1).amax())))
+    for w in windows:
+        for segments in (None, ids):
+            differs = (rebuilt(Tq, end, w, segments, seen.device)[:, 0] != seen) & real[:, :, None]
+            if not bool(differs.any()):
+                broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
+                if segments is not None and bool(broken.any()):
+                    raise ValueError("padding between tokens: a segment must be one run")
+                return Proof(Tq, end, w, segments)
+    b, i, j = differs.nonzero()[0].tolist()
+    sees, known = "sees" if seen[b, i, j] else "misses", f"window {window}" if window else "causal"
+    raise ValueError(f"not just {known} and segments: query {i} of row {b} {sees} key {j}")
+
+
+def _entries(mask: Tensor) -> Tensor:
+    """Return a mask (B, 1, Tq, Tk) as bool (B, Tq, Tk)."""
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
+    if mask.dtype == torch.bool:
+        return mask[:, 0]
+    if not mask.is_floating_point():
+        raise ValueError(f"dtype {mask.dtype}, expected bool or floating point")
+    seen = mask == 0
+    if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise ValueError("entries other than 0 and the minimum: a bias, not a mask")
+    return seen[:, 0]

@@ -1,0 +1,1 @@
+"""This machine: its GPUs, versions, and which backend is fastest on it."""

@@ -1,0 +1,213 @@
+"""Table of GPUs: name, compute capability, peak rates, memory bandwidth, shared memory.
+
+Capabilities are from NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus); the
+A800, H800 and H20 are export versions of the A100 and H100. Rates are dense, from the datasheet in
+the row. The rate of a GPU that is not here is measured (core/flops.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..caps import dotted
+from ..spec import UNKNOWN_VERSION, Machine
+
+Capability = tuple[int, int]
+
+# Bytes of shared memory that a thread block may use (CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability").
+SHARED: dict[Capability, int] = {
+    (7, 5): 64 << 10,
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A row of the table. Names that go on ("Laptop GPU", a MIG slice) do not match it."""
+
+    name: str  # torch.cuda.get_device_name()
+    capability: Capability | None = None  # None: not an NVIDIA GPU
+    # TFLOP/s in half precision with float32 accumulation, TF32 (or None) and float32
+    tflops: tuple[float, float | None, float] | None = None
+    bandwidth: float | None = None  # GB/s between its memory and the chip
+    source: str = ""
+    pattern: str = ""  # end of the device name; empty: `short`
+
+    @property
+    def short(self) -> str:
+        """The name without its maker: "RTX 4090"."""
+        return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
+
+    def is_device(self, name: str) -> bool:
+        """True if a device with that name is this GPU."""
+        return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
+
+
+def _named(capability: Capability, names: str) -> list[GPU]:
+    return [GPU(name, capability) for name in names.split(", ")]
+
+
+_A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
+_A100_SHEET, _H100_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
+
+GPUS: list[GPU] = [
+    *_named((6, 0), "Tesla P100"),
+    *_named((6, 1), "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX "
+            "1080, NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060"),
+    *_named((7, 0), "Tesla V100, NVIDIA TITAN V"),
+    GPU("Tesla V100-SXM2-16GB", (7, 0), (125, None, 15.7), 900, "NVIDIA V100 datasheet",
+        "V100-SXM2-(16|32)GB"),
+    GPU("Tesla V100-PCIE-16GB", (7, 0), (112, None, 14), 900, "NVIDIA V100 datasheet",
+        "V100-PCIE-(16|32)GB"),
+    GPU("Tesla T4", (7, 5), (65, None, 8.1), 320, "NVIDIA T4 datasheet"),
+    GPU("NVIDIA TITAN RTX", (7, 5), (130.5, None, 16.3), 672, "NVIDIA Turing whitepaper"),
+    *_named((7, 5), "Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce RTX 2080 Ti, NVIDIA GeForce "
+            "RTX 2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce RTX 2060, NVIDIA GeForce GTX 1660, "
+            "NVIDIA GeForce GTX 1650"),
+    *_named((8, 0), "NVIDIA A100, NVIDIA A800"),
+    GPU("NVIDIA A100-SXM4-80GB", (8, 0), _A100, 2039, _A100_SHEET, "A[18]00-SXM4?-80GB"),
+    GPU("NVIDIA A100 80GB PCIe", (8, 0), _A100, 1935, _A100_SHEET,
+        "A[18]00(-PCIE)?[- ]80GB( PCIe)?"),
+    GPU("NVIDIA A100-SXM4-40GB", (8, 0), _A100, 1555, _A100_SHEET,
+        "A[18]00(-SXM4?|-PCIE)?[- ]40GB( PCIe| Active)?"),
+    GPU("NVIDIA A30", (8, 0), (165, 82, 10.3), 933, "NVIDIA A30 datasheet"),
+    GPU("NVIDIA A40", (8, 6), (149.7, 74.8, 37.4), 696, "NVIDIA A40 datasheet"),
+    GPU("NVIDIA A10", (8, 6), (125, 62.5, 31.2), 600, "NVIDIA A10 datasheet"),
+    GPU("NVIDIA RTX A6000", (8, 6), (154.8, 77.4, 38.7), 768, "NVIDIA RTX A6000 datasheet"),
+    GPU("NVIDIA GeForce RTX 3090 Ti", (8, 6), (80, 40, 40), 1008, "NVIDIA GA102 whitepaper"),
+    GPU("NVIDIA GeForce RTX 3090", (8, 6), (71, 35.6, 35.6), 936, "NVIDIA GA102 whitepaper"),
+    *_named((8, 6), "NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX A4000, NVIDIA RTX A2000, "
+            "NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3070, NVIDIA GeForce RTX 3060, NVIDIA "
+            "GeForce RTX 3050"),
+    *_named((8, 7), "NVIDIA Jetson Orin"),
+    GPU("NVIDIA L40S", (8, 9), (362, 183, 91.6), 864, "NVIDIA L40S datasheet"),
+    GPU("NVIDIA L40", (8, 9), (181, 90.5, 90.5), 864, "NVIDIA L40 datasheet"),
+    GPU("NVIDIA L4", (8, 9), (121, 60, 30.3), 300, "NVIDIA L4 datasheet"),
+    GPU("NVIDIA GeForce RTX 4090", (8, 9), (165.2, 82.6, 82.6), 1008, "NVIDIA Ada whitepaper"),
+    *_named((8, 9), "NVIDIA RTX 6000 Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX "
+            "4070, NVIDIA GeForce RTX 4060"),
+    *_named((9, 0), "NVIDIA H100, NVIDIA H800, NVIDIA H20, NVIDIA GH200"),
+    GPU("NVIDIA H100 80GB HBM3", (9, 0), _H100, 3350, "NVIDIA H100 whitepaper and datasheet",
+        "H100 80GB HBM3|H800"),
+    GPU("NVIDIA H100 PCIe", (9, 0), (756, 378, 51.2), 2000, _H100_SHEET, "H[18]00 PCIe"),
+    GPU("NVIDIA H100 NVL", (9, 0), _H100_NVL, 3900, _H100_SHEET),
+    GPU("NVIDIA H200", (9, 0), _H100, 4800, "NVIDIA H200 datasheet"),
+    GPU("NVIDIA H200 NVL", (9, 0), _H100_NVL, 4800, "NVIDIA H200 datasheet"),
+    GPU("NVIDIA GH200 480GB", (9, 0), _H100, 4000, "NVIDIA GH200 datasheet", r"GH200 \d+GB?"),
+    GPU("NVIDIA GH200 144G HBM3e", (9, 0), _H100, 4900, "NVIDIA GH200 datasheet",
+        r"GH200 \d+GB? HBM3e"),
+    GPU("NVIDIA B200", (10, 0), (2250, 1125, 75), 8000, "NVIDIA HGX and DGX B200 datasheets"),
+    *_named((10, 0), "NVIDIA GB200"),
+    *_named((10, 3), "NVIDIA B300, NVIDIA GB300"),
+    *_named((11, 0), "NVIDIA Jetson Thor"),
+    GPU("NVIDIA GeForce RTX 5090", (12, 0), (209.5, 104.8, 104.8), 1792,
+        "NVIDIA RTX Blackwell paper"),
+    *_named((12, 0), "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5080, NVIDIA GeForce RTX "
+            "5070, NVIDIA GeForce RTX 5060"),
+    *_named((12, 1), "NVIDIA GB10"),
+    GPU("AMD Instinct MI300X", None, (1307.4, 653.7, 163.4), 5300, "AMD datasheet",
+        "MI300X( OAM| VF)?"),
+]  # fmt: skip
+RATED = [gpu for gpu in GPUS if gpu.tflops and gpu.bandwidth]
+
+
+@dataclass(frozen=True)
+class Server:
+    """Memory and links of a GPU in its usual server, per direction."""
+
+    memory: float  # GB
+    nvlink: float  # GB/s to the other GPUs, all links together
+    network: float | None  # GB/s to other servers, its share
+    source: str
+
+
+_DGX_H = "DGX H100/H200 user guide: NVLink 900 GB/s, 8 x 400 Gb/s"
+_DGX_A = "DGX A100 user guide: NVLink 600 GB/s, 8 x 200 Gb/s"
+SERVERS = {  # the name of a row above -> its server of eight
+    "Tesla V100-SXM2-16GB": Server(16, 150, 6.25, "DGX-1 whitepaper: 300 GB/s, 4 x 100 Gb/s"),
+    "NVIDIA A100-SXM4-40GB": Server(40, 300, 25, _DGX_A),
+    "NVIDIA A100-SXM4-80GB": Server(80, 300, 25, _DGX_A),
+    "NVIDIA H100 80GB HBM3": Server(80, 450, 50, _DGX_H),
+    "NVIDIA H200": Server(141, 450, 50, _DGX_H),
+    "NVIDIA B200": Server(180, 900, 50, "DGX B200 user guide: 1.8 TB/s, 8 x 400 Gb/s"),
+    "AMD Instinct MI300X": Server(192, 448, None, "AMD datasheet: Infinity Fabric 896 GB/s"),
+}
+
+
+def find_rated(name: str) -> GPU | None:
+    """Return the GPU with that device name, None if its rates are unknown."""
+    return next((gpu for gpu in RATED if gpu.is_device(name)), None)
+
+
+def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
+    """Return the peak rate in TFLOP/s and its source, None if unknown."""
+    gpu = find_rated(name)
+    if not (gpu and gpu.tflops):
+        return None
+    half, in_tf32, single = gpu.tflops
+    rates = {"float16": half, "float32": in_tf32 if tf32 else single}
+    if gpu.capability is None or gpu.capability >= (8, 0):
+        rates["bfloat16"] = half
+    rate = rates.get(dtype)
+    return None if rate is None else (rate, f"datasheet: {gpu.source}")
+
+
+def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
+    """Return the memory bandwidth in bytes/s and its source, None if unknown."""
+    gpu = find_rated(name)
+    return (gpu.bandwidth * 1e9, f"datasheet: {gpu.source}") if gpu and gpu.bandwidth else None
+
+
+# --- machines by name: python -m attention --as="NVIDIA TITAN RTX" ---
+
+APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
+MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
+
+Known = tuple[str, str, Capability | None]  # device, name, compute capability
+KNOWN: list[Known] = [
+    *(("cuda", gpu.name, gpu.capability) for gpu in GPUS if gpu.capability),
+    *(("mps", name, None) for name in APPLE.split(", ")),
+    ("mps", "Apple mps", None),
+    ("cpu", "cpu", None),
+]
+
+
+def find(text: str) -> Known:
+    """Find a machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
+
+    Raises:
+        ValueError: unknown, or several machines match; lists them.
+    """
+    words = _words(text)
+    fit = [k for k in KNOWN if _words(k[1]) - MAKERS <= words]
+    most = max((len(_words(k[1])) for k in fit), default=0)
+    fit = [k for k in fit if len(_words(k[1])) == most]
+    fit = fit or [k for k in KNOWN if words and words <= _words(k[1])]
+    if not fit:
+        known = ", ".join([*(gpu.short for gpu in GPUS if gpu.capability), APPLE, "cpu"])
+        raise ValueError(f"unknown machine {text!r}; known: {known}")
+    if len({(device, capability) for device, _, capability in fit}) > 1:
+        names = ", ".join(f"{name} ({dotted(at) if at else kind})" for kind, name, at in fit)
+        raise ValueError(f"{text!r} could be {names}; give more of the name")
+    kind, name, capability = min(fit, key=lambda k: len(k[1]))
+    return kind, text if words > _words(name) else name, capability
+
+
+def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
+    """Return find()'s Machine with this version of PyTorch and these packages."""
+    kind, name, capability = find(text)
+    installed = dict.fromkeys(packages, UNKNOWN_VERSION)
+    return Machine(kind, name, capability, torch, packages=installed)
+
+
+def _words(text: str) -> set[str]:
+    # "RTX4090" is two words.
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"([rg]tx)(?=\d)", r"\1 ", text.lower())))

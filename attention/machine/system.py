@@ -1,0 +1,147 @@
+"""Processor, installed packages, cache folder, profiler.
+
+torch is imported inside the functions: attention/spec.py works without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+
+def cpu_name() -> str | None:
+    """Return the processor's name as Linux reports it, None on other systems."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            found = re.search(r"^model name\s*:\s*(.+)$", f.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return found.group(1).strip() if found else None
+
+
+def matrix_units() -> bool:
+    """True if this processor has units for bfloat16 matrix products (AMX)."""
+    import torch
+
+    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
+    return bool(has.get("amx_bf16"))
+
+
+def import_version(package: str) -> str | None:
+    """Import a package; return its version or "", its import error, or None if it is missing."""
+    try:
+        found = importlib.util.find_spec(package)
+        if found is None or (found.origin is None and found.submodule_search_locations is not None):
+            return None  # a namespace: flash-attn-4 alone has an empty flash_attn
+        module = importlib.import_module(package)
+    except Exception as e:  # a broken binary can raise anything
+        if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
+            return None  # "a.b" where a is missing
+        return f"{type(e).__name__}: {e}"
+    version = str(getattr(module, "__version__", ""))
+    if re.match(r"[\d.]*[1-9]", version):
+        return version
+    # No version, or 0.0.0 from a package that looks itself up under its former name.
+    return _distribution_version(package) or ""
+
+
+def _distribution_version(package: str) -> str | None:
+    path = package.replace(".", "/")
+    for name in metadata.packages_distributions().get(package.partition(".")[0], ()):
+        files = {str(file) for file in metadata.files(name) or ()}
+        if files & {f"{path}.py", f"{path}/__init__.py"}:
+            return metadata.version(name)
+    return None
+
+
+def cache_folder() -> Path:
+    """Return $NANOATTN_CACHE, else the folder nanoattn in the user's cache folder.
+
+    Raises:
+        OSError: the user has no home folder.
+    """
+    if own := os.environ.get("NANOATTN_CACHE"):
+        return Path(own)
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as e:  # a user without a name, as in containers
+        raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
+    return caches / "nanoattn"
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def first_line(e: BaseException) -> str:
+    """Return the first line of an exception's message, or its type if the message is empty."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0]
+
+
+def own_code(f: Callable[..., Any], name: str) -> Any:
+    """Copy f with its own code object: torch.compile allows 8 recompilations of each."""
+    assert isinstance(f, FunctionType)
+    code = f.__code__.replace(co_name=name)
+    return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
+
+
+def synchronize(device: Any) -> None:
+    """Wait until the torch.device has finished all queued work."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@contextlib.contextmanager
+def profiled(names: list[str]) -> Iterator[None]:
+    """Append to `names` the operators and device kernels that run in the block."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with no_stderr():
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.__enter__()
+    try:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    finally:
+        with no_stderr():
+            profiler.__exit__(None, None, None)
+    names += [e.key for e in profiler.key_averages()]
+
+
+@contextlib.contextmanager
+def no_stderr() -> Iterator[None]:
+    """Silence file descriptor 2: PyTorch 2.13's profiler prints 'USDT: ... profiler_start'."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

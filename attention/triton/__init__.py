@@ -1,0 +1,1 @@
+"""Triton kernels. They import triton, so import them inside functions."""

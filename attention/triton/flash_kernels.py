@@ -1,0 +1,611 @@
+"""Triton kernels of triton_flash.py, and their launch.
+
+tiled.py has the same algorithm and names (Q_i, K_j, S_ij, P_ij, m_i, l_i, O_i, L_i, D_i) in plain
+PyTorch. Each block of its outer loop is a program here:
+
+    forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
+    dq_kernel        a block of queries, loops over keys                        writes dQ_i, D_i
+    dkdv_kernel      a block of keys, loops over queries and over the query     writes dK_j, dV_j
+                     heads that share its key/value head
+
+One program sums each entry in a fixed order, without atomics, so results are deterministic. The
+price: both backward kernels compute S and dP, seven matmuls instead of five.
+
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row. So a
+                block of rows visits one run of tiles. The inner tiles, which every row sees whole,
+                need no mask:
+
+                    begin       inner_begin     inner_end       end
+                      |  / x x x x | x x x x x x x | x           |
+                      |    / x x x | x x x x x x x | x x         |     row by row
+                      |      / x x | x x x x x x x | x x x       |
+                         masked       not masked       masked
+
+                Likewise each key is seen by one interval of rows.
+exp2            The hardware computes 2^x, so scores, m_i and L_i are in units of log 2: S_ij, or
+                its tanh with a softcap, is multiplied by `unit`.
+Sinks           The forward sums start with them, and L_i contains them. Their gradient is computed
+                from L_i and D_i in PyTorch.
+Order           The last rows see most keys, so blocks of queries are numbered from the last one:
+                the short ones fill the gaps at the end.
+Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
+                tl.dot requires. If head_dim is one, no mask is compiled.
+Any size        The address of a tile has 64 bits, offsets inside it 32.
+float32         is multiplied in float32 (input_precision="ieee"), without tensor cores; TF32 would
+                keep 10 bits of mantissa.
+"""
+
+# mypy: allow-untyped-defs
+# ^ the parameters of a kernel have no Python types: pointers, and compile-time values.
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+# --- Shared by the kernels ---
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) within 4 eps in float32, 6 with a GPU's exp2. Triton's own cannot be interpreted.
+
+    Below 1/4 it is a Taylor series, since 1 - e loses the digits of a small x.
+    """
+    z = x * x
+    series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    y = (1 - e) / (1 + e)
+    return tl.where(z < 1 / 16, series, tl.where(x < 0, -y, y))
+
+
+@triton.jit
+def unit_of_scores(tau, softcap):
+    """The factor that converts S_ij to units of log 2."""
+    if softcap is None:
+        return tau * LOG2_E
+    else:
+        return softcap * LOG2_E
+
+
+@triton.jit
+def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
+    """Return i0, the first row of this program's block of queries, then b * H + h, b and h."""
+    n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
+    bh = tl.program_id(0) // n_blocks
+    i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M  # the last block first
+    return i0, bh, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+
+
+@triton.jit
+def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """Load X[start : start + BLOCK] of one head, (BLOCK, BLOCK_D); zeros outside (T, HEAD_DIM).
+
+    Without BOUNDED all rows must exist.
+    """
+    t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
+    if BOUNDED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(tile, mask=start + t < T, other=0.0)
+        else:
+            return tl.load(tile, mask=(start + t < T) & (d < HEAD_DIM), other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(tile)
+        else:
+            return tl.load(tile, mask=d < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """X[start : start + BLOCK] = x, clipped to (T, HEAD_DIM)."""
+    t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
+    tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
+
+
+@triton.jit
+def first_key(i, offset, window, First):
+    """Return the first key that query i sees (a scalar or a block); its position is i + offset.
+
+    First[i] is the first key of its segment, Tk or more if that has none. A query at a negative
+    position sees no key.
+    """
+    first = i * 0
+    if window is not None:
+        first = tl.maximum(first, i + offset - window + 1)
+    if First is not None:
+        first = tl.maximum(first, tl.load(First + i))
+    return first
+
+
+@triton.jit
+def last_position(j, end, window, Last):
+    """Return the last query position that sees key j. Segments end at Last[j], queries at `end`."""
+    last = j * 0 + end - 1
+    if window is not None:
+        last = tl.minimum(last, j + window - 1)
+    if Last is not None:
+        last = tl.minimum(last, tl.load(Last + j))
+    return last
+
+
+@triton.jit
+def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
+    """Return the tiles to visit, [begin, end), and those without a mask, [inner_begin, inner_end).
+
+    The first row of the block sees [first_begin, first_end), the last [last_begin, last_end).
+    """
+    begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
+    inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
+    inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
+    return begin, inner_begin, inner_end, tl.maximum(last_end, 0)
+
+
+@triton.jit
+def keys_seen(i0, Tq, Tk, offset, window, First, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first and last key of each query of a block, and its visible_tiles().
+
+    Rows past the end get the last row's keys; their results are not stored.
+    """
+    i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
+    i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
+    last = tl.minimum(i + offset, Tk - 1)
+    first_end, last_end = tl.minimum(i0 + offset + 1, Tk), tl.minimum(i_last + offset + 1, Tk)
+    if window is None and First is None:
+        first = last * 0
+        begin, inner_begin, inner_end, end = visible_tiles(0, first_end, 0, last_end, BLOCK_N)
+    else:
+        first = first_key(i, offset, window, First)
+        begin, inner_begin, inner_end, end = visible_tiles(
+            first_key(i0, offset, window, First), first_end,
+            first_key(i_last, offset, window, First), last_end, BLOCK_N)  # fmt: skip
+    return first, last, begin, inner_begin, inner_end, end
+
+
+@triton.jit
+def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return Z_ij > 0 for a tile, (BLOCK_M, BLOCK_N) bool; depends on seed, b, h, i and j only.
+
+    Philox with 7 rounds, the fewest that pass BigCrush (Salmon et al. 2011, "Parallel random
+    numbers: as easy as 1, 2, 3"). The counter (i, j // 4, b * H + h, 0) gives the random words of
+    the keys j, j + 1, j + 2 and j + 3.
+    """
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
+    r0, r1, r2, r3 = tl.philox(seed, i | zeros, j_4 | zeros, bh | zeros, zeros, 7)
+    # join() puts its two along a new last dimension: (BLOCK_M, BLOCK_N // 4, 2, 2) before reshape.
+    r = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_M, BLOCK_N))
+    return r.to(tl.int32, bitcast=True) >= threshold
+
+
+# --- Forward: FlashAttention-2, Algorithm 1 ---
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, O, L, First, Seed, Sinks,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij for one block of queries of one head."""
+    i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
+    Q += b * q_b + h * q_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+    O += (b * Tq * H + h) * HEAD_DIM
+    L += bh.to(tl.int64) * Tq
+    if First is not None:
+        First += b * Tq
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    first, last, begin, inner_begin, inner_end, end = keys_seen(
+        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
+    )
+    i = i0 + tl.arange(0, BLOCK_M)
+    Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    # The lowest finite number, not -inf: before any visible key, m_i - m_new is 0.
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    if Sinks is not None:
+        m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
+        l_i += 1.0
+    unit = unit_of_scores(tau, softcap)
+    for MASKED in tl.static_range(2):  # compiled twice: the inner tiles, then those at both ends
+        if MASKED:
+            start, stop = begin, end - (inner_end - inner_begin)
+        else:
+            start, stop = inner_begin, inner_end
+        for n in range(start, stop, BLOCK_N):
+            j0 = n
+            if MASKED:
+                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if softcap is not None:
+                S_ij = tanh(S_ij * (tau / softcap))
+            if MASKED:
+                j = j0 + tl.arange(0, BLOCK_N)
+                seen = j[None, :] <= last[:, None]
+                if window is not None or First is not None:
+                    seen = seen & (j[None, :] >= first[:, None])
+                S_ij = tl.where(seen, S_ij, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * unit)
+            P_tilde_ij = tl.exp2(S_ij * unit - m_new[:, None])
+            rescale = tl.exp2(m_i - m_new)
+            l_i = rescale * l_i + tl.sum(P_tilde_ij, axis=1)
+            if Seed is not None:
+                kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
+                P_tilde_ij = tl.where(kept, P_tilde_ij, 0.0)
+            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            O_i = O_i * rescale[:, None]
+            O_i = tl.dot(P_tilde_ij.to(V_j.dtype), V_j, O_i, input_precision="ieee")
+            m_i = m_new
+    l_i = tl.where(l_i == 0, 1.0, l_i)  # a fully masked row: 0 / 1, not 0 / 0
+    store_rows(O, O_i / (l_i * keep)[:, None], i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
+    tl.store(L + i, m_i + tl.log2(l_i), mask=i < Tq)
+
+
+# --- Backward: FlashAttention-2, Algorithm 2, its loop body once for dQ and once for dK and dV ---
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, O, dO, L, D, dQ, First, Seed,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores D_i for dkdv_kernel."""
+    i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
+    Q += b * q_b + h * q_h
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+    dO += b * do_b + h * do_h
+    O += (b * Tq * H + h) * HEAD_DIM
+    dQ += (b * Tq * H + h) * HEAD_DIM
+    L += bh.to(tl.int64) * Tq
+    D += bh.to(tl.int64) * Tq
+    if First is not None:
+        First += b * Tq
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    first, last, begin, inner_begin, inner_end, end = keys_seen(
+        i0, Tq, Tk, offset, window, First, BLOCK_M, BLOCK_N
+    )
+    i = i0 + tl.arange(0, BLOCK_M)
+    dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    O_i = load_rows(O, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    D_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
+    tl.store(D + i, D_i, mask=i < Tq)
+    Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    L_i = tl.load(L + i, mask=i < Tq, other=0.0)
+    dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    unit = unit_of_scores(tau, softcap)
+    for MASKED in tl.static_range(2):
+        if MASKED:
+            start, stop = begin, end - (inner_end - inner_begin)
+        else:
+            start, stop = inner_begin, inner_end
+        for n in range(start, stop, BLOCK_N):
+            j0 = n
+            if MASKED:
+                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if softcap is not None:
+                S_ij = tanh(S_ij * (tau / softcap))
+                slope = 1 - S_ij * S_ij  # before the mask: 0 * inf is NaN
+            if MASKED:
+                j = j0 + tl.arange(0, BLOCK_N)
+                seen = j[None, :] <= last[:, None]
+                if window is not None or First is not None:
+                    seen = seen & (j[None, :] >= first[:, None])
+                S_ij = tl.where(seen, S_ij, float("-inf"))
+            P_ij = tl.exp2(S_ij * unit - L_i[:, None])
+            if softcap is not None:
+                P_ij *= slope  # for dS_ij; here it frees registers
+            V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+            dP_ij = tl.dot(dO_i, tl.trans(V_j), input_precision="ieee")
+            if Seed is not None:
+                kept = dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M, BLOCK_N)
+                dP_ij = tl.where(kept, dP_ij / keep, 0.0)
+            dS_ij = P_ij * (dP_ij - D_i[:, None])
+            dQ_i = tl.dot(dS_ij.to(K_j.dtype), K_j, dQ_i, input_precision="ieee")
+    store_rows(dQ, dQ_i * tau, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def dkdv_kernel(
+    Q, K, V, dO, L, D, dK, dV, Last, Seed,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    Tq, Tk, offset, H, window, tau, softcap, threshold, keep,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
+
+    Tiles are transposed, (BLOCK_N, BLOCK_M): P_ij^T and dS_ij^T stay in registers between matmuls.
+    """
+    n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
+    bg = tl.program_id(0) // n_blocks
+    j0 = tl.program_id(0) % n_blocks * BLOCK_N  # the first keys are seen by most rows
+    Hkv = H // GROUP
+    b, g = (bg // Hkv).to(tl.int64), (bg % Hkv).to(tl.int64)
+    K += b * k_b + g * k_h
+    V += b * v_b + g * v_h
+    dK += (b * Tk * Hkv + g) * HEAD_DIM
+    dV += (b * Tk * Hkv + g) * HEAD_DIM
+    if Last is not None:
+        Last += b * Tk
+    if Seed is not None:
+        seed = tl.load(Seed)
+
+    # Keys past the end get the last key's interval of rows; their results are not stored.
+    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
+    j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
+    p_end = Tq + offset
+    seen_to = last_position(j, p_end, window, Last)
+    begin, inner_begin, inner_end, end = visible_tiles(
+        j0 - offset, last_position(j0, p_end, window, Last) + 1 - offset,
+        j_last - offset, last_position(j_last, p_end, window, Last) + 1 - offset,
+        BLOCK_M)  # fmt: skip
+
+    K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    dK_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dV_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    unit = unit_of_scores(tau, softcap)
+    for r in range(GROUP):
+        h = g * GROUP + r
+        bh = b * H + h
+        Q_h = Q + b * q_b + h * q_h
+        dO_h = dO + b * do_b + h * do_h
+        for MASKED in tl.static_range(2):
+            if MASKED:
+                start, stop = begin, end - (inner_end - inner_begin)
+            else:
+                start, stop = inner_begin, inner_end
+            for n in range(start, stop, BLOCK_M):
+                i0 = n
+                if MASKED:
+                    i0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+                i = i0 + tl.arange(0, BLOCK_M)
+                Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                if MASKED:
+                    L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=0.0)
+                    D_i = tl.load(D + bh * Tq + i, mask=i < Tq, other=0.0)
+                else:
+                    L_i = tl.load(L + bh * Tq + i)
+                    D_i = tl.load(D + bh * Tq + i)
+                S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+                if softcap is not None:
+                    S_T = tanh(S_T * (tau / softcap))
+                    slope = 1 - S_T * S_T
+                if MASKED:
+                    p = i + offset
+                    seen = j[:, None] <= p[None, :]
+                    if window is not None or Last is not None:
+                        seen = seen & (p[None, :] <= seen_to[:, None])
+                    S_T = tl.where(seen, S_T, float("-inf"))
+                P_T = tl.exp2(S_T * unit - L_i[None, :])
+                dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
+                if Seed is not None:
+                    kept = tl.trans(
+                        dropout_keeps(seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N)
+                    )
+                    dropped = tl.where(kept, P_T, 0.0).to(dO_i.dtype)
+                else:
+                    dropped = P_T.to(dO_i.dtype)
+                if softcap is not None:
+                    P_T *= slope
+                dV_j = tl.dot(dropped, dO_i, dV_j, input_precision="ieee")
+                dP_T = tl.dot(V_j, tl.trans(dO_i), input_precision="ieee")
+                if Seed is not None:
+                    dP_T = tl.where(kept, dP_T / keep, 0.0)
+                dS_T = P_T * (dP_T - D_i[None, :])
+                dK_j = tl.dot(dS_T.to(Q_i.dtype), Q_i, dK_j, input_precision="ieee")
+    store_rows(dV, dV_j / keep, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dK, dK_j * tau, j0, Tk, Hkv * HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D)
+
+
+# --- Tile sizes ---
+
+Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+HALF, SINGLE = 2, 4  # bytes an element
+
+# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
+# use the nearest below. Chosen by the compiler's report (registers, spills, warps that fit an SM:
+# docs/LOG.md), not yet by timing. Checked by tests/test_triton_compiled.py.
+_8_6 = {
+    (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    (SINGLE, 64): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
+    (SINGLE, 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+}
+_7_5 = {64: ((32, 32, 8, 1),) * 3, 128: ((16, 32, 4, 1),) * 3}
+TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
+    (7, 5): {(bytes_, D): tiles for D, tiles in _7_5.items() for bytes_ in (HALF, SINGLE)},
+    (8, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+        (HALF, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    },
+    (8, 6): _8_6,
+    (8, 9): _8_6,
+    (9, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+        (HALF, 128): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    },
+    (10, 0): _8_6 | {
+        (HALF, 64): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
+        (HALF, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+    },
+    (12, 0): _8_6,
+}  # fmt: skip
+# In Triton's interpreter, on the CPU: several tiles in a short sequence, and few programs.
+INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
+
+
+def default_tile(
+    kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
+) -> Tile:
+    """Return the tile for a GPU of that capability; None is the interpreter."""
+    if capability is None:
+        return INTERPRETED[kernel]
+    table = TILES[max(c for c in TILES if c <= capability)]
+    row = min(k for k in table if k[0] == itemsize and k[1] >= head_dim)
+    return table[row][list(KERNELS).index(kernel)]
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# --- Launch ---
+
+
+def _launch(name: str, heads: int, T: int, q: Tensor, *args: Any) -> None:
+    """Run a kernel: a program for each head and each block of T queries (for dkdv of T keys)."""
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    head_dim, itemsize = q.shape[3], q.element_size()
+    M, N, warps, stages = default_tile(name, capability, head_dim, itemsize)
+    programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
+    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+        KERNELS[name][programs,](
+            q, *args, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim), BLOCK_M=M, BLOCK_N=N,
+            num_warps=warps, num_stages=stages,
+            # S_ij * tau - m_i should be one instruction. Triton before 3.10 fuses by default.
+            enable_fp_fusion=True)  # fmt: skip
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return x, copied unless its rows are contiguous and a tile spans fewer than 2^31 elements."""
+    return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, position and head; head_dim's is 1."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _numbers(q: Tensor, k: Tensor, window: int | None, dropout: float, scale: float,
+             softcap: float | None, offset: int | None) -> tuple[Any, ...]:  # fmt: skip
+    """Return Tq, Tk, offset, H, window, tau, softcap, threshold, keep and GROUP."""
+    Tq, H, _ = q.shape[1:]
+    offset = k.shape[1] - Tq if offset is None else offset
+    # A random word, read as a signed integer, is at least this with probability 1 - dropout.
+    threshold = round(dropout * 2**32) - 2**31
+    sizes = Tq, k.shape[1], offset, H
+    return *sizes, window, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
+
+
+# --- Operators for torch.compile ---
+#
+# custom_op, since Inductor cannot trace triton_op in Triton's interpreter. Schemas come from the
+# annotations, so this file must not import annotations from __future__.
+
+
+@torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None,
+                  seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
+                  scale: float, softcap: float | None,
+                  offset: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention, with a gradient.
+
+    Args:
+        q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
+        first: (B, Tq) int32, where each query's segment begins among the keys; last: (B, Tk) int32,
+            where each key's ends; None without segments. Only the backward pass uses `last`.
+        seed: (1,) int64 on q's device, of the dropout mask; None without dropout.
+        sinks: (H,) float32, or None.
+        window, scale, softcap: as in Spec; scale is a number, not None.
+        dropout: the probability that an entry of P is dropped.
+        offset: as in visible(); then the results are float32, and without a gradient.
+
+    Returns:
+        out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
+        exp(s), without a gradient.
+    """
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    B, Tq, H, _ = q.shape
+    out = _result(q, offset)
+    L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
+    _launch(
+        "forward", B * H, Tq, q, k, v, out, L, first, seed, sinks, *_strides(q, k, v),
+        *_numbers(q, k, window, dropout, scale, softcap, offset)
+    )  # fmt: skip
+    return out, L
+
+
+def _result(x: Tensor, offset: int | None) -> Tensor:
+    """Return a contiguous tensor like x; float32 with an offset, since parts are summed."""
+    return torch.empty(x.shape, dtype=x.dtype if offset is None else torch.float32, device=x.device)
+
+
+@torch.library.custom_op("nanoattn::flash_backward", mutates_args=())
+def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+                   first: Tensor | None, last: Tensor | None, seed: Tensor | None,
+                   window: int | None, dropout: float, scale: float, softcap: float | None,
+                   offset: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, contiguous, and D (B, H, Tq) float32, the row sums of
+    dO * O. `out` and `L` are flash_forward's."""
+    q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
+    B, Tq, H, _ = q.shape
+    Tk, Hkv = k.shape[1:3]
+    dq, dk, dv = (_result(t, offset) for t in (q, k, v))
+    D = torch.empty_like(L)
+    numbers = *_strides(q, k, v, dout), *_numbers(q, k, window, dropout, scale, softcap, offset)
+    _launch("dq", B * H, Tq, q, k, v, out, dout, L, D, dq, first, seed, *numbers)
+    # After dq: it reads D.
+    _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, D, dk, dv, last, seed, *numbers)
+    return dq, dk, dv, D
+
+
+@flash_forward.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    B, Tq, H, _D = q.shape
+    return _result(q, rest[-1]), q.new_empty((B, H, Tq), dtype=torch.float32)
+
+
+@flash_backward.register_fake
+def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
+      *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    return *(_result(t, rest[-1]) for t in (q, k, v)), torch.empty_like(L)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first, last, seed, sinks, *ctx.numbers = inputs
+    ctx.save_for_backward(sinks, q, k, v, *output, first, last, seed)
+    ctx.set_materialize_grads(False)  # L has no gradient
+
+
+def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:
+    sinks, *saved = ctx.saved_tensors
+    *grads, D = flash_backward(dout, *saved, *ctx.numbers)
+    dsinks = None
+    if sinks is not None:  # -P_sink D_i, summed over all rows; D_i of a masked row is 0
+        P_sink = torch.exp2(sinks[:, None] * math.log2(math.e) - saved[4])  # (B, H, Tq)
+        dsinks = -(P_sink * D).sum(dim=(0, 2))
+    return *grads, None, None, None, dsinks, None, None, None, None, None
+
+
+flash_forward.register_autograd(_gradients, setup_context=_keep)

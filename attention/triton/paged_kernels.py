@@ -1,0 +1,176 @@
+"""Triton kernels of paged.py, for one query a sequence, and their launch.
+
+Decoding is bound by memory bandwidth: one query reads all of K and V. One program for each sequence
+and key/value head would leave most of a GPU idle at small batches, so each sequence's keys are
+split into runs, one program each ("split-KV"):
+
+    decode_kernel    one sequence, key/value head, run      writes O~, m and l of the run
+    combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
+
+Groups  The query heads that share a key/value head are the rows of one matmul, so K and V are read
+        once. tl.dot needs 16 rows; padding to that costs no memory traffic.
+Pages   The page number is looked up for each key, so a block of keys may span several pages and any
+        page_size works. The table stays in cache.
+Bounds  The loop covers [first, last), read from the device. Stale contents of a page are not read.
+Splits  Their number depends on shapes only: no synchronization, and deterministic results.
+
+Source  Dao et al. 2023, "Flash-Decoding for long-context inference" (PyTorch blog), for the split;
+        Kwon et al. 2023 (arXiv 2309.06180), section 5.1, for attention on pages.
+"""
+
+# The parameters of a Triton kernel have no Python types.
+# mypy: allow-untyped-defs
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .flash_kernels import LOG2_E, LOWEST, tanh, unit_of_scores
+
+PROGRAMS = 512  # enough to fill a large GPU a few times over
+LEAST_RUN = 256  # keys for a program, at least
+
+
+@triton.jit
+def decode_kernel(Q, K, V, Table, Start, Count, Partial, M, L, tau, softcap, window, max_pages,
+                  page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_D: tl.constexpr):  # fmt: skip
+    """Attention of R query heads to one run of keys: unnormalised O~, row maximum m, row sum l.
+
+    Partial is (B, Hkv, R, splits, HEAD_DIM), M and L (B, Hkv, R, splits), all float32; m is in
+    units of log 2.
+    """
+    b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Hkv, splits = tl.num_programs(1), tl.num_programs(2)
+    r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    n = tl.arange(0, BLOCK_N)
+
+    # The query is at position `start`. A row with count 0 is padding and stored no key.
+    start = tl.load(Start + b)
+    last = start + tl.minimum(tl.load(Count + b), 1)
+    first = tl.maximum(start - window + 1, 0)
+    run = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
+    begin = first + split * run
+    end = tl.minimum(begin + run, last)
+
+    inside = (r < R) & (d < HEAD_DIM)
+    Q_i = tl.load(Q + b * q_b + (g * R + r) * q_h + d, mask=inside, other=0.0)
+    O_i = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_R, 1), tl.float32)
+    m_i = tl.full((BLOCK_R, 1), LOWEST, tl.float32)  # finite: m_i - m_new is 0 before any key
+    for j0 in range(begin, end, BLOCK_N):
+        j = j0 + n
+        there = j < end
+        page = tl.load(Table + b * max_pages + j // page_size, mask=there, other=0)
+        slot = page.to(tl.int64) * kv_page + (j % page_size) * kv_slot + g * kv_g
+        tile, mask = slot[:, None] + d, there[:, None] & (d < HEAD_DIM)
+        K_j = tl.load(K + tile, mask=mask, other=0.0)  # (BLOCK_N, BLOCK_D)
+        V_j = tl.load(V + tile, mask=mask, other=0.0)
+        S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")
+        if softcap is not None:
+            S_ij = tanh(S_ij * (tau / softcap))
+        S_ij = tl.where(there[None, :], S_ij * unit_of_scores(tau, softcap), float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(S_ij, axis=1, keep_dims=True))
+        P_ij = tl.exp2(S_ij - m_new)
+        rescale = tl.exp2(m_i - m_new)
+        l_i = rescale * l_i + tl.sum(P_ij, axis=1, keep_dims=True)
+        O_i = rescale * O_i + tl.dot(P_ij.to(V_j.dtype), V_j, input_precision="ieee")
+        m_i = m_new
+
+    at = ((b * Hkv + g) * R + r) * splits + split
+    tl.store(Partial + at * HEAD_DIM + d, O_i, mask=inside)
+    tl.store(M + at, m_i, mask=r < R)
+    tl.store(L + at, l_i, mask=r < R)
+
+
+@triton.jit
+def combine_kernel(
+    Partial, M, L, Sinks, Out, H, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Combine a query head's runs; a run without keys has l = 0 and the lowest m.
+
+    A sink is a run with l = 1 and O~ = 0.
+    """
+    at = tl.program_id(0)
+    s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m = tl.load(M + at * splits + s, mask=s < splits, other=LOWEST)
+    l = tl.load(L + at * splits + s, mask=s < splits, other=0.0)
+    inside = (s < splits) & (d < HEAD_DIM)
+    O = tl.load(Partial + (at * splits + s) * HEAD_DIM + d, mask=inside, other=0.0)
+    most = tl.max(m, axis=0, keep_dims=True)
+    if Sinks is not None:
+        sink = tl.load(Sinks + at % H) * LOG2_E
+        most = tl.maximum(most, sink)
+    weight = tl.exp2(m - most)
+    total = tl.sum(weight * l, axis=0, keep_dims=True)
+    if Sinks is not None:
+        total += tl.exp2(sink - most)
+    total = tl.where(total == 0, 1.0, total)  # no key is seen: zeros
+    out = tl.sum(weight * O, axis=0, keep_dims=True) / total
+    tl.store(Out + at * HEAD_DIM + d, out.to(Out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
+    """Return BLOCK_N and BLOCK_D: a tile of K has at most 16 KB, which fits any GPU."""
+    BLOCK_D = max(16, triton.next_power_of_2(head_dim))
+    return max(16, min(64, 2**14 // (BLOCK_D * element_size))), BLOCK_D
+
+
+def choose_splits(programs: int, keys: int) -> int:
+    """Return the number of runs for at most `keys` keys: a power of two, up to 64.
+
+    Args:
+        programs: number of programs without splitting.
+    """
+    wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
+    return min(64, triton.next_power_of_2(wanted))
+
+
+@torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
+def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
+           count: Tensor, sinks: Tensor | None, window: int, scale: float, softcap: float | None,
+           splits: int) -> Tensor:  # fmt: skip
+    """Attention of one query a sequence to its pages, as an operator for torch.compile.
+
+    Args:
+        q: (B, 1, H, D), contiguous along D.
+        k_pages, v_pages, page_table, start, count: as in views.PagedView, with this call's key and
+            value already stored.
+        sinks: (H,) float32, or None.
+        window: number of visible keys; 0: all.
+        scale, softcap: as in Spec; scale is a number, not None.
+        splits: number of runs; 0: choose_splits() decides.
+
+    Returns:
+        (B, 1, H, D) in q's dtype.
+    """
+    (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
+    assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
+    assert page_table.is_contiguous()
+    keys = page_table.shape[1] * page_size
+    window = min(window or keys, keys)
+    splits = splits or choose_splits(B * Hkv, window)
+    BLOCK_N, BLOCK_D = block_sizes(D, q.element_size())
+    partial = q.new_empty(B, H, splits, D, dtype=torch.float32)
+    m, l = q.new_empty(2, B, H, splits, dtype=torch.float32)
+    out = q.new_empty(B, 1, H, D)
+    with torch.cuda.device_of(q):  # Triton launches on the current device; the CPU has none
+        decode_kernel[B, Hkv, splits](
+            q, k_pages, v_pages, page_table, start, count, partial, m, l, scale, softcap, window,
+            page_table.shape[1], page_size, q.stride(0), q.stride(2), *k_pages.stride()[:3],
+            R=H // Hkv, HEAD_DIM=D, BLOCK_R=max(16, triton.next_power_of_2(H // Hkv)),
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, num_stages=2)  # fmt: skip
+        combine_kernel[B * H,](
+            partial, m, l, sinks, out, H, splits, HEAD_DIM=D,
+            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=BLOCK_D)  # fmt: skip
+    return out
+
+
+@decode.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape)

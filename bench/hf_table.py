@@ -1,0 +1,212 @@
+"""Tiny models of `transformers` with each kernel, compared with their eager attention in float64.
+
+    python -m bench.hf_table      runs them all and writes the table of docs/HF.md
+
+The models have random weights, large enough that windows, softcaps and sinks matter.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: these are many tiny tensors
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
+
+import torch
+from torch import Tensor
+
+from attention import BackendUnavailable, Machine, Policy, hf, packages
+from attention import get as get_backend
+from attention.probing import allowed_error
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "HF.md"
+BACKENDS = ("manual", "tiled", "sdpa", "triton")
+CACHED = ("dynamic cache", "static cache")
+CASES = ("full", "left-padded", "right-padded", "packed", *CACHED, "training")
+T, NEW, PADDED, SPLIT = 20, 4, 5, 8  # tokens; new ones; padding; length of the first packed text
+
+_TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_PLAIN = _TOKENS | {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+_GROUPED = _PLAIN | {"num_key_value_heads": 2}
+_WINDOW = _GROUPED | {"sliding_window": 7}
+_SECOND = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}  # in layer 2
+_MIXED = _WINDOW | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {  # model_type -> config
+    "llama": _GROUPED,
+    "mistral": _WINDOW,
+    "qwen2": _SECOND,
+    "qwen3": _SECOND | {"head_dim": 16},
+    "phi3": _WINDOW,
+    "gemma2": _MIXED | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 4},
+    "gemma3_text": _MIXED | {"query_pre_attn_scalar": 4},
+    "granite": _GROUPED | {"attention_multiplier": 0.9},
+    "olmo2": _GROUPED,
+    "gpt2": _TOKENS | {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    },
+    "gpt_neox": _PLAIN,
+    "gpt_oss": _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 2,
+                        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "starcoder2": _WINDOW | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "bloom": _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+
+
+def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
+    """Return a model in evaluation mode. Its weights depend on the name only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **MODELS.get(name, {}) | other)
+    config._experts_implementation = "eager"  # grouped_mm has no float64
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        for key, weight in model.named_parameters():
+            if "sinks" in key:
+                torch.nn.init.normal_(weight, mean=1.0)
+    return model.to(dtype).eval()
+
+
+def batch(case: str) -> tuple[Tensor, Tensor]:
+    """Token ids and their attention mask (0: padding), both (2, T) int64."""
+    ids = torch.randint(3, 61, (2, T), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    if case == "right-padded":
+        seen[1, -PADDED:] = 0
+    elif case not in ("full", "packed"):
+        seen[1, :PADDED] = 0
+    return ids, seen
+
+
+def run(model: Any, case: str) -> dict[str, Tensor]:
+    """Return the logits of all tokens but padding; in training the gradients of all weights."""
+    ids, seen = batch(case)
+    if case in CACHED:
+        with torch.no_grad():
+            made = model.generate(
+                ids, attention_mask=seen, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+                cache_implementation=case.partition(" ")[0], output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
+    asked: dict[str, Any] = {"use_cache": False}
+    if case == "packed":
+        at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
+        asked["position_ids"] = at.expand(2, T)
+    elif case != "full":
+        asked["attention_mask"] = seen
+    if case != "training":
+        with torch.no_grad():
+            return {"logits": model(ids, **asked).logits[seen.bool()]}
+    model.train()
+    logits = model(ids, **asked).logits
+    loss = torch.nn.functional.cross_entropy(logits[seen.bool()], ids[seen.bool()])
+    names, weights = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, weights, allow_unused=True)
+    model.eval()
+    return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+
+
+@cache
+def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The result of transformers' eager attention.
+
+    In float64 its mask's minimum becomes -inf in a float32 softmax, and padding gives NaN: the mask
+    is clamped to the minimum of float32.
+    """
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    def finite(**asked: Any) -> Tensor:
+        return eager_mask(**asked).clamp(min=torch.finfo(torch.float32).min)
+
+    masks: Any = AttentionMaskInterface._global_mapping
+    with mock.patch.dict(masks, eager=finite):
+        return run(build(name, "eager", dtype), case)
+
+
+def check(name: str, case: str, got: dict[str, Tensor]) -> None:
+    """Compare with eager attention; the tolerance is attention.probing.allowed_error()."""
+    plain, truth = eager(name, case, torch.float32), eager(name, case, torch.float64)
+    assert got.keys() == truth.keys(), got.keys() ^ truth.keys()
+    largest = max(float(t.abs().max()) for n, t in truth.items() if n != "tokens")
+    for key, t in truth.items():
+        if key == "tokens":
+            assert torch.equal(got[key], t), f"{name}, {case}: other tokens were generated"
+            continue
+        off, usual = (float((x[key].double() - t).abs().max()) for x in (got, plain))
+        m = 2 if key == "logits" else 3
+        allowed = allowed_error(usual, float(t.abs().max()), largest, torch.float32, m)
+        assert off <= allowed, f"{name}, {case}: {key} is off by {off:.3g}, allowed {allowed:.3g}"
+
+
+def cell(name: str, backend: str, case: str) -> str:
+    """Run one model; return "" if this kernel ran in every layer and is right, else the refusal.
+
+    Raises:
+        AssertionError: a wrong number, another kernel, or a refusal that no Caps declare.
+    """
+    hf.register([backend], Policy(fallback=False))
+    model = build(name, hf.implementation(backend))
+    try:
+        got = run(model, case)
+    except BackendUnavailable as e:
+        if " refuses " in str(e) or "does not call" in str(e):  # by the bridge
+            return str(e).partition(": ")[2]
+        assert declared_refusal(name, backend, case), e
+        return str(e).partition(f" {backend}: ")[2]
+    check(name, case, got)
+    ran = [(chosen.backend.name, n) for layer in hf.report(model) for _, chosen, n in layer.ran]
+    assert {who for who, _ in ran} == {get_backend(backend).name}, ran
+    passes = NEW if case in CACHED else 1
+    assert sum(n for _, n in ran) == model.config.num_hidden_layers * passes, ran
+    return ""
+
+
+def declared_refusal(name: str, backend: str, case: str) -> bool:
+    """True if the Caps refuse a Spec that manual gets in this model."""
+    model = build(name, hf.implementation("manual"))
+    run(model, case)
+    specs = [spec for layer in hf.report(model) for spec, *_ in layer.ran]
+    here = Machine.here("cpu", packages())
+    return any(get_backend(backend).why_not(spec, here) for spec in specs)
+
+
+def table() -> str:
+    """Return the table: a row for each model, a column for each case; refusals are notes."""
+    lines = ["| model | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
+    notes: dict[str, int] = {}
+    for name in MODELS:
+        cells = []
+        for case in CASES:
+            refused = {b: why for b in BACKENDS if (why := cell(name, b, case))}
+            marks = {b: notes.setdefault(why, len(notes) + 1) for b, why in refused.items()}
+            if len(marks) == len(BACKENDS) and len(set(marks.values())) == 1:
+                cells.append(f"none [{min(marks.values())}]")
+            else:
+                but = ", ".join(f"{b} [{n}]" for b, n in marks.items())
+                cells.append(f"all but {but}" if but else "all")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"[{n}] refused: {why}" for why, n in notes.items())]
+    return "\n".join(lines) + "\n"
+
+
+MARKS = ("<!-- table: python -m bench.hf_table -->\n", "<!-- end -->\n")
+
+
+def main() -> None:
+    """Write the table into docs/HF.md."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], "utf-8")
+
+
+if __name__ == "__main__":
+    main()

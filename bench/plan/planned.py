@@ -1,0 +1,218 @@
+"""`bench_mfu.py plan`: options and tables of the estimates in bench/plan/scale.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from attention.machine.gpus import SERVERS, find_rated
+from bench import modes, tables
+from bench.config import BenchConfig, vocabulary
+from bench.fitting import SHARE
+from bench.plan.scale import KINDS, Cluster, Job, Plan, parameters
+from core import flops
+from core.settings import UserError
+
+HEAD = 128  # head_dim of the largest model, and its width over its layers
+CONTEXTS = (1, 2, 4, 8)
+
+
+def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
+    """Return the GPUs of --gpu, and lines about them."""
+    name = config.gpu
+    if name is None:
+        raise UserError('plan needs a GPU as its driver names it, such as --gpu="NVIDIA H200"')
+    dtype, peak, (bandwidth, source) = modes.datasheet(config, name, "--gpu")
+    known = find_rated(name)
+    server = SERVERS.get(known.name) if known else None
+
+    def rate(of: str, option: str, unit: str) -> float:
+        found: float | None = getattr(config, option) or getattr(server, of, None)
+        if found is None:
+            raise UserError(f"the {of} of {name!r} is unknown: give --{option}, in {unit}")
+        return found * 1e9
+
+    memory = rate("memory", "memory_gb", "GB")
+    several, between = max(config.gpus) > 1, max(config.gpus) > config.gpus_per_node
+    nvlink = rate("nvlink", "nvlink_gbs", "GB/s each way") if several else math.inf
+    network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
+    products, node = config.products_tflops or peak.tflops, config.gpus_per_node
+    rates = (products, bandwidth, memory, node, nvlink, network)
+    at = Cluster(dtype, peak, *rates, slower=config.roofline_times)
+    said = [
+        f"peak: {peak}",
+        f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
+        f"{bandwidth / 1e9:,.4g} GB/s ({source})",
+    ]
+    if several:
+        links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
+        links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
+        said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
+    computing = "at its roofline, which is the least time that it can take"
+    if at.slower != 1:
+        computing = f"{at.slower:g} times its roofline (--roofline_times)"
+    if at.products != peak.tflops:
+        computing += f", matmuls at {at.products:,.4g} TFLOP/s"
+    return at, [*said, f"computing: {computing}"]
+
+
+def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
+    """Return every way to run the job on `gpus` GPUs."""
+    if gpus > at.node and gpus % at.node:
+        raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
+    one = (config.train.context_parallel,) * (config.train.context_parallel > 1)
+    option = "--context_parallels" if config.context_parallels else "--context_parallel"
+    for N in (asked := config.context_parallels or one):
+        if gpus % N:
+            raise UserError(f"{option}: rings of {N} do not divide --gpus={gpus}")
+    rings = asked or tuple(N for N in CONTEXTS if gpus % N == 0)
+    ways = ["ddp"] + ["fsdp"] * (gpus > 1) + ["hybrid"] * (gpus > at.node)
+    return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
+
+
+def run(config: BenchConfig) -> int:
+    """Print the tables, with --json the rows too. Returns the exit code."""
+    at, said = cluster(config)
+    if config.fixed_batch is None:
+        raise UserError("plan needs a --batch_size")
+    if config.record is not None:
+        raise UserError("plan does not support --record: it measures nothing")
+    train = config.train
+    vocab_size, source = vocabulary(config)
+    model = train.model(vocab_size)
+    residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
+    sequences = config.fixed_batch * train.gradient_accumulation_steps
+    checkpointing, clip = train.gradient_checkpointing, bool(train.grad_clip)
+    job = Job(model, sequences, config.fixed_batch, checkpointing, clip, residual)
+    every = {n: plans(config, job, at, n) for n in config.gpus}
+    print(
+        f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
+        f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
+        f"micro-batch, {at.dtype}{', gradient checkpointing' * job.checkpointing}\n"
+        f"vocabulary: {vocab_size:,} ({source})"
+    )
+    print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
+    content: list[dict[str, Any]] = []
+    for n, ways in every.items():
+        made = [row(p) for p in ways]
+        content += made
+        bad = [r for r in made if "why" in r]
+        print(end="\n" * bool(bad))
+        for r in bad:
+            print(f"{n:,} GPUs, {r['parallel']}, context {r['context_parallel']}: {r['why']}")
+        good = [r for r in made if "why" not in r]
+        for title, cells in sections(good) if good else ():
+            print(f"\n{n:,} GPU{'s' * (n > 1)}, planned: {title}\n{tables.markdown(cells)}")
+    if config.json:
+        print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
+    return 0
+
+
+def row(plan: Plan) -> dict[str, Any]:
+    """Return a plan's figures, as in --json."""
+    row: dict[str, Any] = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
+    row |= {"context_parallel": plan.context, "shard_size": plan.shard}
+    if plan.why_not:
+        return {**row, "why": plan.why_not}
+    sent, links = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}
+    for kind, times, s in plan.sent():
+        sent[kind] += times * (s.nvlink + s.network)
+        links["nvlink"] += times * s.nvlink
+        links["network"] += times * s.network
+    m, compute = plan.job.model, plan.computing[0]
+    total = compute + plan.exposed
+    rate = plan.job.sequences * m.block_size / total
+    return {
+        **row,
+        "sequences": plan.sequences,
+        "micro_steps": plan.micro,
+        "memory": plan.memory,
+        "memory_bytes": plan.held,
+        "left_bytes": -plan.over,
+        "sent": sent,
+        "links": links,
+        "compute_ms": 1e3 * compute,
+        "communication_ms": 1e3 * plan.communicating,
+        "exposed_ms": 1e3 * plan.exposed,
+        "ms": 1e3 * total,
+        **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
+        "largest_model": largest(plan),
+        "longest_context": longest(plan),
+    }
+
+
+def alone(plan: Plan, **sizes: Any) -> Plan:
+    """Return the plan with other model sizes and one sequence per data-parallel rank."""
+    job = replace(plan.job, model=replace(plan.job.model, **sizes))
+    return replace(plan, job=replace(job, sequences=plan.gpus // plan.context, batch=1))
+
+
+def largest(plan: Plan) -> dict[str, int] | None:
+    """Return the largest model that fits, as wide for its depth as GPT-3 (Brown et al. 2020,
+    table 2.1)."""
+
+    def sized(L: int) -> Plan:
+        return alone(plan, n_layer=L, n_head=L, n_embd=HEAD * L, n_kv_head=None)
+
+    if not (L := most(lambda L: sized(L).over <= 0)):
+        return None
+    return {"n_layer": L, "n_embd": HEAD * L, "N": parameters(sized(L).job.model)}
+
+
+def longest(plan: Plan) -> int:
+    """Return the longest context that fits, in steps of 1,024 tokens."""
+    return 1024 * most(lambda n: alone(plan, block_size=1024 * n).over <= 0)
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """Return the largest n that fits, or 0."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
+    """Return the tables of one number of GPUs, with their titles."""
+
+    def gb(n: float) -> str:
+        return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
+
+    def table(head: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> tables.Cells:
+        lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]
+        return ["planned", "context", *head], lines
+
+    def memory(r: dict[str, Any]) -> list[str]:
+        left = r["left_bytes"]
+        fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
+        return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
+
+    def sent(r: dict[str, Any]) -> list[str]:
+        return [str(r["micro_steps"]), *map(gb, (*r["sent"].values(), *r["links"].values()))]
+
+    def time(r: dict[str, Any]) -> list[str]:
+        ms = [tables.number(r[f"{of}ms"]) for of in ("compute_", "communication_", "exposed_", "")]
+        if r["left_bytes"] < 0:
+            return [*ms[:3], "-", "-", "does not fit"]
+        return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
+
+    def limits(r: dict[str, Any]) -> list[str]:
+        big, size = r["largest_model"], ["-", "none"]
+        if big is not None:
+            size = [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}"]
+        return [*size, f"{r['longest_context']:,}"]
+
+    ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
+    fits = ["1e9 parameters", "layers x width", "longest context"]
+    return [
+        ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
+        ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
+        ("a step, ms", table(ms, time)),
+        ("what would fit, one sequence at a time", table(fits, limits)),
+    ]

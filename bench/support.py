@@ -1,0 +1,83 @@
+"""Write the tables of README.md and docs/SUPPORT.md from Caps: python -m bench.support."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from attention.caps import Caps, dotted
+from attention.select import BACKENDS
+from attention.spec import DTYPES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def overview() -> str:
+    """Return the table of the README: a row for each backend."""
+    lines = ["| name | what | runs on | falls back to |", "|---|---|---|---|"]
+    for backend in BACKENDS.values():
+        spread = dict.fromkeys(d for caps in backend.caps for d in caps.devices)
+        places = (place(d, [c for c in backend.caps if d in c.devices]) for d in spread)
+        names = " ".join(f"`{n}`" for n in (backend.name, *backend.aliases))
+        after = f"`{backend.fallback}`" if backend.fallback else "the list below"
+        lines.append(f"| {names} | {backend.title} | {', '.join(places)} | {after} |")
+    return "\n".join(lines)
+
+
+def place(device: str, rows: list[Caps]) -> str:
+    """Return a device with the range of its compute capabilities."""
+    lows = [caps.min_capability for caps in rows if caps.min_capability]
+    highs = [caps.max_capability for caps in rows if caps.max_capability]
+    if lows and len(highs) == len(rows):
+        first, last = dotted(min(lows)), dotted(max(highs))
+        device += f" {first}" if first == last else f" {first} to {last}"
+    elif lows:
+        device += f" >= {dotted(min(lows))}"
+    return device + (" (interpreter)" if all(caps.interpreted for caps in rows) else "")
+
+
+def table() -> str:
+    """Return the table of docs/SUPPORT.md: a row for each row of Caps."""
+    rows = [
+        {"name": f"`{backend.name}`", **abilities(caps)}
+        for backend in BACKENDS.values()
+        for caps in backend.caps
+    ]
+    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def abilities(caps: Caps) -> dict[str, str]:
+    """Return column title -> cell."""
+    yes = {True: "yes", False: "no"}
+    multiple = f", multiple of {caps.head_dim_multiple}" if caps.head_dim_multiple > 1 else ""
+    step, unordered = caps.dropout_step, caps.grad and not caps.deterministic
+    caches = ", ".join(c for c in caps.caches if c != "none") or "no"
+    if caps.page_multiple > 1:
+        caches = caches.replace("paged", f"paged (pages of {caps.page_multiple} n tokens)")
+    return {
+        "device": ", ".join(place(device, [caps]) for device in caps.devices),
+        "packages": ", ".join(p.replace(">=", " >= ") for p in caps.packages) or "none",
+        "dtypes": "all" if caps.dtypes == DTYPES else ", ".join(caps.dtypes),
+        "head_dim": (f"up to {caps.head_dim_max}" if caps.head_dim_max else "any") + multiple,
+        "window": yes[caps.window],
+        "segments": yes[caps.segments],
+        "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "no",
+        "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
+        "backward": yes[caps.grad] + ", not deterministic" * unordered,
+        "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "no",
+        "caches": caches if "none" in caps.caches else f"only {caches}",
+    }
+
+
+def write() -> None:
+    """Replace both tables in their pages."""
+    for page, made in ((ROOT / "README.md", overview()), (ROOT / "docs" / "SUPPORT.md", table())):
+        head = re.escape(made.partition("\n")[0])
+        text = page.read_text(encoding="utf-8")
+        before, _, after = re.split(rf"^({head}(?:\n\|.*)*)", text, maxsplit=1, flags=re.M)
+        page.write_text(before + made + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

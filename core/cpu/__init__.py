@@ -1,0 +1,1 @@
+"""Faster matrix products on CPUs: oneDNN, bfloat16, int8."""

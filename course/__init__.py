@@ -1,0 +1,1 @@
+"""A course on attention: pages (Markdown), figures and exercises."""

@@ -1,0 +1,19 @@
+"""Exercise 2: visible keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | None) -> Tensor:
+    """bool (Tq, Tk): may query i see key j?"""
+    i = torch.arange(Tq)[:, None] + Tk - Tq  # the position of the query
+    j = torch.arange(Tk)[None, :]
+    seen = j <= i
+    if window is not None:
+        seen &= j > i - window
+    if segments is not None:
+        # A query before every key has no position, and sees nothing anyway.
+        seen &= segments[i.clamp(min=0)] == segments
+    return seen

@@ -1,0 +1,85 @@
+"""Check an answer within a time limit.
+
+An exercise raises AssertionError with the input, the value found and the value expected.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def examine(exercise: ModuleType, path: Path, seconds: float = 60.0) -> str | None:
+    """Check an answer, a Python file, against a module exN. Returns None, or the first error."""
+    found: list[str | None] = []
+
+    def work() -> None:
+        try:
+            exercise.check(load(path, exercise.NAMES))
+            found.append(None)
+        except (Exception, SystemExit) as e:
+            found.append(describe(e, path))
+
+    # A thread: a signal cannot interrupt a long call into torch.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else f"not finished after {seconds:g} s: is there an endless loop?"
+
+
+def load(path: Path, names: tuple[str, ...]) -> ModuleType:
+    module = ModuleType("answer")
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    for name in names:
+        assert callable(getattr(module, name, None)), f"{path.name} must define {name}()"
+    return module
+
+
+def describe(e: BaseException, path: Path) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if Path(f.filename) == path]
+    if isinstance(e, AssertionError) and not lines:
+        return str(e)
+    at = f" at line {lines[-1]} of {path.name}" if lines else ""
+    return f"{type(e).__name__}{at}: {e.__cause__ or e}"
+
+
+def several(got: object, n: int, function: str) -> tuple[Tensor, ...]:
+    assert isinstance(got, (tuple, list)) and len(got) == n, f"{function} must return {n} values"
+    return tuple(got)
+
+
+def same(
+    got: object, want: Tensor, what: str, given: str = "", mistakes: Mapping[str, Tensor] = {}
+) -> None:
+    """Assert that `got` equals `want` up to rounding.
+
+    `mistakes` has a hint for each common mistake, and the value that the mistake leads to.
+    """
+    assert isinstance(got, Tensor), f"{what} must be a tensor, got {type(got).__name__}, {given}"
+    expected = f"{what} must have shape {tuple(want.shape)} and dtype {want.dtype}"
+    found = f"got {tuple(got.shape)} and {got.dtype}, {given}"
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{expected}, {found}"
+    wrong = ~close(got.detach(), want)
+    if wrong.any():
+        at = tuple(torch.nonzero(wrong)[0].tolist())
+        # An input that does not show a mistake cannot tell it from the right answer.
+        shown = {why: x for why, x in mistakes.items() if not close(x, want).all()}
+        why = next((f". {why}" for why, x in shown.items() if close(got.detach(), x).all()), "")
+        raise AssertionError(
+            f"{what}{list(at)} is {got[at].item():.4g}, expected {want[at].item():.4g}, "
+            f"{given}{why}"
+        )
+
+
+def close(got: Tensor, want: Tensor) -> Tensor:
+    """True within 100 rounding errors of the largest finite number."""
+    finite = want.detach().abs().nan_to_num(posinf=0)
+    room = 100 * torch.finfo(want.dtype).eps * max(1.0, float(finite.max()))
+    return torch.isclose(got, want, rtol=0, atol=room, equal_nan=True)

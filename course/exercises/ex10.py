@@ -1,0 +1,98 @@
+"""Exercise 10: attention over keys of several processes."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from course.exercises.check import same, several
+
+NAMES = ("join", "backward_block")
+TASK = """Merge partial outputs, and the backward pass of one block
+
+1. join(O, L, O_new, L_new) returns (O, L) over two disjoint sets of keys.
+
+       O, O_new    (T, D)    softmax(scores) V over one set of keys, normalized
+       L, L_new    (T,)      log of the sum of exp(s) over the same keys
+
+   A query without a key in a set has O = 0 and L = -inf there. Scores may be in the thousands.
+
+2. backward_block(dout, q, k, v, out, L, offset) returns the block's contributions (dq, dk, dv).
+
+       q, dout, out    (Tq, D)    queries; output over ALL keys, and its gradient
+       L               (Tq,)      over ALL keys
+       k, v            (Tk, D)    the block
+       offset          first query's position minus first key's: query i sees key j where
+                       j <= i + offset
+
+   Scores are s = q . k / sqrt(D). A query may see all keys of the block, some, or none.
+"""
+START = '''import math
+
+import torch
+
+
+def join(O, L, O_new, L_new):
+    """(O, L) over the keys of both."""
+    # the share of each in the whole sum?
+    return (O + O_new) / 2, torch.maximum(L, L_new)
+
+
+def backward_block(dout, q, k, v, out, L, offset):
+    """The contributions of one block to dq, dk and dv."""
+    tau = 1 / math.sqrt(q.shape[1])
+    S = tau * (q @ k.T)  # (Tq, Tk)
+    # P from S and L; then dv, dP, dS, dq and dk, as on page 6
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+'''
+
+
+def check(answer: ModuleType) -> None:
+    never = -math.inf
+    both = torch.tensor([[[1.0], [6.0]], [[5.0], [-2.0]]])  # O and O_new
+    for case in (((1.0, 1.0), (1.0, 3.0)), ((1000.0, -900.0), (1001.0, -901.0)),
+                 ((2.0, never), (never, 0.5)), ((never, 1.0), (never, 1.0))):  # fmt: skip
+        L = torch.tensor(case)
+        O = both.masked_fill(L[..., None] == never, 0)
+        given = f"L = {case[0]}, L_new = {case[1]}"
+        want_L = L.logsumexp(0)
+        shares = torch.exp(L - want_L).nan_to_num()[..., None]
+        inputs = (t.clone() for pair in zip(O, L) for t in pair)
+        got = several(answer.join(*inputs), 2, "join()")
+        overflow = "exp(L) overflows above 88: subtract the larger L first, or use logaddexp"
+        same(got[1], want_L, "L", given, {overflow: L.exp().sum(0).log(),
+                                          "L is the log of both sums": L.amax(0)})  # fmt: skip
+        assert not got[0].isnan().any(), (
+            f"O is NaN, {given}: a query without a key has L = -inf, and -inf - (-inf) is NaN"
+        )
+        mistakes = {"Weight each by its share, exp(L - L_of_both)": O.mean(0),
+                    "O is normalized: weight each by its share": O.sum(0)}  # fmt: skip
+        same(got[0], (shares * O).sum(0), "O", given, mistakes)
+    check_block(answer)
+
+
+def check_block(answer: ModuleType) -> None:
+    for Tq, Tk, offset in ((3, 3, 3), (3, 3, 0), (4, 4, 2), (4, 4, -2), (2, 5, 3)):
+        draw = torch.Generator().manual_seed(10 * Tq + Tk + offset)
+        q, dout = torch.randn(2, Tq, 4, generator=draw)
+        k, v = torch.randn(2, Tk, 4, generator=draw)
+        k_before, v_before = torch.randn(2, 3, 4, generator=draw)  # in another process
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + offset
+        S = (q @ k.T / math.sqrt(4)).masked_fill(~seen, -math.inf)
+        whole = torch.cat([q.detach() @ k_before.T / math.sqrt(4), S], dim=1)
+        P, L = whole.softmax(1), whole.logsumexp(1)
+        out = P @ torch.cat([v_before, v])
+        want = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        inputs = (t.detach().clone() for t in (dout, q, k, v, out, L))
+        got = several(answer.backward_block(*inputs, offset), 3, "backward_block()")
+        alone = torch.autograd.grad(S.softmax(1).nan_to_num() @ v, leaves, dout)
+        why = "That is the gradient of this block alone: P = exp(S - L), D = rowsum(dout * out)"
+        for g, w, mistake, name in zip(got, want, alone, ("dq", "dk", "dv")):
+            mistakes: dict[str, Tensor] = {why: mistake}
+            if name != "dv":
+                mistakes["Scale dS by 1 / sqrt(D)"] = 2 * w
+            same(g, w, name, f"Tq = {Tq}, Tk = {Tk}, offset = {offset}", mistakes)

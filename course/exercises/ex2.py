@@ -1,0 +1,74 @@
+"""Exercise 2: the mask."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attention.spec import visible
+
+NAMES = ("mask",)
+TASK = """The mask
+
+mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend to key j.
+
+    causal     A query attends to no later key. The queries are the last Tq of the Tk positions.
+               (If Tq > Tk, the first queries come before every key and attend to none.)
+    window     None, or how many keys a query attends to at most, its own included.
+    segments   None, or (Tk,) integers, the document of each position: a query attends only to
+               its own document.
+
+Do not use attention.visible(), the checker's reference.
+"""
+START = '''import torch
+
+
+def mask(Tq, Tk, window, segments):
+    """bool (Tq, Tk): True if query i may attend to key j."""
+    i = torch.arange(Tq)[:, None]
+    j = torch.arange(Tk)[None, :]
+    return j <= i  # causal for Tq = Tk; the rest is yours
+'''
+
+CASES: list[tuple[int, int, int | None, list[int] | None]] = [
+    (3, 3, None, None),
+    (3, 5, None, None),
+    (1, 6, None, None),
+    (5, 3, None, None),
+    (4, 4, 2, None),
+    (3, 6, 2, None),
+    (4, 4, 9, None),
+    (4, 4, None, [0, 0, 1, 1]),
+    (2, 5, None, [3, 3, 3, 7, 7]),
+    (4, 6, 3, [0, 0, 0, 0, 1, 1]),
+]
+
+
+def check(answer: ModuleType) -> None:
+    for Tq, Tk, window, seg in CASES:
+        segments = None if seg is None else torch.tensor(seg)
+        got = answer.mask(Tq, Tk, window, segments)
+        given = f"mask({Tq}, {Tk}, window={window}, segments={seg})"
+        assert isinstance(got, Tensor) and got.dtype == torch.bool and got.shape == (Tq, Tk), (
+            f"{given} must return a bool tensor ({Tq}, {Tk})"
+        )
+        want = truth(Tq, Tk, Tk - Tq, window, segments)
+        mistakes = {
+            "Query i stands at position i + Tk - Tq": truth(Tq, Tk, 0, window, segments),
+            "A query is in its window": truth(Tq, Tk, Tk - Tq, window and window + 1, segments),
+            "A query sees itself": want.tril(Tk - Tq - 1),
+        }
+        wrong = [tuple(at) for at in torch.nonzero(got != want).tolist()]
+        why = next((f". {why}" for why, mask in mistakes.items() if mask.equal(got)), "")
+        assert not wrong, (
+            f"{given} is {bool(got[wrong[0]])} at {wrong[0]}, expected {bool(want[wrong[0]])}{why}"
+        )
+
+
+def truth(Tq: int, Tk: int, offset: int, window: int | None, segments: Tensor | None) -> Tensor:
+    i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
+    if segments is None:
+        return visible(i, j, offset, window)
+    return visible(i, j, offset, window, segments[(i + Tk - Tq).clamp(min=0)], segments)

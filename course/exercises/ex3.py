@@ -1,0 +1,87 @@
+"""Exercise 3: attention of many queries and heads, with a mask, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from course.exercises.check import same
+
+NAMES = ("attention",)
+TASK = """Attention by the formula, with masks and shared heads
+
+attention(q, k, v, seen) returns (Tq, H, D): the visible values of each query and head, weighted by
+the softmax of q . k / sqrt(D) over the visible keys.
+
+    q      (Tq, H, D)
+    k, v   (Tk, Hkv, D). Query head h uses key/value head h // (H / Hkv)
+    seen   (Tq, Tk), bool: may query i attend to key j?
+
+A query without a visible key returns zeros and has zero gradient; all gradients must be finite.
+torch.softmax is allowed, scaled_dot_product_attention is not.
+"""
+START = '''import math
+
+import torch
+
+
+def attention(q, k, v, seen):
+    """q: (Tq, H, D); k, v: (Tk, Hkv, D); seen: (Tq, Tk). Returns (Tq, H, D)."""
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])  # for Hkv = H only
+    probs = torch.softmax(scores, dim=-1)  # of all keys, seen or not
+    return torch.einsum("hij,jhd->ihd", probs, v)
+'''
+
+# name -> H, Hkv, seen
+CASES = {
+    "a causal mask": (2, 2, torch.ones(3, 3).tril().bool()),
+    "fewer queries than keys": (1, 1, torch.ones(2, 5).tril(3).bool()),
+    "4 query heads, 2 key/value heads": (4, 2, torch.ones(3, 3).tril().bool()),
+    "a query that sees no key": (4, 2, torch.ones(4, 3).tril(-1).bool()),
+}
+
+
+def check(answer: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for given, (H, Hkv, seen) in CASES.items():
+        Tq, Tk = seen.shape
+        shapes = ((Tq, H, 4), (Tk, Hkv, 4), (Tk, Hkv, 4), (Tq, H, 4))
+        q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        want = attention(q, k, v, seen)
+        turned = [t.repeat(1, H // Hkv, 1) for t in (k, v)]
+        mistakes = {
+            "Divide the scores by sqrt(D)": attention(2 * q, k, v, seen),
+            "Query head h reads head h // (H / Hkv), not h % Hkv": attention(
+                q, turned[0], turned[1], seen
+            ),
+            "The mask is missing": attention(q, k, v, torch.ones_like(seen)),
+        }
+        out = answer.attention(*(t.clone() for t in (q, k, v)), seen.clone())
+        assert not (isinstance(out, Tensor) and out.isnan().any()), (
+            f"out is NaN, {given}. Softmax over a row of -inf is 0 / 0: give it finite numbers"
+        )
+        same(out, want, "out", given, mistakes)
+        assert out.requires_grad, "no gradient flows: do not use .detach(), no_grad() or numpy"
+        got = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        for name, grad, w in zip(("dq", "dk", "dv"), got, torch.autograd.grad(want, leaves, dout)):
+            assert grad is None or not grad.isnan().any(), (
+                f"{name} is NaN, {given}. Replacing NaN in the output does not remove it from the "
+                "gradient: give softmax finite numbers"
+            )
+            same(grad, w, name, given)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """The reference, one row at a time, over the visible keys only."""
+    (Tq, H, D), Hkv = q.shape, k.shape[1]
+    rows = []
+    for i in range(Tq):
+        for h in range(H):
+            keys, values = (t[seen[i], h // (H // Hkv)] for t in (k, v))
+            p = torch.softmax(keys @ q[i, h] / math.sqrt(D), dim=0)
+            rows.append(p @ values + 0 * q[i, h])  # in the graph even without a key
+    return torch.stack(rows).unflatten(0, (Tq, H))

@@ -1,0 +1,68 @@
+"""Exercise 4: one step of the online softmax."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from course.exercises.check import same, several
+
+NAMES = ("update",)
+TASK = """Softmax a block at a time
+
+update(m, l, O, S, V) returns the new m, l, O after one block of B_c keys.
+
+    m    (B_r, 1)    largest score of each row so far; initially torch.finfo(torch.float32).min
+    l    (B_r, 1)    sum of exp(s - m) so far; initially 0
+    O    (B_r, D)    sum of exp(s - m) v so far, not normalized; initially 0
+    S    (B_r, B_c)  the scores of the block; -inf where masked
+    V    (B_c, D)    its values
+
+After the last block O / l must be softmax(all scores) V. A block may hide all keys of
+a row.
+"""
+START = '''import torch
+
+
+def update(m, l, O, S, V):
+    """One block more. Returns the new m, l, O."""
+    m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
+    P = torch.exp(S - m_new)
+    # l and O were sums of exp(s - m), with the old m: what must happen to them?
+    return m_new, P.sum(dim=1, keepdim=True), P @ V
+'''
+
+HIDDEN = -torch.inf
+# Blocks of scores of two rows.
+CASES: dict[str, list[list[list[float]]]] = {
+    "a maximum that rises": [[[1, 2], [0, 0]], [[4, 3], [1, 0]]],
+    "a maximum that stays": [[[4, 3], [5, 0]], [[1, 2], [0, -1]], [[0], [2]]],
+    "hidden keys": [[[1, HIDDEN], [HIDDEN, 2]], [[3, 0], [HIDDEN, HIDDEN]]],
+    "a row without a key in the first block": [[[1, 0], [HIDDEN, HIDDEN]], [[2, 0], [-5, -6]]],
+    "large scores": [[[100, 200], [-3e4, -4e4]], [[300, 1], [3e4, 2e4]]],
+}
+
+
+def check(answer: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for name, case in CASES.items():
+        m, l, O = torch.full((2, 1), torch.finfo().min), torch.zeros(2, 1), torch.zeros(2, 3)
+        for n, block in enumerate(case, start=1):
+            S = torch.tensor(block, dtype=torch.float32)
+            V = torch.randn(S.shape[1], 3, generator=draw)
+            got = several(answer.update(*(t.clone() for t in (m, l, O, S, V))), 3, "update()")
+            m_new = torch.maximum(m, S.amax(dim=1, keepdim=True))
+            P, rescale = torch.exp(S - m_new), torch.exp(m - m_new)
+            new_l, new_O = P.sum(dim=1, keepdim=True), P @ V
+            want = (m_new, rescale * l + new_l, rescale * O + new_O)
+            mistakes = {
+                "m is the maximum of all blocks so far": (S.amax(1, keepdim=True), new_l, new_O),
+                "Rescale the old sums by exp(m - m_new)": (m_new, l + new_l, O + new_O),
+                "Keep the old sums": (m_new, new_l, new_O),
+                "O is divided by l once, after the last block": (m_new, want[1], want[2] / want[1]),
+            }
+            for i, letter in enumerate("mlO"):
+                why = {text: values[i] for text, values in mistakes.items()}
+                same(got[i], want[i], letter, f"block {n} of the case '{name}'", why)
+            m, l, O = want

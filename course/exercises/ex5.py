@@ -1,0 +1,121 @@
+"""Exercise 5: attention tile by tile, with reads from main memory counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attention.spec import visible
+from attention.tiled import blocks, wholly_masked
+from course.exercises.check import same
+
+NAMES = ("forward",)
+TASK = """Attention tile by tile
+
+forward(load, store, rows, cols, offset) computes causal attention of one head, whose Q, K and V
+are in main memory; fast memory holds one block of each.
+
+    load("Q", i)     returns block i of Q, (B_r, D), in fast memory, over the block before it;
+                     also load("K", j) and load("V", j), (B_c, D)
+    store(i, O_i)    writes block i of the output, (B_r, D), to main memory
+    rows, cols       slices: block i has the queries rows[i], block j the keys cols[j]; the last
+                     block may be shorter
+    offset           query i sees key j where j <= i + offset; offset = Tk - Tq
+
+For each block of Q, go through the blocks of K and V with m, l and O as in exercise 4. Load a block
+of Q once, and a block of K and V once for each block of Q that sees any of its keys. A query
+without a visible key returns zeros. Store each block of the output once.
+"""
+START = '''import math
+
+import torch
+
+
+def forward(load, store, rows, cols, offset):
+    """Attention of one head, tile by tile."""
+    for i, I in enumerate(rows):
+        Q_i = load("Q", i)
+        m = torch.full((len(Q_i), 1), torch.finfo(torch.float32).min)
+        l = torch.zeros(len(Q_i), 1)
+        O = torch.zeros_like(Q_i)
+        for j, J in enumerate(cols):
+            # Which tiles can be skipped?
+            K_j, V_j = load("K", j), load("V", j)
+            S = Q_i @ K_j.T / math.sqrt(Q_i.shape[1])
+            # Which of these scores must be hidden? Then m, l and O as in exercise 4.
+        store(i, O)
+'''
+
+# Tq, Tk, B_r, B_c
+CASES = [(4, 4, 2, 2), (6, 6, 2, 3), (8, 8, 4, 2), (7, 7, 3, 2), (1, 6, 1, 4), (3, 10, 2, 4),
+         (6, 3, 2, 2), (40, 40, 8, 16)]  # fmt: skip
+
+
+class Memory:
+    """Main memory, and fast memory for one block each of Q, K and V."""
+
+    def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, D: int = 4) -> None:
+        draw = torch.Generator().manual_seed(100 * Tq + Tk)
+        self.main = {n: torch.randn(T, D, generator=draw) for n, T in zip("QKV", (Tq, Tk, Tk))}
+        self.rows, self.cols = blocks(Tq, B_r), blocks(Tk, B_c)
+        self.fast = {n: torch.empty(B, D) for n, B in zip("QKV", (B_r, B_c, B_c))}
+        self.loads: Counter[tuple[int, str, int]] = Counter()  # (row of tiles, name, block)
+        self.row = -1
+        self.out: dict[int, Tensor] = {}
+
+    def load(self, name: str, number: int) -> Tensor:
+        self.row = number if name == "Q" else self.row
+        assert self.row >= 0, f"load({name!r}, {number}) came before a block of Q"
+        self.loads[self.row, name, number] += 1
+        block = self.main[name][(self.rows if name == "Q" else self.cols)[number]]
+        return self.fast[name][: len(block)].copy_(block)  # overwrites the block before it
+
+    def store(self, i: int, O_i: Tensor) -> None:
+        assert i not in self.out, f"block {i} of the output is stored twice"
+        self.out[i] = O_i.clone()
+
+
+def check(answer: ModuleType) -> None:
+    for Tq, Tk, B_r, B_c in CASES:
+        memory, offset = Memory(Tq, Tk, B_r, B_c), Tk - Tq
+        answer.forward(memory.load, memory.store, [*memory.rows], [*memory.cols], offset)
+        given = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
+        queries, keys = torch.arange(Tq)[:, None], torch.arange(Tk)
+        seen = visible(queries, keys, offset)
+        want = formula(memory, seen)
+        in_tiles = torch.zeros_like(seen)  # every key of a tile with at least one visible key
+        for I in memory.rows:
+            for J in memory.cols:
+                in_tiles[I, J] = seen[I, J].any()
+        no_mask, top_left = formula(memory, in_tiles), formula(memory, visible(queries, keys))
+        no_scale = formula(memory, seen, scale=1.0)
+        for i, I in enumerate(memory.rows):
+            assert i in memory.out, f"block {i} of the output is not stored, {given}"
+            out = memory.out[i]
+            assert not out.isnan().any(), f"O_{i} is NaN, {given}: a query without a key is 0 / 0"
+            mistakes = {
+                "Mask the tiles on the diagonal entry by entry": no_mask[I],
+                "Query i sees key j where j <= i + offset, not j <= i": top_left[I],
+                "Divide the scores by sqrt(D)": no_scale[I],
+            }
+            same(out, want[I], f"O_{i}", given, mistakes)
+            assert memory.loads[i, "Q", i] == 1, f"load block {i} of Q once, {given}"
+            for j, J in enumerate(memory.cols):
+                need = int(not wholly_masked(I, J, offset, None))
+                for name in "KV":
+                    got = memory.loads[i, name, j]
+                    assert got == need, (
+                        f"block {j} of {name} was loaded {got} times for block {i} of Q, expected "
+                        f"{need}, {given}. Skip a tile, before loading it, if its first key comes "
+                        "after all that its last query sees"
+                    )
+
+
+def formula(memory: Memory, seen: Tensor, scale: float = 0.5) -> Tensor:
+    """softmax(scale Q K^T) V, and zeros for a query that sees no key; D = 4."""
+    Q, K, V = memory.main.values()
+    S = (scale * Q @ K.T).masked_fill(~seen, torch.finfo().min)
+    return torch.softmax(S, dim=1) * seen @ V

@@ -1,0 +1,94 @@
+"""Exercise 6: gradients of attention from out and L, block by block."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from course.exercises.check import same, several
+
+NAMES = ("backward",)
+TASK = """Gradients without P
+
+backward(q, k, v, out, L, dout, block) returns (dq, dk, dv).
+
+    q, out, dout   (R, Tq, D)   the R query heads of one key/value head
+    k, v           (Tk, D)
+    L              (R, Tq)      log of the sum of exp(s) over the visible keys
+    block          keys in a block; the last block may be shorter
+
+Scores are s = q . k / sqrt(D). Query i sees key j where j <= i + Tk - Tq, and at least one key.
+Recompute P for one block of keys at a time: no tensor may have R * Tq * Tk numbers.
+"""
+START = """import math
+
+import torch
+
+
+def backward(q, k, v, out, L, dout, block):
+    R, Tq, D = q.shape
+    Tk = len(k)
+    tau = 1 / math.sqrt(D)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    i = torch.arange(Tq)[:, None]
+    # once, before the blocks: what does each row need that is a sum over all keys?
+    for first in range(0, Tk, block):
+        J = slice(first, min(first + block, Tk))
+        j = torch.arange(J.start, J.stop)
+        S = tau * (q @ k[J].T)  # (R, Tq, keys of the block)
+        # P from S and L; then dv[J], dP, dS, dk[J], and this block's part of dq
+    return dq, dk, dv
+"""
+
+
+def check(answer: ModuleType) -> None:
+    for R, Tq, Tk, block in (
+        (1, 3, 3, 8),
+        (1, 4, 4, 2),
+        (1, 2, 5, 2),
+        (2, 3, 4, 3),
+        (3, 12, 12, 3),
+    ):
+        draw = torch.Generator().manual_seed(10 * Tq + Tk)
+        shapes = ((R, Tq, 4), (Tk, 4), (Tk, 4), (R, Tq, 4))
+        q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
+        given = f"R = {R}, Tq = {Tq}, Tk = {Tk}, block = {block}"
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        S = q @ k.T / math.sqrt(4)
+        seen = torch.arange(Tk) <= torch.arange(Tq)[:, None] + Tk - Tq
+        S = S.masked_fill(~seen, -math.inf)
+        out, L = S.softmax(-1) @ v, S.logsumexp(-1)
+        want = torch.autograd.grad(out, leaves, dout)
+        with Largest() as made:
+            inputs = (t.detach().clone() for t in (q, k, v, out, L, dout))
+            got = several(answer.backward(*inputs, block), 3, "backward()")
+        with torch.no_grad():
+            P = S.softmax(-1)
+            no_D = P * (dout @ v.T) / math.sqrt(4)
+            scale, row_sum = "Scale dS by 1 / sqrt(D)", "Subtract D = rowsum(dout * out) from dP"
+            mistakes = (
+                {row_sum: no_D @ k, scale: 2 * want[0]},
+                {row_sum: (no_D.mT @ q).sum(0), scale: 2 * want[1]},
+                {"Sum over the R heads": (P.mT @ dout)[-1]},
+            )
+        for name, g, w, wrong in zip(("dq", "dk", "dv"), got, want, mistakes):
+            same(g, w, name, given, wrong)
+        assert Tk < 12 or made.numbers < R * Tq * Tk, (
+            f"a tensor of {made.numbers} numbers was made, as many as P has, {given}: compute the "
+            "scores of one block of keys at a time"
+        )
+
+
+class Largest(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # type: ignore[no-untyped-def]
+        made: object = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return made

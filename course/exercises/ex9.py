@@ -1,0 +1,103 @@
+"""Exercise 9: attention over a page table, and MFU."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from course.exercises.check import same
+
+NAMES = ("attend", "mfu")
+TASK = """Read from pages; compute MFU
+
+1. attend(q, k_pages, v_pages, page_table, length) returns out (D,): attention of one head for the
+   newest token of a sequence over all its `length` tokens.
+
+       q                   (D,)
+       k_pages, v_pages    (n_pages, page_size, D), shared by many sequences
+       page_table          (max_pages,) int32: token j is in page page_table[j // page_size],
+                           slot j % page_size; 0: no page
+
+   All other slots belong to other sequences or may be NaN.
+
+2. mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks, recomputes)
+   returns the model FLOPs utilization of training as PaLM and nanoGPT define it, 0 to 1.
+
+       parameters          of the model, including `positions` of the position embeddings
+       T                   tokens in a sequence
+       peaks               {"dense": FLOP/s, "sparse": FLOP/s}, from the datasheet
+       recomputes          True if the backward pass recomputes the layers
+"""
+START = """import torch
+
+
+def attend(q, k_pages, v_pages, page_table, length):
+    page_size, D = k_pages.shape[1:]
+    # which pages, in which order, and how much of the last one?
+    k, v = k_pages.flatten(0, 1)[:length], v_pages.flatten(0, 1)[:length]
+    P = torch.softmax(k @ q / D**0.5, dim=0)
+    return P @ v
+
+
+def mfu(parameters, positions, n_layer, n_head, head_dim, T, tokens_per_second, peaks, recomputes):
+    flops_per_token = 6 * parameters
+    return flops_per_token * tokens_per_second / peaks["sparse"]
+"""
+
+
+def check(answer: ModuleType) -> None:
+    # Pages in order; out of order; a full last page; a last page with one token.
+    for table, length in (([1, 0, 0], 4), ([5, 2, 0], 6), ([3, 6, 1], 12), ([4, 5, 2], 9)):
+        draw = torch.Generator().manual_seed(length)
+        k_pages, v_pages = torch.randn(2, 7, 4, 2, generator=draw)
+        q, page_table = torch.tensor([2.0, 1.0]), torch.tensor(table, dtype=torch.int32)
+        given = f"page_table = {table}, page_size = 4, length = {length}"
+        k, v = (pages[page_table.long()].flatten(0, 1) for pages in (k_pages, v_pages))
+        in_order = (pages[:3].flatten(0, 1)[:length] for pages in (k_pages, v_pages))
+        stored = -(-length // 4) * 4
+        mistakes = {
+            "The page table says which pages hold the tokens, in which order": of(q, *in_order),
+            "Read the last page only up to `length`": of(q, k[:stored], v[:stored]),
+            "Scale the scores by 1 / sqrt(D)": of(q * math.sqrt(2), k[:length], v[:length]),
+        }
+        want = of(q, k[:length], v[:length])
+        same(answer.attend(q, k_pages, v_pages, page_table, length), want, "out", given, mistakes)
+        other = torch.ones(7, 4, dtype=torch.bool)
+        for j in range(length):
+            other[table[j // 4], j % 4] = False
+        k_pages[other] = v_pages[other] = torch.nan
+        got = answer.attend(q, k_pages, v_pages, page_table, length)
+        assert not got.isnan().any(), (
+            f"out is NaN if unused places hold NaN, {given}: do not multiply what lies behind "
+            "`length`, since 0 * NaN is NaN"
+        )
+    check_mfu(answer)
+
+
+def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(k @ q / math.sqrt(len(q)), dim=0) @ v
+
+
+def check_mfu(answer: ModuleType) -> None:
+    # GPT-2 124M at 400,000 tokens/s on an H100
+    N, positions, pairs, peak = 123_587_328, 1024 * 768, 12 * 12 * 64 * 1024, 989.4e12
+    for recomputes in (False, True):
+        got = answer.mfu(N + positions, positions, 12, 12, 64, 1024, 400_000.0,
+                         {"dense": peak, "sparse": 2 * peak}, recomputes)  # fmt: skip
+        rate = 400_000 / peak
+        want = (6 * N + 12 * pairs) * rate
+        mistakes = {
+            "Divide by the dense peak: these matrices are not sparse": want / 2,
+            "Attention's own products, 12 L H Q T a token, are missing": 6 * N * rate,
+            "The position embeddings are added, not multiplied: leave them out of N": (
+                want + 6 * positions * rate
+            ),
+            "Recomputation is not counted": (8 * N + 16 * pairs) * rate,
+        }
+        why = next((f". {why}" for why, x in mistakes.items() if math.isclose(got, x)), "")
+        assert math.isclose(got, want, rel_tol=1e-6), (
+            f"mfu is {got:.4g}, expected {want:.4g} (recomputes={recomputes}){why}"
+        )

@@ -1,0 +1,1 @@
+"""Figures of the course, each computed by this project's own code."""

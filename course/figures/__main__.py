@@ -1,0 +1,62 @@
+"""The figures and tables of the course, as Markdown.
+
+python -m course.figures                          list them
+python -m course.figures mask                     print one
+python -m course.figures mask --Tq=2 --Tk=6       the same with other numbers
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+
+from core.settings import UserError, exit_on_user_error
+from course.figures import basics, fused, plan, ring
+
+# A function whose arguments all have defaults is a figure; the others are helpers.
+FIGURES: dict[str, Callable[..., str]] = {
+    name: make
+    for part in (basics, fused, plan, ring)
+    for name, make in vars(part).items()
+    if inspect.isfunction(make)
+    and make.__module__ == part.__name__
+    and all(p.default is not p.empty for p in inspect.signature(make).parameters.values())
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the list of figures, or one of them."""
+    if argv:
+        print(draw(argv))
+        return 0
+    for name, make in FIGURES.items():
+        print(f"{name:22s} {(inspect.getdoc(make) or '').splitlines()[0]}")
+    return 0
+
+
+def draw(words: Sequence[str]) -> str:
+    """A figure by its name, with options as on the command line."""
+    name, *rest = words
+    if name not in FIGURES:
+        raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
+    known = inspect.signature(FIGURES[name]).parameters
+    given = {}
+    for word in rest:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals or key not in known:
+            takes = ", ".join(f"--{p.name}={p.default}" for p in known.values()) or "no options"
+            raise UserError(f"{name} takes {takes}; got {word}")
+        try:
+            given[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise UserError(f"--{key} must be a number, a list or None, got {value}") from None
+        is_size = not isinstance(known[key].default, float)
+        if is_size and isinstance(given[key], int) and given[key] < 1:
+            raise UserError(f"{name} takes {key} at least 1, got {value}")
+    return FIGURES[name](**given)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))

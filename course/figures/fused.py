@@ -1,0 +1,149 @@
+"""The figures of pages 6 to 9: the backward pass, fused kernels, caches, MFU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import BACKENDS, Spec
+from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
+from bench import records
+from core import flops
+from core.settings import UserError
+from course.format import drawing, table
+from course.source import ROOT
+from inference.cache import DynamicCache, PagedCache, StaticCache
+from model import GPTConfig
+from viewer.tiles import trace_of
+
+
+def backward_flops(T: int = 512, D: int = 64) -> str:
+    """Page 6: FLOPs of one head by PyTorch's counter, in T * T * D."""
+    rows = []
+    for name in ("manual", "tiled"):
+        q, k, v = (torch.zeros(1, T, 1, D, requires_grad=True) for _ in range(3))
+        with FlopCounterMode(display=False) as forward:
+            out = BACKENDS[name].attend(q, k, v, Spec(1, 1, D, "float32"))
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        counts = [f"{c.get_total_flops() / (T * T * D):.3g}" for c in (forward, backward)]
+        tiles = [
+            wholly_masked(I, J, 0, None) for I in blocks(T, BLOCK_M) for J in blocks(T, BLOCK_N)
+        ]
+        visits = f"{tiles.count(False)} of {len(tiles)}" if name == "tiled" else "all"
+        rows.append((f"`{name}`", visits, *counts))
+    return table(("backend", "tiles that it computes", "forward", "backward"), rows)
+
+
+def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
+    """Page 8: number of rescalings of a row of O, always or only past a threshold."""
+    if T <= BLOCK_N or threshold < 0:
+        raise UserError(f"T must be more than {BLOCK_N}, one tile, and the threshold at least 0")
+    rows = []
+    for spread in (1, 2, 4, 8):
+        draw = torch.Generator().manual_seed(spread)
+        q, k, v = (torch.randn(1, T, 1, D, generator=draw) for _ in range(3))
+        spec = Spec(1, 1, D, "float32")
+        trace, _ = trace_of(spread * q, k, v, spec, B_r=BLOCK_M, B_c=BLOCK_N)
+        visits = eager = lazy = 0
+        for tile in trace:
+            top = tile.m / math.log(2)  # the maximum so far, in units of log 2
+            if tile.j == 0:
+                before = m = top
+                continue
+            past = top - m > threshold
+            visits += top.numel()
+            eager += int((top > before).sum())
+            lazy += int(past.sum())
+            before, m = top, torch.where(past, top, m)
+        share = (f"{n:,} ({n / visits:.1%})" for n in (eager, lazy))
+        rows.append((spread, f"{visits:,}", *share))
+    titles = ("spread of the scores", "rows of later tiles", "maximum grew",
+              f"passed m by more than {threshold:g}")  # fmt: skip
+    return table(titles, rows)
+
+
+GPT2 = {"gpt2": (12, 12, 64), "gpt2-medium": (24, 16, 64), "gpt2-large": (36, 20, 64),
+        "gpt2-xl": (48, 25, 64)}  # fmt: skip
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+
+
+def cache_bytes() -> str:
+    """Page 9: bytes that one token takes in the KV cache, for GPT-2's four sizes."""
+    rows = []
+    for name, (n_layer, n_head, D) in GPT2.items():
+        less, more = (StaticCache(n_layer, 1, T, n_head, D, **HALF) for T in (1023, 1024))
+        token = more.nbytes - less.nbytes
+        rows.append((name, n_layer, n_head, D, f"{token:,}", f"{1024 * token / 1e6:.1f}"))
+    titles = ("model", "layers", "K/V heads", "head_dim", "bytes a token", "MB for 1,024 tokens")
+    return table(titles, rows)
+
+
+LENGTHS = (30, 100, 500, 1000)
+
+
+def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
+    """Page 9: memory of texts of several lengths in each cache, GPT-2 124M, bfloat16."""
+    if not lengths or not 1 <= min(lengths) <= max(lengths) <= 1024:
+        raise UserError("lengths must be from 1 to 1,024")
+    (n_layer, Hkv, D), B, longest = GPT2["gpt2"], len(lengths), max(lengths)
+    static = StaticCache(n_layer, B, 1024, Hkv, D, **HALF)
+    dynamic = DynamicCache(n_layer, max_len=1024, pad=[longest - n for n in lengths], device="meta")
+    step = dynamic.reserve(longest)
+    new = torch.empty(B, longest, Hkv, D, **HALF)
+    for layer in range(n_layer):
+        step.layer(layer).append(new, new)
+    pages = sum(-(-n // page_size) for n in lengths)
+    paged = PagedCache(n_layer, Hkv, D, n_pages=pages + 1, page_size=page_size, **HALF)
+    for n in lengths:
+        paged.pool.grow({paged.pool.new(): n})
+    token = paged.nbytes // (paged.pool.n_pages * page_size)
+    rows = [
+        (name, f"{size // token:,}", f"{size / 1e6:.1f}", f"{sum(lengths) * token / size:.0%}")
+        for name, size in (
+            ("`static`", static.nbytes),
+            ("`dynamic`", dynamic.nbytes),
+            (f"`paged`, {page_size} tokens a page", paged.nbytes_used),
+        )
+    ]
+    return table(("cache", "places for tokens", "MB", "filled"), rows)
+
+
+TRAINING = "bench/records/2026-11-21_cpu_train"
+SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
+
+
+def mfu_of_a_record() -> str:
+    """Page 9: MFU, step by step, from a record of bench_mfu.py."""
+    content = records.read(ROOT / TRAINING)
+    asked = content["settings"]
+    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")
+    config = GPTConfig(vocab_size=content["vocab_size"], **{n: asked[n] for n in names})
+    N, T = flops.n_params(config), config.block_size
+    pairs = 12 * config.n_layer * config.n_head * config.head_dim
+    peak = content["machine"]["peak_tflops"]
+    count = [
+        f"N             {N:>15,}   parameters without the position embeddings",
+        f"6 N           {6 * N:>15,}   FLOP a token",
+        f"12 L H Q T    {pairs * T:>15,}   attention over all {T} keys",
+        f"              {pairs * flops.mean_keys(T):>15,.0f}   over the {flops.mean_keys(T)} keys "
+        "that a query sees",
+        f"peak          {peak * 1e12:>15,.0f}   FLOP/s ({content['machine']['peak_source']})",
+    ]
+    rows = []
+    for row in content["rows"]:
+        if row["mode"] != "train" or row["status"] != "ok" or row["backend"] not in SHOWN:
+            continue
+        rate = row["tokens_per_s"]
+        full, causal = flops.mfu(config, T, rate, flops.Peak(peak, "measured"))
+        spread = f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}"
+        rows.append((
+            f"`{row['backend']}`", f"{rate:,.0f}", f"{row['ms']:.0f}", spread, f"{full:.1%}",
+            f"{causal:.1%}", f"{row['memory_bytes'] / 1e6:.0f}",
+        ))  # fmt: skip
+    titles = ("backend", "tok/s", "ms a step", "quartiles", "mfu", "mfu_causal", "MB")
+    return f"{drawing(*count)}\n\n{table(titles, rows)}"

@@ -1,0 +1,34 @@
+"""The tables of docs/PLAN.md: an example of each formula."""
+
+from __future__ import annotations
+
+from bench import tables
+from bench.plan import planned
+from bench.plan.scale import Cluster, Job, Plan
+from core import flops
+from course.format import table
+from model import GPTConfig
+
+H200 = Cluster("bfloat16", flops.Peak(989.4, "datasheet"), 989.4, 4.8e12, 141e9, 8, 450e9, 50e9)
+WAYS = [("ddp", 1), ("fsdp", 1), ("hybrid", 1), ("fsdp", 8)]
+
+
+def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
+    """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
+    model = GPTConfig(block_size=T, bias=False)
+    plans = [Plan(Job(model, 4 * gpus // N, 4), H200, way, gpus, N) for way, N in WAYS]
+    rows = [planned.row(p) for p in plans]
+    return tables.markdown(planned.sections(rows)[what - 1][1])
+
+
+def saved(T: int = 8192) -> str:
+    """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
+    made = []
+    for dtype in ("float32", "bfloat16"):
+        job = Job(GPTConfig(block_size=T, bias=False), 4, 4)
+        p = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1)
+        layer, ends = p.per_token
+        sizes = (layer, ends, 12 * layer + ends, 12 * 4 * 768 + layer + ends)
+        made.append([dtype, *(f"{n:,}" for n in sizes)])
+    titles = ["dtype", "a layer", "around them", "of 12 layers", "with gradient checkpointing"]
+    return table(titles, made)

@@ -1,1 +1,0 @@
-"""The pages, and what makes them: `docs.build`, `docs.figures`, `docs.exercises`."""

@@ -1,0 +1,141 @@
+"""The decoding loop of engine.py (one batch) and serve.py (continuous batching).
+
+Model, logits processor, constraint, sampling. The host never waits before it launches a step:
+on CUDA the tokens are copied back while the next step runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from inference.cache import Step
+from inference.sampling import Generators, Options, SamplingParams, Uniform, sample_token
+
+if TYPE_CHECKING:
+    from inference.constrain import Automaton
+    from model import GPT
+
+Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
+
+
+@dataclass(eq=False)
+class Row:
+    """The text of one prompt."""
+
+    index: int
+    room: int  # tokens that may be drawn
+    new: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+R = TypeVar("R", bound=Row)
+Launched = tuple[Sequence[R], "Copy | None"]
+
+
+class Decoder(Generic[R]):
+    """Generate until each text has ended."""
+
+    def __init__(self, model: GPT, options: Options) -> None:
+        self.model, self.options = model, options
+        self.device = model.transformer.wte.weight.device
+        self.block_size = model.config.block_size
+        self.params = SamplingParams.on(self.device, options)
+        self.stops = options.ends()
+        self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
+
+    def launch(self) -> Iterator[Launched[R]]:
+        """Sample a token for each row on the device; None: the rows have no room for a token."""
+        raise NotImplementedError
+
+    def steps(self) -> Iterator[Sequence[R]]:
+        """The rows of each step whose `new` has grown."""
+        for rows, copy in behind(self.launch(), self.ahead):
+            if copy is None:
+                yield rows
+                continue
+            got = []
+            for row, (token, *over) in zip(rows, copy.wait(), strict=True):
+                if not row.ended:  # else the step was launched before its end was known
+                    row.new.append(token)
+                    full = len(row.new) == row.room
+                    row.ended = full or any(over) or self.stops(row.index, row.new)
+                    got.append(row)
+            yield got
+
+    def uniform(self, B: int, generator: Generators | None) -> Uniform | None:
+        return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
+
+    def processed(self, logits: Tensor, texts: Tensor | Sequence[Tensor | None]) -> Tensor:
+        """Apply the logits processor to logits (B, V).
+
+        Args:
+            texts: (B, T) int64, or one (T,) a row; None for a text that has ended.
+        """
+        processor = self.options.logits_processor
+        if processor is None:
+            return logits
+        if isinstance(texts, Tensor):
+            return processor(texts, logits)
+        pairs = zip(texts, logits.split(1), strict=True)
+        return torch.cat([x if text is None else processor(text[None], x) for text, x in pairs])
+
+
+def next_logits(
+    model: GPT, idx: Tensor, last: Tensor | None, step: Step | None, vocab_size: int | None
+) -> Tensor:
+    """The logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
+    x = model.hidden(idx, None, step)
+    if last is not None:
+        x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
+    return model.head(x[:, -1])[:, :vocab_size]
+
+
+def sample_step(
+    logits: Tensor,
+    params: SamplingParams,
+    constraint: Automaton | None,
+    u: Tensor | None,
+    state: Tensor | None,
+) -> Drawn:
+    """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
+    if constraint is None or state is None:
+        return sample_token(logits, u, params), None, None
+    token = sample_token(constraint(logits, state), u, params)
+    state = constraint.advance(state, token)
+    return token, state, state[:, 0] == constraint.end
+
+
+class Copy:
+    """An asynchronous copy of a step's tokens to the host."""
+
+    def __init__(self, token: Tensor, over: Tensor | None) -> None:
+        self.event = None
+        drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
+        self.host = drawn
+        if drawn.is_cuda:
+            self.host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            self.host.copy_(drawn, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(drawn.device))
+
+    def wait(self) -> list[list[int]]:
+        """Return [token] a row; with a constraint [token, 1 if it ends the text]."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+def behind(launched: Iterable[Launched[R]], ahead: int) -> Iterator[Launched[R]]:
+    """Yield each step when `ahead` more have been launched."""
+    pending: deque[Launched[R]] = deque()
+    for step in launched:
+        pending.append(step)
+        if len(pending) > ahead:
+            yield pending.popleft()
+    yield from pending
