@@ -37,9 +37,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import runs
 from .caps import Backend, Caps, Partial
 from .spec import CACHES, Spec
-from .views import PagedView, StaticView, kept, not_compiled, zeros_before_the_first_key
+from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 
@@ -227,40 +228,6 @@ def _load(package: Package) -> Any:
         else:
             _loaded[key] = importlib.import_module(package.module)
     return _loaded[key]
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The segments that hold queries, as the varlen functions take them."""
-
-    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
-    cu_k: Tensor  # (runs + 1,) int32: the same for its keys
-    max_q: int  # the most queries in one
-    max_k: int  # the most keys in one
-    keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
-
-
-@kept
-def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
-    B, Tk = segments.shape
-    first = torch.ones_like(segments, dtype=torch.bool)  # of its run
-    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    borders = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * Tk)
-    row, j = borders // Tk, borders % Tk
-    cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
-    keys = None
-    if Tq < Tk:
-        # A run that ends before the first query has keys but no queries: drop it, so that no
-        # kernel gets an empty sequence (2 has a path for one query a sequence that mistakes the
-        # batch size for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
-        asked = cu_q.diff() > 0
-        lengths = borders.diff()
-        keys = asked.repeat_interleave(lengths).nonzero().flatten()
-        cu_q = F.pad(cu_q.diff()[asked].cumsum(0), (1, 0))
-        cu_k = F.pad(lengths[asked].cumsum(0), (1, 0))
-    max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
-    return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
 
 
 _PARTS: dict[str, Any] = {"lse": True, "lse_segments": False}

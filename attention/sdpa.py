@@ -3,7 +3,7 @@
 The formula of manual.py, by a fused kernel where there is one:
 
     sdpa_flash      FlashAttention-2 (Dao 2023, arXiv 2307.08691) on CUDA; a blocked kernel on the
-                    CPU. O(T) memory. On CUDA it takes no mask: causal only.
+                    CPU. O(T) memory. On CUDA it takes no mask.
     sdpa_efficient  xFormers' memory-efficient kernel (Rabe & Staats 2021, arXiv 2112.05682), CUDA.
     sdpa_cudnn      cuDNN's fused attention, CUDA.
     sdpa_math       the unfused formula, O(T^2) memory, everywhere; in float32 for half precision.
@@ -13,8 +13,8 @@ FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips m
         flash-type backward recomputes S: 2.5 times the forward instead of 2.
 Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. A single query sees
-        every key: no mask. All else gets a bool mask; pinned flash on CUDA gets torch's own
-        bottom-right bias object.
+        every key: no mask. All else gets a bool mask, in blocks of queries (blocks.py), so a window
+        costs T * W; pinned flash on CUDA takes none (sdpa_flash.py).
 Bits    On CUDA the backward of flash and efficient is deterministic only under
         torch.use_deterministic_algorithms(True); cuDNN's never is (attention_backward.cu).
 Refuses a softcap and sinks, and what Caps declare (sdp_utils.cpp and sdp_utils_cpp.cpp of PyTorch
@@ -32,16 +32,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blocks import in_blocks
 from .caps import Backend, Caps
-from .sdpa_partial import PARTIAL
+from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
-from .views import StaticView, mask, zeros_before_the_first_key
+from .views import StaticView, mask, not_compiled, zeros_before_the_first_key
 
 HALF = ("float16", "bfloat16")
 CUDNN_DROPOUT_STEP = 1 / 16
 
 
 @zeros_before_the_first_key
+@in_blocks
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
@@ -114,19 +116,38 @@ BACKEND = Backend(
 )
 
 
+varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
+
+
+@zeros_before_the_first_key
+def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+          cache: None = None) -> Tensor:  # fmt: skip
+    """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""
+    if q.is_cuda and segments is not None:
+        return varlen_by_segments(q, k, v, spec, segments=segments)
+    if q.is_cuda and spec.window is not None and spec.window < k.shape[1]:
+        return varlen(q, k, v, spec)
+    return attend(q, k, v, spec, segments=segments, kernel=SDPBackend.FLASH_ATTENTION)
+
+
 def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
     """A backend that runs this one kernel, or raises."""
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
 
-FLASH = replace(_pinned(
+_FLASH = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_max=256, scale=True)
+FLASH = Backend(
     "sdpa_flash",
     "PyTorch SDPA pinned to its FlashAttention kernel",
-    SDPBackend.FLASH_ATTENTION,
-    Caps(("cuda",), HALF, min_capability=(8, 0), min_torch="2.3", head_dim_max=256, window=False,
-         segments=False, scale=True, lse=True),
-    Caps(("cpu",), min_torch="2.3", dropout=False, scale=True, lse=True),
-), partial=PARTIAL)  # fmt: skip
+    flash,
+    (
+        replace(_FLASH, window=False, segments=False, lse=True),
+        replace(_FLASH, min_torch="2.12", dropout=False),  # varlen_attn with a window
+        Caps(("cpu",), min_torch="2.3", dropout=False, scale=True, lse=True),
+    ),
+    fallback="sdpa",
+    partial=PARTIAL,
+)
 _EFFICIENT = Caps(("cuda",), HALF, (8, 0), min_torch="2.3", head_dim_multiple=8, scale=True)
 EFFICIENT = _pinned(
     "sdpa_efficient",

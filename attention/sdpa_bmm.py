@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import in_blocks
 from .caps import Backend, Caps
 from .spec import Spec
 from .views import mask, zeros_before_the_first_key
@@ -35,6 +36,7 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
 @zeros_before_the_first_key
+@in_blocks
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
 ) -> Tensor:

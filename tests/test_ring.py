@@ -18,7 +18,7 @@ import torch.distributed as dist
 from processes import run
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Partial, Ring, Spec, packages, sdpa_partial, visible
+from attention import BACKENDS, Machine, Partial, Ring, Spec, packages, sdpa_flash, visible
 from attention.check import matrix, oracle
 from attention.check import properties as promises
 from attention.check.matrix import Case
@@ -323,15 +323,15 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def test_sdpa_flash_on_cuda_by_stand_ins_of_its_operators(monkeypatch) -> None:
-    monkeypatch.setattr(sdpa_partial, "aten", SimpleNamespace(
+    monkeypatch.setattr(sdpa_flash, "aten", SimpleNamespace(
         _scaled_dot_product_flash_attention=_flash,
         _scaled_dot_product_flash_attention_backward=_flash_backward))  # fmt: skip
 
     def forward(*args: Any) -> Any:
-        return sdpa_partial._cuda_forward(*args[:5])
+        return sdpa_flash._cuda_forward(*args[:5])
 
     def backward(*args: Any) -> Any:
-        return sdpa_partial._cuda_backward(*args[:8])
+        return sdpa_flash._cuda_backward(*args[:8])
 
     backend = replace(BACKENDS["sdpa_flash"], partial=Partial(forward, backward))
     for Hkv, D, scale in ((4, 32, None), (2, 20, None), (1, 64, 0.3)):

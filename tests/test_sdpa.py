@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_flash import varlen as varlen_stand_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import BACKENDS, Spec
-from attention.check import oracle
+from attention.check import matrix, oracle
+from attention.check.matrix import CASES
+from attention.sdpa_flash import varlen
+from attention.views import StaticView
 
 
 def allowed_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str, spec: Spec, Tq: int,
@@ -66,3 +70,41 @@ def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) ->
     got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, inputs[3]))
     oracle.check(got, oracle.plain(*inputs, window=window), truth, torch.float16)
     assert not out[:, : Tq - 1].any() and torch.equal(out[:, -1, ::H], inputs[2][:, 0, ::Hkv])
+
+
+def documented(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+               max_q: int, max_k: int, *, scale: float | None = None,
+               window_size: tuple[int, int] = (-1, -1),
+               enable_gqa: bool = False) -> Tensor:  # fmt: skip
+    """torch.nn.attention.varlen.varlen_attn as PyTorch 2.12 documents it, without a GPU."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert query.shape[-1] % 8 == 0, "query should have a headdim multiple of 8"
+    left, right = (None if side < 0 else side for side in window_size)
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    return varlen_stand_in(query, key, value, *lengths, False, left, right, scale, 0.0)
+
+
+MASKED = [c for c in CASES if (c.window or c.segments) and c.Tq <= c.Tk <= 250]
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in MASKED if not (c.softcap or c.sinks)], ids=lambda c: c.name
+)
+def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
+    *qkv, dout = (t.detach() for t in matrix.draw(case, "float16"))
+    leaves = [t.requires_grad_() for t in qkv]
+    segments = matrix.segments(case)
+    out = varlen(*leaves, case.spec("float16"), segments=segments)
+    got = oracle.Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
+    matrix.compare(got, case, "float16", "cpu")
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_long_prompt_into_a_static_cache(window) -> None:
+    """Rows begin at different positions, and the prompt is longer than a block of queries."""
+    spec = Spec(4, 2, 16, "float32", window=window, cache="static", grad=False)
+    q, k, v = (torch.randn(2, T, h, 16) for T, h in ((300, 4), (400, 2), (400, 2)))
+    cache = StaticView(torch.tensor([0, 90]).int(), torch.tensor([300, 300]).int(), 400)
+    got, want = (BACKENDS[name].attend(q, k, v, spec, cache=cache) for name in ("sdpa", "manual"))
+    torch.testing.assert_close(got, want)

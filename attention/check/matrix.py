@@ -29,7 +29,7 @@ class Case:
     D: int = 32
     B: int = 2
     window: int | None = None
-    # "packed": three documents; "padded": padding on the right; "left": padding on the left
+    # "packed": three documents; "many": of 30 tokens; "padded" on the right; "left": on the left
     segments: str | None = None
     # "split": views of one tensor; "BHTD": heads before positions; "mixed": that for q and v only
     layout: str = "contiguous"
@@ -89,6 +89,14 @@ CASES = [
     Case("packed-1x97", 1, 97, segments="packed"),
     Case("packed-97x43", 97, 43, segments="packed"),
     Case("packed-window16-gqa", 97, 97, H=4, window=16, segments="packed"),
+    # Longer than a block of queries (blocks.py).
+    *(Case(name, Tq, Tk, Hkv=1, D=16, **has)
+      for name, Tq, Tk, has in (
+          ("long-window100", 600, 600, {"B": 1, "window": 100}),
+          ("long-window300-280x700", 280, 700, {"B": 1, "window": 300}),
+          ("long-280x700", 280, 700, {"B": 1}),
+          ("long-packed-550x900", 550, 900, {"segments": "packed"}),
+          ("long-many-window40-520x600", 520, 600, {"segments": "many", "window": 40}))),
     *(Case(f"D{D}", 33, 33, D=D) for D in (16, 20, 64, 80, 96, 128)),
     Case("D80-mqa-window-17x33", 17, 33, H=3, Hkv=1, D=80, window=7),
     *(Case(f"{x}", 64, 64, H=4, layout=x) for x in ("split", "BHTD")),
@@ -147,6 +155,8 @@ def segments(case: Case, device: str = "cpu") -> Tensor | None:
     for b in range(case.B):
         if case.segments == "packed":
             rows.append((j >= case.Tk // 3 + b).int() + (j >= case.Tk // 2 + 3 * b).int())
+        elif case.segments == "many":
+            rows.append(j // (30 + 7 * b))
         else:
             rows.append((j >= (10 * b if case.segments == "left" else case.Tk - 10 - 20 * b)).int())
     return torch.stack(rows).int().to(device)

@@ -1,0 +1,201 @@
+"""Windows and segments at their true cost, for kernels that mask: the queries in blocks.
+
+A block of queries attends only to the keys from the first one that any of them sees to its own last
+position, so it is an attention problem of its own, aligned bottom-right as the whole is:
+
+             k0  k1  k2  k3  k4  k5  k6  k7
+        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
+        q3   .   x   x   x   .   .   .   .      4 keys, however long the sequence is
+        q4   .   .   x   x   x   .   .   .
+        q5   .   .   .   x   x   x   .   .
+
+A window W costs time in T * (W + BLOCK) and memory in T; segments cost the sum of their squares,
+since a block ends where a long segment ends, and a whole segment needs no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .spec import Spec
+from .views import StaticView, kept
+
+BLOCK = 256  # queries; on a CPU 128 and 512 were slower (docs/LOG.md)
+CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries that are computed together, and the keys that they may see."""
+
+    I: slice  # queries
+    J: slice  # keys
+    segments: bool  # several segments: they mask
+
+
+def ranges(Tq: int, Tk: int, window: int | None, block: int, offset: int) -> Iterator[Piece]:
+    """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
+    sees no key is left out."""
+    for a in range(0, Tq, block):
+        b = min(a + block, Tq)
+        first = 0 if window is None else max(0, a + offset - window + 1)
+        stop = min(Tk, b + offset)
+        if first < stop:
+            yield Piece(slice(a, b), slice(first, stop), False)
+
+
+def pieces(
+    Tq: int, Tk: int, window: int | None, borders: tuple[int, ...], block: int
+) -> list[Piece]:
+    """Cut the last Tq of Tk positions, one row whose segments begin at `borders`.
+
+    Short neighbors share a block; a segment without a window is one piece, whatever its length.
+    """
+    found: list[Piece] = []
+    offset = Tk - Tq
+    for s, e in zip(borders, (*borders[1:], Tk), strict=True):
+        if e <= offset:
+            continue
+        n = min(e - offset, e - s)  # queries of this segment, its last positions
+        whole = n == e - s and (window is None or window >= n)
+        for piece in ranges(n, e - s, window, n if whole else block, e - s - n):
+            at = e - n - offset  # of the segment's first query
+            I = slice(piece.I.start + at, piece.I.stop + at)
+            J = slice(piece.J.start + s, piece.J.stop + s)
+            if found and I.stop - found[-1].I.start <= block:
+                last = found.pop()
+                several = last.segments or J.start >= last.J.stop
+                I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
+                found.append(Piece(I, J, several))
+            else:
+                found.append(Piece(I, J, False))
+    return found
+
+
+def begins(segments: Tensor) -> Tensor:
+    """True (B, T) where a segment begins."""
+    first = torch.ones_like(segments, dtype=torch.bool)
+    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return first
+
+
+@kept
+def borders(segments: Tensor) -> list[tuple[int, ...]]:
+    """Where the segments of each row of (B, T) begin. The host waits for the device, once per
+    tensor."""
+    found: list[list[int]] = [[] for _ in segments]
+    for row, j in begins(segments).nonzero().tolist():
+        found[row].append(j)
+    return [tuple(row) for row in found]
+
+
+def in_blocks(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap an attend() that masks and takes Tq <= Tk, so that it never gets keys that no query of a
+    block sees. A call that fits into one block is one call."""
+
+    @wraps(attend)
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+                cache: StaticView | None = None, **options: Any) -> Tensor:  # fmt: skip
+        block = CUDA_BLOCK if q.is_cuda else BLOCK
+        (B, Tq), Tk = q.shape[:2], k.shape[1]
+        if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
+            outs = [
+                attend(part, k, v, spec, cache=replace(cache, start=cache.start + n * block))
+                for n, part in enumerate(q.split(block, dim=1))
+            ]
+            return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        window = None if spec.window is None or spec.window >= Tk else spec.window
+        if segments is None and window is None and Tq == Tk:
+            return attend(q, k, v, spec, **options)
+        if segments is None or Tq <= block or torch.compiler.is_compiling():
+            cut = list(ranges(Tq, Tk, window, block, Tk - Tq))
+            cut = [replace(piece, segments=segments is not None) for piece in cut]
+            return _in_pieces(attend, q, k, v, spec, segments, cut, options)
+        rows = borders(segments)
+        outs, b = [], 0
+        while b < B:  # neighboring rows with the same segments are one batch
+            n = next((i for i in range(b, B) if rows[i] != rows[b]), B)
+            cut = pieces(Tq, Tk, window, rows[b], block)
+            args = q[b:n], k[b:n], v[b:n], spec, segments[b:n]
+            outs.append(_in_pieces(attend, *args, cut, options))
+            b = n
+        return torch.cat(outs)
+
+    return wrapped
+
+
+def _in_pieces(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+    segments: Tensor | None, cut: list[Piece], options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    qs = q.split([piece.I.stop - piece.I.start for piece in cut], dim=1)
+    ks, vs = (slices(t, [piece.J for piece in cut]) for t in (k, v))
+    outs = []
+    for piece, *qkv in zip(cut, qs, ks, vs, strict=True):
+        own = segments[:, piece.J] if segments is not None and piece.segments else None
+        outs.append(attend(*qkv, spec, segments=own, **options))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
+    """t[:, J] for each J. Autograd of plain slices would make a gradient of t's size for each."""
+    if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
+        return Slices.apply(t, at)
+    return tuple(t.narrow(1, J.start, J.stop - J.start) for J in at)
+
+
+class Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.at = t.shape, at
+        return tuple(t[:, J] for J in at)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.shape)
+        for J, grad in zip(ctx.at, grads, strict=True):
+            total[:, J] += grad
+        return total, None
+
+
+# --- for varlen functions, which take each segment as a sequence ---
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The segments that hold queries, as the varlen functions take them."""
+
+    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
+    cu_k: Tensor  # (runs + 1,) int32: the same for its keys
+    max_q: int  # the most queries in one
+    max_k: int  # the most keys in one
+    keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
+
+
+@kept
+def runs(segments: Tensor, Tq: int) -> Runs:
+    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
+    B, Tk = segments.shape
+    borders = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
+    row, j = borders // Tk, borders % Tk
+    cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
+    keys = None
+    if Tq < Tk:
+        # A run that ends before the first query has keys but no queries: drop it, so that no
+        # kernel gets an empty sequence (2 has a path for one query a sequence that mistakes the
+        # batch size for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
+        asked = cu_q.diff() > 0
+        lengths = borders.diff()
+        keys = asked.repeat_interleave(lengths).nonzero().flatten()
+        cu_q = F.pad(cu_q.diff()[asked].cumsum(0), (1, 0))
+        cu_k = F.pad(lengths[asked].cumsum(0), (1, 0))
+    max_q, max_k = torch.stack((cu_q.diff().max(), cu_k.diff().max())).tolist()
+    return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
