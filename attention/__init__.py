@@ -7,6 +7,16 @@ import sys
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
 from .choose import Choices
+from .flash_api import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    use,
+)
 from .machine.autotune import fastest
 from .machine.flash_impl import use_flash_impl
 from .own import is_file
@@ -32,6 +42,13 @@ __all__ = [
     "announce",
     "check_name",
     "fastest",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "get",
     "hf",
     "is_file",
@@ -39,6 +56,7 @@ __all__ = [
     "probe",
     "resolve",
     "select",
+    "use",
     "use_flash_impl",
     "visible",
 ]
