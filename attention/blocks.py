@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .caps import Partial
 from .spec import Spec
 from .views import StaticView, kept
 
@@ -104,41 +105,54 @@ def in_blocks(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
                 cache: StaticView | None = None, **options: Any) -> Tensor:  # fmt: skip
         block = CUDA_BLOCK if q.is_cuda else BLOCK
-        (B, Tq), Tk = q.shape[:2], k.shape[1]
         if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
             outs = [
-                attend(part, k, v, spec, cache=replace(cache, start=cache.start + n * block))
+                attend(
+                    part, k, v, spec, cache=replace(cache, start=cache.start + n * block), **options
+                )
                 for n, part in enumerate(q.split(block, dim=1))
             ]
             return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        window = None if spec.window is None or spec.window >= Tk else spec.window
-        if segments is None and window is None and Tq == Tk:
-            return attend(q, k, v, spec, **options)
-        if segments is None or Tq <= block or torch.compiler.is_compiling():
-            cut = list(ranges(Tq, Tk, window, block, Tk - Tq))
-            cut = [replace(piece, segments=segments is not None) for piece in cut]
-            return _in_pieces(attend, q, k, v, spec, segments, cut, options)
-        rows = borders(segments)
-        outs, b = [], 0
-        while b < B:  # neighboring rows with the same segments are one batch
-            n = next((i for i in range(b, B) if rows[i] != rows[b]), B)
-            cut = pieces(Tq, Tk, window, rows[b], block)
-            args = q[b:n], k[b:n], v[b:n], spec, segments[b:n]
-            outs.append(_in_pieces(attend, *args, cut, options))
-            b = n
-        return torch.cat(outs)
+        groups = list(cut(q, k, spec.window, segments, block))
+        if len(groups) == 1:
+            return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
+        assert segments is not None
+        return torch.cat([
+            _in_pieces(attend, q[rows], k[rows], v[rows], spec, segments[rows], found, options)
+            for rows, found in groups
+        ])  # fmt: skip
 
     return wrapped
 
 
+def cut(
+    q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, block: int
+) -> Iterator[tuple[slice, list[Piece]]]:
+    """Rows (B) with the same segments, and the pieces of each."""
+    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    window = None if window is None or window >= Tk else window
+    if segments is None or Tq <= block or torch.compiler.is_compiling():
+        square = segments is None and window is None and Tq == Tk
+        found = list(ranges(Tq, Tk, window, Tq if square else block, Tk - Tq))
+        if segments is not None:
+            found = [replace(piece, segments=True) for piece in found]
+        yield slice(0, B), found
+        return
+    rows, b = borders(segments), 0
+    while b < B:
+        n = next((i for i in range(b, B) if rows[i] != rows[b]), B)
+        yield slice(b, n), pieces(Tq, Tk, window, rows[b], block)
+        b = n
+
+
 def _in_pieces(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
-    segments: Tensor | None, cut: list[Piece], options: dict[str, Any],
+    segments: Tensor | None, found: list[Piece], options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    qs = q.split([piece.I.stop - piece.I.start for piece in cut], dim=1)
-    ks, vs = (slices(t, [piece.J for piece in cut]) for t in (k, v))
+    qs = q.split([piece.I.stop - piece.I.start for piece in found], dim=1)
+    ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
     outs = []
-    for piece, *qkv in zip(cut, qs, ks, vs, strict=True):
+    for piece, *qkv in zip(found, qs, ks, vs, strict=True):
         own = segments[:, piece.J] if segments is not None and piece.segments else None
         outs.append(attend(*qkv, spec, segments=own, **options))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -164,6 +178,31 @@ class Slices(torch.autograd.Function):
         for J, grad in zip(ctx.at, grads, strict=True):
             total[:, J] += grad
         return total, None
+
+
+class WithLSE(torch.autograd.Function):
+    """Attention by a caps.Partial: out (B, Tq, H, D) and the log-sum-exp (B, H, Tq), which has no
+    gradient. It saves nothing else than them and its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
+                partial: Partial) -> tuple[Tensor, Tensor]:  # fmt: skip
+        Tq, Tk = q.shape[1], k.shape[1]
+        pair = None if segments is None else (segments[:, Tk - Tq :], segments)
+        out, L = partial.forward(q, k, v, spec, Tk - Tq, pair)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, L)
+        ctx.options = spec, Tk - Tq, pair, partial
+        L = L.clone()
+        ctx.mark_non_differentiable(L)
+        return out, L
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        spec, offset, pair, partial = ctx.options
+        grads = partial.backward(dout, *ctx.saved_tensors, spec, offset, pair)
+        return *grads, None, None, None
 
 
 # --- for varlen functions, which take each segment as a sequence ---

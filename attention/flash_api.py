@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .caps import Backend, Partial
+from .blocks import WithLSE
+from .caps import Backend
 from .choose import Choices
 from .select import check_name
 from .spec import Policy, Spec
@@ -289,31 +290,8 @@ def _dense(
     backend, spec = _kernel(q, k, request, segments=segments is not None)
     if not request.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
-    return WithLSE.apply(q, k, v, segments, spec, backend.partial)
-
-
-class WithLSE(torch.autograd.Function):
-    """Attention that returns the log-sum-exp too, which has no gradient, as in flash-attn."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
-                partial: Partial) -> tuple[Tensor, Tensor]:  # fmt: skip
-        Tq, Tk = q.shape[1], k.shape[1]
-        pair = None if segments is None else (segments[:, Tk - Tq :], segments)
-        out, L = partial.forward(q, k, v, spec, Tk - Tq, pair)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, L)
-        ctx.options = spec, Tk - Tq, pair, partial
-        L = L.float()
-        ctx.mark_non_differentiable(L)
-        return out, L
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        spec, offset, pair, partial = ctx.options
-        grads = partial.backward(dout, *ctx.saved_tensors, spec, offset, pair)
-        return *grads, None, None, None
+    out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
+    return out, L.float()
 
 
 def _kernel(

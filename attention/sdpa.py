@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import in_blocks
+from .blocks import WithLSE, in_blocks
 from .caps import Backend, Caps
 from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
@@ -43,7 +43,6 @@ CUDNN_DROPOUT_STEP = 1 / 16
 
 
 @zeros_before_the_first_key
-@in_blocks
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
@@ -52,6 +51,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Args:
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
+    masked = segments is not None or (spec.window or k.shape[1]) < k.shape[1]
+    on_cpu = q.device.type == "cpu" and cache is None and not torch.compiler.is_compiling()
+    if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
+        return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
+    return _attend(q, k, v, spec, segments=segments, cache=cache, kernel=kernel)
+
+
+@in_blocks
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+            cache: StaticView | None = None,
+            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
     Tq, Tk = q.shape[1], k.shape[1]
     if Tk == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)

@@ -20,13 +20,14 @@ Source  PyTorch's own context parallelism calls the same operators (torch/distri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import BLOCK, Runs, ranges, runs
+from .blocks import BLOCK, Runs, cut, ranges, runs
 from .caps import Partial
 from .spec import Spec
 from .views import mask
@@ -70,11 +71,11 @@ def forward(
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=acc)
     L = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
-    for I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
-        qkv = (t.transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
+    for b, I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
+        qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
-        out[:, I] = part.transpose(1, 2)
-        L[..., I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
+        out[b, I] = part.transpose(1, 2)
+        L[b, :, I] = L_I if blind is None else L_I.masked_fill(blind, -torch.inf)
     return out, L
 
 
@@ -83,33 +84,49 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
     sums = tuple(torch.zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
-    for I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
-        tensors = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
+    for b, I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
+        tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(t.transpose(1, 2) for t in tensors), L[..., I].contiguous(), 0.0,
+            *map(_BHTD, tensors), L[b, :, I].contiguous(), 0.0,
             how.pop("is_causal", False), scale=spec.scale, **how)  # fmt: skip
         for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
-            total[:, at] += grad.transpose(1, 2)
+            total[b, at] += grad.transpose(1, 2)
     return sums
+
+
+def _BHTD(t: Tensor) -> Tensor:
+    """The operators on the CPU suppose that the last stride is 1, and do not check it."""
+    return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
 
 
 def _cpu_blocks(
     q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair
-) -> Iterator[tuple[slice, slice, dict[str, Any], Tensor | None]]:
-    """Queries, their keys, the operator's mask, and which queries see no key, (B or 1, 1, |I|);
-    None: all do."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    unmasked = spec.window is None and segments is None
-    if unmasked and (offset == 0 or offset >= Tk - 1):
-        yield slice(0, Tq), slice(0, Tk), {"is_causal": True} if offset == 0 else {}, None
+) -> Iterator[tuple[slice, slice, slice, dict[str, Any], Tensor | None]]:
+    """Rows of the batch, queries, their keys, the operator's mask, and which queries see no key,
+    (B or 1, 1, |I|); None: all do."""
+    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    if offset == Tk - Tq:  # the queries are the last positions: segments tell what to skip
+        groups = cut(q, k, spec.window, None if segments is None else segments[1], BLOCK)
+    elif spec.window is None and segments is None and offset >= Tk - 1:
+        yield slice(0, B), slice(0, Tq), slice(0, Tk), {}, None
         return
-    for piece in ranges(Tq, Tk, spec.window, BLOCK, offset):
-        I, J = piece.I, piece.J
-        pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
-        rows, keys = I.stop - I.start, J.stop - J.start
-        seen = mask(rows, keys, spec.window, pair, q.device, offset + I.start - J.start)
-        zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-        yield I, J, {"attn_mask": zeros.masked_fill(~seen, -torch.inf)}, ~seen.any(dim=-1)
+    else:
+        found = list(ranges(Tq, Tk, spec.window, BLOCK, offset))
+        groups = iter([(slice(0, B), [replace(p, segments=segments is not None) for p in found])])
+    for rows, found in groups:
+        for piece in found:
+            I, J = piece.I, piece.J
+            n, m, at = I.stop - I.start, J.stop - J.start, offset + I.start - J.start
+            pair = None
+            if piece.segments and segments is not None:
+                pair = segments[0][rows, I], segments[1][rows, J]
+            if pair is None and at == 0 and n == m and (spec.window or n) >= n:
+                yield rows, I, J, {"is_causal": True}, None
+                continue
+            seen = mask(n, m, spec.window, pair, q.device, at)
+            zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+            blind = ~seen.any(dim=-1)
+            yield rows, I, J, {"attn_mask": zeros.masked_fill_(~seen, -torch.inf)}, blind
 
 
 def aligned(Tq: int, Tk: int, offset: int) -> Iterator[tuple[slice, slice, bool]]:

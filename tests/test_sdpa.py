@@ -108,3 +108,13 @@ def test_a_long_prompt_into_a_static_cache(window) -> None:
     cache = StaticView(torch.tensor([0, 90]).int(), torch.tensor([300, 300]).int(), 400)
     got, want = (BACKENDS[name].attend(q, k, v, spec, cache=cache) for name in ("sdpa", "manual"))
     torch.testing.assert_close(got, want)
+
+
+def test_strides_that_the_operators_do_not_take() -> None:
+    """The head dimension is not the last one in memory."""
+    qkv = [torch.randn(1, 300, 16, 2).transpose(2, 3).requires_grad_() for _ in range(3)]
+    spec = Spec(2, 2, 16, "float32", window=20)
+    outs = [BACKENDS[name].attend(*qkv, spec) for name in ("sdpa", "manual")]
+    grads = [torch.autograd.grad(out.square().sum(), qkv) for out in outs]
+    for got, want in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(got, want)
