@@ -10,10 +10,11 @@ Otherwise the formula of manual.py. The rows of one call may have different leng
     gather   everything else: the row's tokens are copied into one tensor, then PyTorch's SDPA on
              the CPU; elsewhere, and with a softcap or sinks, the formula (aten::index_select).
 
-Memory  gather: 2 * B * max_pages * page_size * Hkv * D elements for the copies; with SDPA a mask of
-        B * H / Hkv * Tq * max_pages * page_size, else B * H * Tq * max_pages * page_size scores.
+Memory  gather, for at most BLOCK queries at a time: copies of 2 * B * Tk * Hkv * D elements, and
+        with SDPA a mask of B * H / Hkv * Tq * Tk, else B * H * Tq * Tk scores. Tk is max_pages *
+        page_size, or window + Tq - 1.
         decode: B * H * (D + 2) float32 elements for each run of keys, at most 64 runs.
-FLOPs   gather: 4 * Tq * max_pages * page_size * D a head; decode: 4 * D for each visible key.
+FLOPs   gather: 4 * Tq * Tk * D a head; decode: 4 * D for each visible key.
 Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
 Masks   visible(), with an offset for each row. Unwritten slots and other sequences' pages are never
         read, since they may hold NaN: past a row's end its own last token is copied, and masked.
@@ -29,6 +30,8 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .spec import Spec, visible
 from .views import PagedView
+
+BLOCK = 256  # queries that gather() takes at a time
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
@@ -47,15 +50,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
             q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
             spec.softmax_scale, spec.softcap, splits=0,
         )  # fmt: skip
-    return gather(q, k, v, spec, cache, sinks)
+    outs, C = [], cache
+    for a in range(0, q.shape[1], BLOCK):  # a mask of BLOCK queries at a time
+        start = C.start + C.count.clamp(max=a)
+        part = PagedView(C.page_table, start, (C.count - a).clamp(0, BLOCK))
+        outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention of q (B, Tq, H, D) to each row's tokens, copied from its pages into one tensor."""
+    """Attention of q (B, Tq, H, D) to the tokens of each row that a query sees, copied from its
+    pages into one tensor."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
-    j = torch.arange(cache.page_table.shape[1] * size, device=q.device)
+    j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
+    if spec.window is not None and spec.window + Tq - 1 < j.shape[1]:
+        first = (cache.start[:, None] - spec.window + 1).clamp(min=0)  # (B, 1)
+        j = first + j[:, : spec.window + Tq - 1]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
     # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
@@ -65,7 +77,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)
     # Queries from count on are padding: they see what the last real one sees.
     at = torch.minimum(cache.start[:, None] + i, last)  # (B, Tq)
-    seen = visible(at[:, :, None], j, 0, spec.window)  # (B, Tq, Tk)
+    seen = visible(at[:, :, None], j[:, None], 0, spec.window)  # (B, Tq, Tk)
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     bare = spec.softcap is None and sinks is None

@@ -22,7 +22,7 @@ FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles: h
 Numbers float32 inside for float16 and bfloat16, but P~ and dS are rounded to the inputs' dtype
         before they are multiplied, as on tensor cores.
 Sinks   begin the sums: m_i = sink, l_i = 1. L_i contains it; dsink = -sum_i exp(sink - L_i) D_i.
-Refuses a cache. Segments mask, but skip no tile: the host would have to read them.
+Refuses a cache. With segments the host reads which tiles to skip.
 Source  Dao et al. 2022 (arXiv 2205.14135), Algorithm 1, and Appendix B for tau, dropout and D_i;
         Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2, whose names and loops these are.
 """
@@ -83,8 +83,9 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
     Q, K, V = (by_kv_head(t, Hkv) for t in (q, k, v))
     out = torch.empty(q.shape, dtype=acc, device=q.device)
     O, L = by_kv_head(out, Hkv), torch.empty(*Q.shape[:-1], 1, dtype=acc, device=q.device)
-    cols = blocks(Tk, B_c)
-    for i, I in enumerate(blocks(Tq, B_r)):
+    rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
+    skipped = masked_tiles(rows, cols, offset, spec.window, segments)
+    for i, I in enumerate(rows):
         Q_i = Q[..., I, :].to(acc)  # (B, Hkv, H/Hkv, B_r, D)
         O_i = torch.zeros_like(Q_i)
         l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
@@ -93,7 +94,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
         if sinks is not None:
             m_i, l_i = torch.maximum(m_i, sinks.to(acc).view(Hkv, -1, 1, 1)), l_i + 1
         for j, J in enumerate(cols):
-            if wholly_masked(I, J, offset, spec.window):
+            if skipped[i][j]:
                 continue
             K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
@@ -125,13 +126,14 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
     rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
+    skipped = masked_tiles(rows, cols, offset, spec.window, segments)
     L = L.clamp(min=torch.finfo(acc).min).unflatten(1, (Hkv, -1))[..., None]
     D = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
     for j, J in enumerate(cols):
         K_j, V_j = K[..., J, :].to(acc), V[..., J, :].to(acc)  # (B, Hkv, 1, B_c, D)
         dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)
         for i, I in enumerate(rows):
-            if wholly_masked(I, J, offset, spec.window):
+            if skipped[i][j]:
                 continue
             Q_i, dO_i = Q[..., I, :].to(acc), dO[..., I, :].to(acc)
             S_ij = tau * (Q_i @ K_j.mT)  # (B, Hkv, H/Hkv, B_r, B_c)
@@ -170,6 +172,25 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window)
+
+
+def masked_tiles(
+    rows: list[slice], cols: list[slice], offset: int, window: int | None, segments: Segments
+) -> list[list[bool]]:
+    """True for each tile in which no query sees a key."""
+    hidden = [[wholly_masked(I, J, offset, window) for J in cols] for I in rows]
+    if (
+        not isinstance(segments, Tensor) or offset < 0
+    ):  # a part's ids say nothing of the keys between
+        return hidden
+    run = (segments[:, 1:] != segments[:, :-1]).cumsum(dim=1)
+    run = F.pad(run, (1, 0))  # (B, Tk), segments counted from the left
+    first_q = run[:, [offset + I.start for I in rows], None]
+    last_k = run[:, None, [J.stop - 1 for J in cols]]
+    apart = (last_k < first_q).all(dim=0).tolist()
+    return [
+        [a or b for a, b in zip(*both, strict=True)] for both in zip(hidden, apart, strict=True)
+    ]
 
 
 def masked(

@@ -142,6 +142,26 @@ def test_a_text_through_flash_attn_with_kvcache(window, paged, backend) -> None:
     assert k_cache.isnan().any()  # nothing else was written
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_long_prompt_in_pages(window) -> None:
+    """Longer than the queries that `paged` takes at a time, into rows of different lengths."""
+    nanoattn.use("paged")
+    q, k, v = (torch.randn(2, 400, h, 16) for h in (4, 2, 2))
+    k_cache, v_cache, table = cache(2, 400, True)
+    rows = torch.arange(2)[:, None], torch.arange(40)[None]
+    at = table[rows[0], rows[1] // SIZE].long(), rows[1] % SIZE
+    for pages, t in ((k_cache, k), (v_cache, v)):
+        pages[at] = t[:, :40]
+    before = [0, 40]
+    new = [torch.stack([t[b, n : n + 320] for b, n in enumerate(before)]) for t in (q, k, v)]
+    out = nanoattn.flash_attn_with_kvcache(
+        new[0], k_cache, v_cache, *new[1:], cache_seqlens=torch.tensor(before).int(),
+        block_table=table, causal=True, window_size=side(window))  # fmt: skip
+    for b, n in enumerate(before):
+        want = truth(q[b, n : n + 320], k[b, : n + 320], v[b, : n + 320], window=window)
+        same(out[b], want)
+
+
 def test_a_cache_read_without_new_tokens_in_other_rows() -> None:
     q, k, v = (torch.randn(2, n, h, 16) for n, h in ((1, 4), (30, 2), (30, 2)))
     k, v = (torch.cat((t, t * 2)) for t in (k, v))
