@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from checkpoint import shards
 from checkpoint.__main__ import main as export
-from checkpoint.tensors import tensors
+from checkpoint.run import tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.settings import UserError
@@ -241,7 +241,7 @@ def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) ->
             finally:
                 seen.extend(done)
 
-    patch.setattr(checkpoint.saving, "save", save)
+    patch.setattr(checkpoint.store, "save", save)
     return seen
 
 
