@@ -93,8 +93,6 @@ def save_hf(model: GPT, folder: str | Path) -> None:
         **{key: getattr(config, key) for key in SAME_NAMES},
         "n_positions": config.block_size,
         "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
         "bos_token_id": None,
         "eos_token_id": None,

@@ -265,17 +265,11 @@ def _prune(out_dir: Path, keep: int) -> None:
     try:
         best = best_folder(out_dir)
         for folder in folders(out_dir)[: -max(1, keep)]:
-            if folder != best:
-                _delete(folder)
+            if folder != best:  # renamed first: a kill never leaves half of one
+                gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
+                shutil.rmtree(gone, ignore_errors=True)
     except (OSError, UserError) as e:  # the new checkpoint is complete: the run goes on
         log.warning(f"older checkpoints in {out_dir} were not deleted ({e})")
-
-
-def _delete(folder: Path) -> None:
-    """Delete a checkpoint if it exists, renamed first: a kill never leaves half of one."""
-    if folder.exists():
-        gone = folder.rename(folder.with_name(f".{folder.name}.deleted.partial"))
-        shutil.rmtree(gone, ignore_errors=True)
 
 
 def set_aside(out_dir: str | Path) -> Path | None:

