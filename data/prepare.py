@@ -109,13 +109,13 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     if options.get("tokenizer") == "gpt2":
         del options["tokenizer"]
-    state, source = None, options.get("source", "plays")
-    if dataset.startswith("shakespeare") and source in ("plays", "tinyshakespeare"):
-        if source == "plays":
+    state, source = None, options.get("source")
+    if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
+        if source != "tinyshakespeare":
             options.pop("source", None)
             state = sources.PLAYS_SHA256  # a later version may extract another text
-    elif (root := Path(source)).exists():
-        options["source"] = str(root.absolute())
+    elif source and (root := Path(source)).exists():
+        options["source"] = os.path.abspath(source)
         stats = {str(f.relative_to(root)): f.stat() for f in documents.source_files(root)}
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
         state = sources.sha256(repr(files).encode())
