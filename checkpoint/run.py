@@ -83,8 +83,6 @@ class Saver:
             contents["weights"] = model.state_dict()
         else:
             contents["shards"] = tensors(model, optimizer)
-            number = numbers(model, optimizer)
-            rest["names"] = sorted(number, key=number.__getitem__)
             del rest["optimizer"]["state"]
         if val_loss is not None:
             self.best_loss = min(self.best_loss, val_loss)
@@ -187,12 +185,6 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
-    decay_end = merged.lr_decay_iters
-    if merged.decay_lr and decay_end is not None and merged.max_iters > decay_end:
-        store.log.warning(
-            f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
-            f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
-        )
     origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
     return Loaded(merged, origins)
 

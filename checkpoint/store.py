@@ -89,7 +89,7 @@ class Checkpoint:
     def rest(self) -> Json:
         """optimizer.pt: {"optimizer": its state_dict(), "scaler": ..., "rng": [one dict a rank]}.
 
-        With shards, "optimizer" has no "state", and "names" lists the parameters.
+        With shards, "optimizer" has no "state".
         """
         return cast(Json, read_file(self.folder / "optimizer.pt", load_torch))
 

@@ -5,19 +5,16 @@ A document is an iterator of its parts, so that memory stays constant for texts 
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO, cast
 
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
 
-ENDINGS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
+ENDINGS = (".txt", ".jsonl", ".parquet")
 HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -37,8 +34,7 @@ def source_files(root: Path) -> list[Path]:
 def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]:
     """Yield each document of a file, or of the files in a folder, sorted.
 
-    A document is a .txt file, a line of a .jsonl file, or a row of a .parquet file; .txt and .jsonl
-    may be gzipped.
+    A document is a .txt file, a line of a .jsonl file, or a row of a .parquet file.
     """
     wanted = "a .txt, .jsonl or .parquet file, or a folder of them"
     if source is None:
@@ -49,7 +45,7 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
     for path in files:
         if not path.name.endswith(ENDINGS):
             raise UserError(f"{path}: expected {wanted}")
-        if ".txt" in path.suffixes[-2:]:
+        if path.suffix == ".txt":
             yield text_parts(path)
             continue
         texts = _parquet_texts if path.suffix == ".parquet" else _json_texts
@@ -65,14 +61,8 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # EOFError, zlib.error: a damaged .gz; ValueError: not UTF-8, not JSON, pyarrow's own.
-    except (OSError, EOFError, zlib.error, ValueError) as e:
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or pyarrow's own
         raise UserError(f"cannot read {path} ({e})") from None
-
-
-def _open_text(path: Path) -> TextIO:
-    opener = gzip.open if path.suffix == ".gz" else open
-    return cast(TextIO, opener(path, "rt", encoding="utf-8-sig"))
 
 
 def text_parts(path: Path) -> Iterator[str]:
@@ -81,7 +71,7 @@ def text_parts(path: Path) -> Iterator[str]:
     A part ends before a space or line break that follows a word, which no token spans.
     """
     rest = ""
-    with _reading(path), _open_text(path) as f:
+    with _reading(path), path.open(encoding="utf-8-sig") as f:
         while part := f.read(PIECE):
             rest += part
             if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
@@ -91,7 +81,7 @@ def text_parts(path: Path) -> Iterator[str]:
 
 
 def _json_texts(path: Path, key: str) -> Iterator[str]:
-    with _open_text(path) as f:
+    with path.open(encoding="utf-8-sig") as f:
         for number, line in enumerate(f, 1):
             where = f"{path}, line {number}"
             if line.strip():

@@ -50,7 +50,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
-            vocab_size (in files above 2**28 tokens, 256 places are checked).
+            vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
     path = Path(folder) / f"{split}.bin"
     N = read_meta(folder)["tokens"].get(split, 0)
@@ -66,7 +66,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
             "smaller --block_size or more text"
         )
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
-    places = range(0, N, SCAN) if N <= 2**28 else np.linspace(0, N - SCAN, 256).astype(int)
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
         raise UserError(f"{path} has token {largest}, but the model's vocabulary is {vocab_size}")
     return tokens
