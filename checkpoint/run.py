@@ -22,6 +22,7 @@ from checkpoint.convert import init_model
 from checkpoint.store import Checkpoint, Json
 from core.distributed import DistInfo
 from core.parallel import is_sharded, whole
+from core.runtime import dtype_name, pick_device, pick_dtype
 from core.settings import Loaded, UserError
 from model import GPT
 
@@ -181,10 +182,19 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
         changes = {"parallel": "ddp", "context_parallel": 1} | changes
     if changes.get("parallel") == "ddp":
         changes.setdefault("shard_size", None)
+    if before.dtype == "auto":  # written by an older version
+        there = pick_device(changes.get("device", before.device))
+        changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
     try:
         merged = replace(before, **changes)
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
+    decay_end = merged.lr_decay_iters
+    if merged.decay_lr and decay_end is not None and merged.max_iters > decay_end:
+        store.log.warning(
+            f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
+            f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
+        )
     origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
     return Loaded(merged, origins)
 
