@@ -1,8 +1,7 @@
 """Save, load and resume checkpoints; import and export other formats."""
 
 from checkpoint.convert import init_model, load_hf, load_nanogpt, save_hf
-from checkpoint.resume import build_model, restarted, restore, resumed
-from checkpoint.saving import Saver
+from checkpoint.run import Saver, build_model, gathered, restarted, restore, resumed
 from checkpoint.store import (
     Checkpoint,
     best_folder,
@@ -13,4 +12,3 @@ from checkpoint.store import (
     set_aside,
     tokenizer_meta,
 )
-from checkpoint.tensors import gathered

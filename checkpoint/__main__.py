@@ -10,9 +10,9 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
+from checkpoint import store
 from checkpoint.convert import save_hf
-from checkpoint.store import load, own_checkpoint, plain_disk_errors, save_weights
-from core.settings import Texts, UserError, exit_on_user_error, first_line, read
+from core.settings import Texts, UserError, exit_on_user_error, read
 
 
 @dataclass(frozen=True)
@@ -28,39 +28,28 @@ def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
     if len(config.command) != 2 or config.command[0] != "export" or config.to is None:
         raise UserError("usage: python -m checkpoint export FOLDER --to=PLACE")
-    export(config.command[1], Path(config.to), config.format)
-    return 0
-
-
-def export(source: str, to: Path, form: str) -> None:
-    """Write a checkpoint's weights to the new folder `to`.
-
-    Raises:
-        UserError: `source` is missing or damaged, `to` exists or cannot be written.
-    """
-    if (own := own_checkpoint(source)) is None:
-        raise UserError(f"no checkpoint in {source}")
+    to, source = Path(config.to), store.own_checkpoint(config.command[1])
+    if source is None:
+        raise UserError(f"no checkpoint in {config.command[1]}")
     if to.exists():
         raise UserError(f"{to} exists: name a new folder, or delete it")
-    saved = load(own)
-    partial = to.with_name(f".{to.name}.partial")
+    model, partial = store.load(source).model(), to.with_name(f".{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
         partial.mkdir(parents=True)
-        with plain_disk_errors(partial):
-            if form == "transformers":
-                save_hf(saved.model(), partial)
-            else:
-                save_weights(saved.weights(), partial / "model.safetensors")
-        if form == "safetensors":
+        if config.format == "transformers":
+            save_hf(model, partial)
+        else:
+            store.save_weights(model.state_dict(), partial / "model.safetensors")
             for name in ("settings.json", "train_state.json"):
-                shutil.copyfile(own / name, partial / name)
+                shutil.copyfile(source / name, partial / name)
         partial.rename(to)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"could not write {to} ({first_line(e)})") from e
-    finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"exported {own} to {to} ({form})")
+        reason = store.with_sizes(store.disk_error(e), to.parent, model.state_dict())
+        raise UserError(f"could not write {to} ({reason})") from e
+    print(f"exported {source} to {to} ({config.format})")
+    return 0
 
 
 if __name__ == "__main__":

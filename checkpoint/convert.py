@@ -6,22 +6,12 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from attention import Policy
-from checkpoint.store import (
-    has_dicts,
-    load,
-    load_json,
-    load_torch,
-    load_weights,
-    own_checkpoint,
-    read_file,
-    save_weights,
-)
+from checkpoint import store
 from core.hub import why_not_hub
 from core.settings import UserError, first_line, from_dict
 from model import GPT, GPTConfig
@@ -30,20 +20,20 @@ HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 SAME_NAMES = ("n_layer", "n_head", "n_embd", "vocab_size")  # here and in transformers
 
 
-def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: Any) -> GPT:
+def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object) -> GPT:
     """Load a nanoGPT ckpt.pt; `changes` go into the GPTConfig. Raises UserError."""
-    saved = read_file(Path(path), load_torch)
-    if not has_dicts(saved, "model", "model_args"):
+    saved = store.read_file(Path(path), store.load_torch)
+    if not store.has_dicts(saved, "model", "model_args"):
         raise UserError(f"{path} is not a nanoGPT checkpoint ('model' or 'model_args' is missing)")
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
     model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
     weights = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
-    load_weights(model, {k: v for k, v in weights.items() if not _derived(k)}, str(path))
+    store.load_weights(model, {k: v for k, v in weights.items() if not _derived(k)}, str(path))
     return model
 
 
-def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
+def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     """Load GPT-2 from a transformers folder or the hub ("gpt2-xl", "owner/name").
 
     `changes` go into the GPTConfig.
@@ -52,11 +42,11 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
         UserError: it is missing or damaged, another architecture, or the download failed.
     """
     folder = Path(source) if Path(source).is_dir() else _download(source)
-    saved = read_file(folder / "config.json", load_json)
+    saved = store.read_file(folder / "config.json", store.load_json)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if kind != "gpt2":
         raise UserError(f"{source} is a {kind!r} model, expected 'gpt2'")
-    if lacking := [key for key in (*SAME_NAMES, "n_positions") if key not in saved]:
+    if lacking := {*SAME_NAMES, "n_positions"} - saved.keys():
         raise UserError(f"{folder / 'config.json'} lacks {', '.join(lacking)}")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
     fixed = {  # supported values
@@ -73,20 +63,15 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
     sizes = {key: saved[key] for key in SAME_NAMES}
     sizes |= {"block_size": saved["n_positions"], "bias": True}
     sizes["gelu"] = gelus[saved.get("activation_function", "gelu_new")]
-    weights = {}
-    for name, tensor in read_file(folder / "model.safetensors", load_file).items():
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in store.read_file(folder / "model.safetensors", load_file).items():
         name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         if not _derived(name):
             weights[name] = tensor.t() if _is_conv1d(name) else tensor
-    wanted = changes.pop("block_size", None)
     model = GPT(from_dict(GPTConfig, {**sizes, **changes}, source), policy)
-    load_weights(model, weights, source)
-    if wanted is not None:
-        if wanted > model.config.block_size:
-            raise UserError(
-                f"block_size must be at most {model.config.block_size} with {source}, got {wanted}"
-            )
-        model.crop_block_size(wanted)
+    positions = weights["transformer.wpe.weight"]
+    weights["transformer.wpe.weight"] = positions[: model.config.block_size]
+    store.load_weights(model, weights, source)
     return model
 
 
@@ -108,24 +93,22 @@ def save_hf(model: GPT, folder: str | Path) -> None:
         **{key: getattr(config, key) for key in SAME_NAMES},
         "n_positions": config.block_size,
         "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
         "bos_token_id": None,
         "eos_token_id": None,
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(weights, folder / "model.safetensors")
+    store.save_weights(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
 
 
-def init_model(source: str, policy: Policy = Policy(), **changes: Any) -> GPT:
+def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     """Load a checkpoint or a run, a nanoGPT ckpt.pt, or any source of load_hf()."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
-    if own := own_checkpoint(source):
-        return load(own).model(policy, **changes)
+    if own := store.own_checkpoint(source):
+        return store.load(own).model(policy, **changes)
     return load_hf(source, policy, **changes)
 
 
@@ -142,10 +125,10 @@ def _is_conv1d(name: str) -> bool:
 def _download(name: str) -> Path:
     no_file = f"{name!r} is not a local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
-    if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists() or name.endswith(".pt")):
+    if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists()):
         raise UserError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         raise UserError(f"{no_file}; to download it: pip install huggingface_hub") from None
@@ -153,8 +136,7 @@ def _download(name: str) -> Path:
     logging.getLogger("huggingface_hub").propagate = False
     offline = why_not_hub()
     try:
-        for file in ("model.safetensors", "config.json"):
-            path = hf_hub_download(name, file, local_files_only=offline is not None)
-        return Path(path).parent
+        files = ["model.safetensors", "config.json"]
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=bool(offline)))
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise UserError(f"{no_file}; downloading it failed ({offline or first_line(e)})") from e

@@ -16,28 +16,23 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as md
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from core.runtime import dtype_name
 
 INDEX = "index.json"
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Write this process's part. All processes of `group` must call it."""
     try:
         dcp.save(dict(tensors), storage_writer=_Writer(folder), process_group=group)
@@ -56,43 +51,49 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             raise e.failures[0][0] from e
 
 
+def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
+    """Uninitialized tensors of the saved shapes and dtypes, those whose name has the prefix."""
+    return {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+        for name, saved in _Reader(folder).tensors.items()
+        if name.startswith(prefix)
+    }
+
+
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Read full tensors to the CPU; `prefix` selects them and is removed from their names."""
-    saved = _Reader(folder).tensors
-    wanted = {name: md for name, md in saved.items() if name.startswith(prefix)}
-    tensors = {name: torch.empty(md.size, dtype=md.properties.dtype) for name, md in wanted.items()}
+    tensors = empty(folder, prefix, "cpu")
     read(folder, tensors)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
-
-
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(md.size) for name, md in _Reader(folder).tensors.items()}
 
 
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, which also writes the index."""
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as e:  # DCP would lose its context, the system's error
+            raise (e.__context__ or e) from None
+
+    def finish(self, metadata: md.Metadata, results: list[list[WriteResult]]) -> None:
         # Runs on the main process, when all have written.
         super().finish(metadata, results)
         folder, index = Path(self.path), {}
         for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, md.TensorStorageMetadata)
             parts = []
             for chunk in tensor.chunks:
                 if 0 in chunk.sizes:  # fewer rows than processes
                     continue
-                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                if not (folder / place.relative_path).exists():
+                place = metadata.storage_data[md.MetadataIndex(name, chunk.offsets)]
+                file = place.relative_path
+                if not (folder / file).exists():
                     raise OSError(
-                        f"{place.relative_path} of another process is missing: all machines must "
-                        "share the folder out_dir"
+                        f"{file} of another process is missing: all machines must share out_dir"
                     )
                 part = {"at": list(chunk.offsets), "shape": list(chunk.sizes)}
-                part |= {
-                    "file": place.relative_path,
-                    "offset": place.offset,
-                    "length": place.length,
-                }
+                part |= {"file": file, "offset": place.offset, "length": place.length}
                 parts.append(part)
             dtype, shape = dtype_name(tensor.properties.dtype), list(tensor.size)
             index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
@@ -104,8 +105,8 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        tensors: dict[str, Any] = {}
-        place: dict[MetadataIndex, Any] = {}
+        self.tensors: dict[str, md.TensorStorageMetadata] = {}
+        places: dict[md.MetadataIndex, _StorageInfo] = {}
         for name, saved in json.loads((folder / INDEX).read_text(encoding="utf-8")).items():
             dtype, shape, chunks = getattr(torch, saved["dtype"]), torch.Size(saved["shape"]), []
             if not isinstance(dtype, torch.dtype):
@@ -113,20 +114,15 @@ class _Reader(dcp.FileSystemReader):
             for part in saved["parts"]:
                 if Path(part["file"]).name != part["file"]:
                     raise ValueError(f"{part['file']!r} is not a file in this folder")
-                chunk = ChunkStorageMetadata(torch.Size(part["at"]), torch.Size(part["shape"]))
-                place[MetadataIndex(name, chunk.offsets)] = SimpleNamespace(
-                    relative_path=part["file"],
-                    offset=part["offset"],
-                    length=part["length"],
-                    transform_descriptors=None,
-                )
+                chunk = md.ChunkStorageMetadata(torch.Size(part["at"]), torch.Size(part["shape"]))
+                place = _StorageInfo(part["file"], part["offset"], part["length"])
+                places[md.MetadataIndex(name, chunk.offsets)] = place
                 chunks.append(chunk)
             # DCP leaves a gap uninitialized.
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
                 raise ValueError(f"the parts of {name} are not the whole")
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
-        self.tensors = tensors
-        self.metadata = Metadata(dict(tensors), storage_data=place, storage_meta=StorageMeta())
+            self.tensors[name] = md.TensorStorageMetadata(md.TensorProperties(dtype), shape, chunks)
+        self.metadata = md.Metadata({**self.tensors}, None, places, md.StorageMeta())
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> md.Metadata:
         return self.metadata

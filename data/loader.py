@@ -11,39 +11,38 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from core.settings import UserError
-from data.documents import HUB
+from core.settings import UserError, first_line
+from data.tokenizer import Json
 
 if TYPE_CHECKING:  # torch takes a second to import, and `python -m data` does not need it
     import torch
     from torch import Tensor
 
-SCAN_ALL = 2**28  # tokens; larger files are only sampled, in 256 places
+SCAN = 2**16  # tokens that are checked at once
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-def read_meta(folder: str | Path) -> dict[str, Any]:
+def read_meta(folder: str | Path) -> Json:
     """Return the meta.json of a prepared dataset; UserError if there is none."""
-    folder = Path(folder)
-    path = folder / "meta.json"
-    prepare = f"prepare it with: python -m data {folder.name}"
-    if folder.name in HUB:
-        prepare += " (hours of download), or try --dataset=shakespeare (python -m data shakespeare)"
+    path = Path(folder) / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no dataset in {folder} (meta.json not found); {prepare}") from None
+        meta: Json = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(meta, dict) and {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
+            return meta
+        why = "not of a dataset"
     except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path} ({e}); {prepare}") from None
-    if not isinstance(meta, dict) or not {"tokenizer", "vocab_size", "tokens"} <= meta.keys():
-        raise UserError(f"{path} does not describe a dataset; {prepare}")
-    return meta
+        why = first_line(e)
+    prepare = f"prepare it: python -m data {path.parent.name}"
+    raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
@@ -51,31 +50,26 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
-            vocab_size (in files above 2**28 tokens, 256 places are checked).
+            vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
     path = Path(folder) / f"{split}.bin"
     N = read_meta(folder)["tokens"].get(split, 0)
-    again = f"prepare it again with: python -m data {Path(folder).name} --force"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; {again}")
-    if (size := path.stat().st_size) != 2 * N:
-        raise UserError(f"{path}: expected {2 * N:,} bytes ({N:,} tokens), got {size:,}; {again}")
+    size = path.stat().st_size if path.is_file() else 0
+    if size == 0 or size != 2 * N:
+        raise UserError(
+            f"{path}: expected {2 * N:,} bytes ({N:,} tokens), got {size:,}; prepare it again: "
+            f"python -m data {path.parent.name} --force"
+        )
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
-    if (largest := _largest(tokens)) >= vocab_size:
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
+    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
         raise UserError(f"{path} has token {largest}, but the model's vocabulary is {vocab_size}")
     return tokens
-
-
-def _largest(tokens: np.ndarray) -> int:
-    if len(tokens) <= SCAN_ALL:
-        return max(int(tokens[a : a + 2**24].max()) for a in range(0, len(tokens), 2**24))
-    starts = np.linspace(0, len(tokens) - 2**16, 256).astype(np.int64)
-    return max(int(tokens[a : a + 2**16].max()) for a in starts)
 
 
 class Batches:
@@ -84,34 +78,25 @@ class Batches:
     def __init__(self, tokens: np.ndarray, block_size: int, global_batch: int, seed: int,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         """global_batch: sequences a step, over all processes and micro-batches."""
-        import torch
-
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
-        self.seed, self.device = seed, torch.device(device)
+        self.seed, self.device = seed, device
         # A window's last target is the first token of the next. One window fewer than would fit
         # leaves room for the offset, so over the epochs sequences start anywhere.
         fit = (len(tokens) - 1) // block_size
         self.windows = max(1, fit - 1)
         self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
-        self._epoch = (-1, np.empty(0, dtype=np.int64))  # the last epoch drawn
+        self._epoch = lru_cache(1)(self._draw_epoch)
 
     def starts(self, step: int) -> np.ndarray:
         """Return the first token of each sequence of a step, (global_batch,) int64."""
-        k = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
-        found = np.empty_like(k)
-        for epoch in range(int(k[0]) // self.windows, int(k[-1]) // self.windows + 1):
-            inside = k // self.windows == epoch
-            found[inside] = self._epoch_starts(epoch)[k[inside] % self.windows]
-        return found
+        k, n = np.arange(step * self.global_batch, (step + 1) * self.global_batch), self.windows
+        epochs = np.unique(k // n).tolist()
+        return np.concatenate([self._epoch(e)[k[k // n == e] % n] for e in epochs])
 
-    def _epoch_starts(self, epoch: int) -> np.ndarray:
-        drawn = self._epoch  # read and set in one go: the prefetching thread calls this too
-        if drawn[0] != epoch:
-            random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            offset = random.integers(0, self.slack, endpoint=True)
-            starts = offset + self.block_size * random.permutation(self.windows)
-            drawn = self._epoch = (epoch, starts)
-        return drawn[1]
+    def _draw_epoch(self, epoch: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        offset = random.integers(0, self.slack, endpoint=True)
+        return offset + self.block_size * random.permutation(self.windows)
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """Return this process's sequences of a step and their targets, (n, T) int64.
@@ -125,15 +110,7 @@ class Batches:
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield get(start), ..., get(stop - 1); a thread prepares up to four steps ahead."""
-
-        def begin() -> None:
-            if self.device.type == "cuda" and self.device.index is not None:
-                import torch
-
-                # A new thread starts on device 0, where pinning would create a second context.
-                torch.cuda.set_device(self.device)
-
-        with ThreadPoolExecutor(1, "batches", begin) as pool:
+        with ThreadPoolExecutor(1, "batches") as pool:
             steps = range(start, stop)
             yield from map_ahead(pool, lambda step: self.get(step, rank, world), steps, 5)
 
@@ -165,14 +142,18 @@ def _gather(
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))
     if torch.device(device).type != "cuda":
         return x.to(device), y.to(device)
-    # From pinned memory the copy overlaps the computation.
-    x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    # From pinned memory the copy overlaps the computation. The thread that prefetches starts on
+    # device 0, where pinning would create a second context.
+    with torch.cuda.device(device):
+        x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def map_ahead(pool: Executor, work: Any, tasks: Iterable[Any], ahead: int) -> Iterator[Any]:
+def map_ahead(
+    pool: Executor, work: Callable[[T], R], tasks: Iterable[T], ahead: int
+) -> Iterator[R]:
     """Like pool.map, with at most `ahead` tasks in memory."""
-    running: deque[Future[Any]] = deque()
+    running: deque[Future[R]] = deque()
     for task in tasks:
         running.append(pool.submit(work, task))
         if len(running) >= ahead:

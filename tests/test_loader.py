@@ -247,14 +247,3 @@ def test_a_dataset_smaller_than_the_run(folder: Path) -> None:
         data.load(folder, "val", 100, 10)
     with pytest.raises(UserError, match="token 9"):
         data.load(folder, "val", 8, 9)
-
-
-@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**17 + 4999])
-def test_a_large_file_is_looked_at_from_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    """In 256 places of 2**16 tokens, which here overlap and cover it all."""
-    monkeypatch.setattr(data.loader, "SCAN_ALL", 1000)
-    tokens = np.zeros(2**17 + 5000, dtype="<u2")
-    tokens[place] = 7
-    assert data.loader._largest(tokens) == 7

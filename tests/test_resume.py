@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_train import Run, argv, close, make_data, refusal, run, run_line
+from test_train import Run, argv, make_data, refusal, run, run_line
 
 import checkpoint
 from core import metrics
@@ -227,13 +225,13 @@ def test_another_model_is_refused(out):
     for name, value in others.items():
         said = refusal(resume(out, "--max_iters=12", f"--{name}={value}"))
         had = was.n_head if name == "n_kv_head" else getattr(was, name)
-        there = f"has {name}={had}, which cannot be changed to {value} (command line)"
-        assert str(checkpoint.latest(out)) in said and there in said, said
+        assert str(checkpoint.latest(out)) in said and f"{name}={had}" in said, said
+        assert f"{value} (command line)" in said, said
     settings = checkpoint.latest(out) / "settings.json"
     shared = settings.read_text().replace('"n_kv_head": null', '"n_kv_head": 1')
     settings.write_text(shared)
     said = refusal(resume(out, "--max_iters=12", "--n_kv_head=none"))  # which is as many as heads
-    assert "has n_kv_head=1, which cannot be changed to 2 (command line)" in said
+    assert "n_kv_head=1" in said and "2 (command line)" in said
 
 
 def test_a_run_in_parts_goes_on_whole(out):
@@ -249,7 +247,7 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
     fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
     aside = out / "earlier-1"
-    assert fresh.code == 0 and f"checkpoints and metrics are now in {aside}\n" in fresh.out
+    assert fresh.code == 0 and str(aside) in fresh.out
     assert [p.name for p in checkpoint.folders(aside)] == steps
     assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
     assert list(fresh.losses()) == [1, 2, 3, 4]
@@ -259,164 +257,3 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
     assert state["best_val_loss"] == min(losses)
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
-
-
-# --- more processes ---
-
-# Each process: several runs one after the other, what they gave into result.<rank>.json.
-WORKER = """
-import contextlib, io, json, os, signal, sys, threading
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-import train
-from model import GPT
-from train import TrainConfig
-from core.settings import UserError
-
-folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-line = sys.argv[2:]
-result = {"reduced": 0, "unsynced": 0}
-
-def count(state, bucket):
-    result["reduced"] += bucket.is_last()
-    return default_hooks.allreduce_hook(state, bucket)
-
-init, no_sync, forward = DDP.__init__, DDP.no_sync, GPT.forward
-def counting_init(self, *args, **how):
-    init(self, *args, **how)
-    self.register_comm_hook(None, count)
-def counting_no_sync(self):
-    result["unsynced"] += 1
-    return no_sync(self)
-DDP.__init__, DDP.no_sync = counting_init, counting_no_sync
-
-# Under one torchrun the processes can meet only once: the runs share the group.
-meet, part, met = dist.init_process_group, dist.destroy_process_group, []
-dist.init_process_group = lambda *a, **how: met.append(meet(*a, **how)) if not met else None
-dist.destroy_process_group = lambda: None
-
-def main(name, *more):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            code = train.main([*line, f"--out_dir={folder / name}", *more])
-        except UserError as e:
-            code = str(e)
-    result[name] = {"code": code, "out": out.getvalue()}
-    (folder / f"result.{rank}.json").write_text(json.dumps(result))
-
-main("plain")
-result["reduced_in_plain"], result["unsynced_in_plain"] = result["reduced"], result["unsynced"]
-main("half", "--max_iters=4", "--lr_decay_iters=8")
-main("dropout", "--dropout=0.2")
-
-calls = 0
-def stopping(self, *args):
-    global calls
-    calls += self.training
-    if rank == 1 and self.training and calls == 2 * 5 - 1:  # this process alone, within step 5
-        os.kill(os.getpid(), signal.SIGTERM)
-    return forward(self, *args)
-GPT.forward = stopping
-main("stopped", "--dropout=0.2")
-GPT.forward = forward
-main("stopped", "--init_from=resume")
-main("odd", "--batch_size=1", "--gradient_accumulation_steps=3")
-
-calls = 0
-def spoiled(self, *args):
-    global calls
-    logits, loss = forward(self, *args)
-    calls += self.training
-    if rank == 1 and self.training and calls == 2 * 3:  # in step 3, which is not logged
-        loss = loss + torch.inf  # its gradient is finite
-    return logits, loss
-GPT.forward = spoiled
-threading.Timer(20, os._exit, (1,)).start()  # rather than wait for one another for half an hour
-main("spoiled", "--log_interval=100")
-calls = 0
-main("spoiled_float16", "--log_interval=100", "--dtype=float16")  # only this process knows of it
-part()
-os._exit(0)
-"""
-
-TWO: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_iters": 8, "eval_interval": 4,
-                       "n_layer": 2}  # fmt: skip
-
-
-Two = tuple[Path, Callable[[], Any]]
-
-
-@pytest.fixture(scope="module")
-def two(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Two:
-    """Two gloo processes: the folder of their runs, and what each process said of them."""
-    folder = tmp_path_factory.mktemp("two")
-    (folder / "worker.py").write_text(WORKER)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-            str(folder / "worker.py"), str(folder),
-            *argv(data_dir, folder, **TWO)]  # fmt: skip
-    env = {**environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run(line, cwd=folder, env=env, capture_output=True, timeout=120)
-
-    def said() -> Any:
-        return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in (0, 1)]
-
-    return folder, said
-
-
-def losses(out: Path) -> dict[int, float]:
-    return Run(0, "", "", metrics.read(out / "metrics.jsonl")).losses()
-
-
-def evaluations(out: Path) -> dict[int, float]:
-    found = Run(0, "", "", metrics.read(out / "metrics.jsonl")).evaluations()
-    return {k: v for k, (_, v) in found.items()}
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_learns(two, data_dir, tmp_path):
-    folder, said = two
-    one = run(data_dir, tmp_path / "one", **TWO)
-    assert [r["plain"]["code"] for r in said()] == [0, 0]
-    assert "2 processes" in said()[0]["plain"]["out"] and said()[1]["plain"]["out"] == ""
-    assert len(one.losses()) == 8 and one.losses()[8] < one.losses()[1]
-    assert close(one.losses(), losses(folder / "plain"))
-    val = {k: v for k, (_, v) in one.evaluations().items()}
-    assert close(val, evaluations(folder / "plain")) and list(val) == [4, 8]
-
-
-@pytest.mark.slow
-def test_two_processes_resume_the_same_run(two):
-    """One of them was told to stop; both stopped after the same step."""
-    folder, said = two
-    assert [r["dropout"]["code"] for r in said()] == [0, 0]
-    assert [r["stopped"]["code"] for r in said()] == [0, 0]
-    assert "after step 5" in said()[0]["stopped"]["out"]
-    assert losses(folder / "stopped") == losses(folder / "dropout")
-    assert losses(folder / "dropout") != losses(folder / "plain")
-
-
-@pytest.mark.slow
-def test_one_process_goes_on_for_two(two, data_dir):
-    folder, _ = two
-    r = resume(folder / "half", "--max_iters=8")
-    assert r.code == 0
-    assert close(r.losses(), losses(folder / "plain"))
-
-
-@pytest.mark.slow
-def test_micro_steps_that_two_processes_cannot_share(two):
-    _, said = two
-    for r in said():
-        assert "gradient_accumulation_steps=3" in r["odd"]["code"] and "2 proc" in r["odd"]["code"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["spoiled", "spoiled_float16"])
-def test_a_loss_that_is_not_finite_in_one_process_stops_both(two, name):
-    folder, said = two
-    assert [r.get(name, {}).get("code") for r in said()] == [1, 1]
-    assert not checkpoint.folders(folder / name)
-    assert all(math.isfinite(x) for x in losses(folder / name).values())

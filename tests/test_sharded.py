@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from checkpoint import shards
 from checkpoint.__main__ import main as export
-from checkpoint.tensors import tensors
+from checkpoint.run import numbers, tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.settings import UserError
@@ -189,12 +189,13 @@ def test_weights_and_optimizer_are_read_whole_on_the_cpu(of, two, recwarn):
     fresh.model = there.model()
     fresh.optimizer = build_optimizer(fresh.model, HOW, CPU)
     rest = there.rest()
-    state: list[dict[str, Tensor]] = [{} for _ in rest["names"]]
+    number = numbers(fresh.model, fresh.optimizer)
+    state: dict[int, dict[str, Tensor]] = {i: {} for i in number.values()}
     for name, tensor in shards.read_whole(there.folder / "shards", "optimizer.").items():
         parameter, _, key = name.rpartition(".")
-        state[rest["names"].index(parameter)][key] = tensor
+        state[number[parameter]][key] = tensor
     groups = rest["optimizer"]["param_groups"]  # and by torch's own rules
-    fresh.optimizer.load_state_dict({"param_groups": groups, "state": dict(enumerate(state))})
+    fresh.optimizer.load_state_dict({"param_groups": groups, "state": state})
     assert same(fresh.whole(), want)
     assert len(rest["rng"]) == there.state["processes"] == 2
     assert not [w for w in recwarn if "disabled" in str(w.message)]
@@ -241,7 +242,7 @@ def when_saving(patch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) ->
             finally:
                 seen.extend(done)
 
-    patch.setattr(checkpoint.saving, "save", save)
+    patch.setattr(checkpoint.store, "save", save)
     return seen
 
 

@@ -1,0 +1,314 @@
+"""The state of a training run, to and from checkpoints of any number of processes.
+
+Saver writes it, at once or in the background. resumed() merges the settings, build_model() makes
+the model, restore() fills it and the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from checkpoint import store
+from checkpoint.convert import init_model
+from checkpoint.store import Checkpoint, Json
+from core.distributed import DistInfo
+from core.parallel import is_sharded, whole
+from core.runtime import dtype_name, pick_device, pick_dtype
+from core.settings import Loaded, UserError
+from model import GPT
+
+# Fixed by the weights: settings cannot change these.
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu")
+C = TypeVar("C")  # train.py's TrainConfig
+
+# ----------------------------------------------------------------------------- save
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
+
+    saver = Saver("out/gpt", keep=2, distributed=distributed, background=True)
+    saver.save(model, optimizer, scaler, settings, tokenizer, step=100, val_loss=3.2)
+    saver.wait()  # before the run ends
+    """
+
+    out_dir: str
+    keep: int  # the newest ones that stay, besides the best
+    distributed: DistInfo
+    background: bool = False  # write while the training goes on
+    best_loss: float = math.inf  # lowest validation loss so far
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+
+    def save(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        settings: Json,
+        tokenizer: Json,
+        *,
+        step: int,
+        val_loss: float | None,
+        **state: object,
+    ) -> None:
+        """Write a checkpoint; in the background, return when the tensors are copied.
+
+        Args:
+            settings: of the run, as plain values.
+            tokenizer: from the dataset's meta.json.
+            val_loss: None if this step was not evaluated.
+            state: more values for train_state.json.
+
+        Raises:
+            UserError: this checkpoint or the previous one could not be written.
+        """
+        self.wait()
+        distributed, random_state = self.distributed, {"cpu": torch.get_rng_state()}
+        if distributed.device.type == "cuda":
+            random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
+        rest: Json = {"scaler": scaler.state_dict(), "rng": distributed.gather(random_state)}
+        rest["optimizer"] = optimizer.state_dict()
+        contents: Json = {"optimizer": rest}
+        if distributed.world_size == 1 and not is_sharded(model):
+            contents["weights"] = model.state_dict()
+        else:
+            contents["shards"] = tensors(model, optimizer)
+            del rest["optimizer"]["state"]
+        if val_loss is not None:
+            self.best_loss = min(self.best_loss, val_loss)
+        config = asdict(model.config)
+        contents["settings"] = {"train": settings, "model": config, "tokenizer": tokenizer}
+        contents["state"] = {
+            "step": step,
+            "val_loss": val_loss,
+            "best_val_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "processes": distributed.world_size,
+            "job": distributed.job,  # after a restart by torchrun this checkpoint is resumed
+            "torch": torch.__version__,
+            **state,
+        }
+        if self.background:
+            contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
+            # A daemon: a failing run ends at once.
+            self._thread = threading.Thread(target=self._write, args=[contents], daemon=True)
+            self._thread.start()
+        else:
+            self._write(contents)
+            self.wait()
+
+    def _write(self, contents: Json) -> None:
+        try:
+            if (device := self.distributed.device).type == "cuda":
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            # A separate group: training uses `control` at the same time.
+            distributed = replace(self.distributed, control=self.distributed.disk)
+            store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
+        except BaseException as e:
+            self._failure = e
+
+    def wait(self) -> None:
+        """Wait for a checkpoint in the background. Raises UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._thread, self._failure = self._failure, None, None
+        if failure is not None:
+            raise failure
+
+
+def numbers(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The number that optimizer.state_dict() gives each parameter."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    number = {id(p): i for i, p in enumerate(params)}
+    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
+
+
+def tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and optimizer state, in one dict of plain tensors or DTensors (--parallel=fsdp).
+
+    {"model.<name>": weight, "optimizer.<name>.exp_avg": ..., ...}. Optimizer state that does not
+    exist yet is created as in AdamW's first step.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, p in model.state_dict(keep_vars=True).items():
+        flat[f"model.{name}"] = weight = p.detach()
+        if not (state := optimizer.state[p]):
+            device = p.device if optimizer.defaults["fused"] else "cpu"
+            state["step"] = torch.zeros((), device=device)
+            state |= {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return flat
+
+
+def gathered(model: GPT) -> GPT:
+    """An unsharded model, a copy if needed. All processes must call it."""
+    if model.ring is None and not is_sharded(model):
+        return model
+    alone = GPT(model.config, model.policy)
+    store.load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
+    return alone.to(model.transformer.wte.weight.device)
+
+
+# ----------------------------------------------------------------------------- resume
+
+
+def resumed(loaded: Loaded[C]) -> Loaded[C]:
+    """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
+    given: Any = loaded.settings
+    saved = store.load(store.latest(given.out_dir))
+    before: Any = saved.read("train", type(given))
+    changes = {name: getattr(given, name) for name in (*loaded.origins, "out_dir")}
+    # A run that started from other weights has their sizes, not those in its settings.
+    backend = {k: v for k, v in changes.items() if k == "attention_backend"}
+    model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
+    before = replace(before, **{name: getattr(model, name) for name in names})
+    if before.attention_hub_kernels and "attention_hub_kernels" not in changes:
+        # The checkpoint may come from somebody else: ask again before downloading code.
+        store.log.warning(f"--attention_hub_kernels=True of {saved.folder} is not resumed")
+        changes["attention_hub_kernels"] = False
+    if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
+        changes.setdefault("lr_decay_iters", before.max_iters)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        changes = {"parallel": "ddp", "context_parallel": 1} | changes
+    if changes.get("parallel") == "ddp":
+        changes.setdefault("shard_size", None)
+    if before.dtype == "auto":  # written by an older version
+        there = pick_device(changes.get("device", before.device))
+        changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
+    try:
+        merged = replace(before, **changes)
+    except ValueError as e:
+        raise UserError(f"{e} (resuming {saved.folder})") from e
+    decay_end = merged.lr_decay_iters
+    if merged.decay_lr and decay_end is not None and merged.max_iters > decay_end:
+        store.log.warning(
+            f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
+            f"{merged.max_iters - decay_end} steps train at the minimum learning rate"
+        )
+    origins = {f.name: str(saved.folder) for f in fields(given)} | loaded.origins
+    return Loaded(merged, origins)
+
+
+def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
+    """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
+    given: Any = loaded.settings
+    if (job := distributed.job) is None:
+        return loaded
+    found = store.folders(given.out_dir) if distributed.main else []
+    if not distributed.gather(bool(found) and store.load(found[-1]).state.get("job") == job)[0]:
+        return loaded
+    distributed.say("restarted by torchrun: resuming from the last checkpoint")
+    origins = {**loaded.origins, "init_from": "restart"}
+    return resumed(Loaded(replace(given, init_from="resume"), origins))
+
+
+def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
+    """Build the model on the CPU, with the weights of init_from unless it is "resume".
+
+    Raises:
+        UserError: the weights do not fit the given settings or the dataset (its meta.json).
+    """
+    config, V = loaded.settings, meta["vocab_size"]
+    resuming = config.init_from == "resume"
+    source = str(store.latest(config.out_dir)) if resuming else config.init_from
+    changes = {"dropout": config.dropout, "attention_backend": config.attention_backend}
+    if "attention_window" in loaded.origins:  # else the checkpoint's
+        changes["attention_window"] = config.attention_window
+    if resuming:
+        model = GPT(store.load(source).config(**changes), config.policy)
+    else:
+        model = init_model(source, config.policy, **changes)
+    tokenizer = store.tokenizer_meta(source)
+    if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
+        raise UserError(
+            f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
+            f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again"
+        )
+    for name in (*SHAPE, "vocab_size", *["block_size"] * resuming):
+        have, want = getattr(model.config, name), getattr(config, name)
+        if name == "n_kv_head":
+            have, want = model.config.kv_heads, want or model.config.n_head
+        if name in loaded.origins and want is not None and want != have:
+            raise UserError(
+                f"{source} has {name}={have}, which cannot be changed to {want} "
+                f"({loaded.origins[name]})"
+            )
+    try:
+        model.crop_block_size(config.block_size)
+    except ValueError as e:
+        raise UserError(f"{e} ({source})") from e
+    return model
+
+
+def restore(
+    saved: Checkpoint,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    seed: int,
+    distributed: DistInfo,
+) -> tuple[int, float]:
+    """Restore a checkpoint of any number of processes into plain parameters or DTensors.
+
+    Returns:
+        (step, lowest validation loss so far).
+
+    Raises:
+        UserError: on all processes, if one cannot read it or the model has other sizes.
+    """
+    rest: Json = {}
+
+    def read() -> None:
+        rest.update(saved.rest())
+        targets = tensors(model, optimizer)
+        if (shards := saved.folder / "shards").exists():
+            store.read_file(shards, lambda folder: _read_shards(folder, targets))
+            return
+        weights = saved.weights()
+        store.check_shapes(model.state_dict(), weights, str(saved.folder))
+        for name, number in numbers(model, optimizer).items():
+            _fill(targets[f"model.{name}"], weights[name])
+            # Empty before the first step.
+            for key, value in rest["optimizer"]["state"].get(number, {}).items():
+                _fill(targets[f"optimizer.{name}.{key}"], value)
+
+    store.together(distributed, read)
+    if scaler.is_enabled() and rest["scaler"]:
+        scaler.load_state_dict(rest["scaler"])
+    if len(rest["rng"]) == distributed.world_size:
+        mine = rest["rng"][distributed.rank]
+        torch.set_rng_state(mine["cpu"])
+        if "cuda" in mine and distributed.device.type == "cuda":
+            torch.cuda.set_rng_state(mine["cuda"], distributed.device)
+    else:  # another number of processes: same data, different dropout
+        torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
+    best = saved.state.get("best_val_loss")
+    return saved.step, math.inf if best is None else best
+
+
+def _read_shards(folder: Path, targets: dict[str, Tensor]) -> None:
+    from checkpoint import shards  # DCP takes most of a second to import
+
+    store.check_shapes(targets, shards.empty(folder), str(folder))
+    shards.read(folder, targets)
+
+
+def _fill(target: Any, source: Tensor) -> None:
+    """Copy a full tensor into `target`: for a DTensor, only its local part."""
+    if hasattr(target, "placements"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
+
+        shape, at = find(target.shape, target.device_mesh, target.placements)
+        source = source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+        target = target.to_local()
+    target.copy_(source)
