@@ -118,8 +118,7 @@ function manualAt(progress) {
   const pass = passes[k];
   const missing = k + 1 - progress * passes.length; // of this pass
   return {
-    text: `pass ${k + 1} of ${passes.length}: ${pass.name.replace("^T", "ᵀ")}, reads `
-      + `${pass.reads}, writes ${pass.writes}`,
+    text: `pass ${k + 1} of ${passes.length}: ${pass.name.replace("^T", "ᵀ")}`,
     read: Math.round(pass.read_so_far - missing * pass.read),
     written: Math.round(pass.written_so_far - missing * pass.written),
   };
