@@ -35,13 +35,10 @@ def mask(Tq, Tk, window, segments):
 CASES: list[tuple[int, int, int | None, list[int] | None]] = [
     (3, 3, None, None),
     (3, 5, None, None),
-    (1, 6, None, None),
     (5, 3, None, None),
     (4, 4, 2, None),
     (3, 6, 2, None),
-    (4, 4, 9, None),
     (4, 4, None, [0, 0, 1, 1]),
-    (2, 5, None, [3, 3, 3, 7, 7]),
     (4, 6, 3, [0, 0, 0, 0, 1, 1]),
 ]
 
@@ -60,11 +57,9 @@ def check(answer: ModuleType) -> None:
             "A query is in its window": truth(Tq, Tk, Tk - Tq, window and window + 1, segments),
             "A query sees itself": want.tril(Tk - Tq - 1),
         }
-        wrong = [tuple(at) for at in torch.nonzero(got != want).tolist()]
         why = next((f". {why}" for why, mask in mistakes.items() if mask.equal(got)), "")
-        assert not wrong, (
-            f"{given} is {bool(got[wrong[0]])} at {wrong[0]}, expected {bool(want[wrong[0]])}{why}"
-        )
+        wrong = torch.nonzero(got != want).tolist()
+        assert not wrong, f"{given} is wrong at {wrong[0]}{why}"
 
 
 def truth(Tq: int, Tk: int, offset: int, window: int | None, segments: Tensor | None) -> Tensor:
