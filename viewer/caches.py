@@ -1,7 +1,4 @@
-"""One decode step through each KV cache of inference/, shown for layer 0.
-
-The cells written are found by comparing the buffers before and after the step.
-"""
+"""One decode step through each KV cache of inference/, shown for layer 0."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ AnyStep = kv.DynamicStep | kv.StaticStep | kv.PagedStep
 
 @torch.no_grad()
 def caches(model: GPT, ids: list[int], pieces: list[bytes]) -> Caches:
-    """The same step with each cache; `pieces`: the bytes of each token id of the tokenizer."""
+    """The same step with each cache; `pieces`: the bytes of each token id."""
     predicted = len(ids) < model.config.block_size
     if predicted:
         ids = [*ids, int(last_logits(model, ids)[: len(pieces)].argmax())]

@@ -10,7 +10,7 @@ A tile of B_r queries and B_c keys needs on chip, for Q_i, K_j, V_j and O_i, S_i
     M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)
 
 bytes. Traffic is O(T^2 D^2 / M) (Dao et al. 2022, arXiv 2205.14135, Theorem 2). The roofline is
-max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman and Patterson 2009, CACM 52(4)).
+max(FLOPs / peak, bytes / bandwidth) (Williams et al. 2009, CACM 52(4)).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
 
 def find_gpu(text: str) -> str:
-    """The one GPU with this name or part of a name. Raises ValueError if there is none."""
+    """The one GPU with this name or part of a name. Raises ValueError."""
     wanted, names = text.lower().removeprefix("nvidia "), [gpu.short for gpu in RATED]
     found = [n for n in names if n.lower() == wanted] or [n for n in names if wanted in n.lower()]
     if len(found) != 1:
@@ -52,7 +52,7 @@ def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
 
 
 def visited(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """Keys read by all blocks of queries, and pairs of query and key computed, of one head."""
+    """Keys read and pairs computed by all blocks of queries, of one head."""
     keys = pairs = 0
     for first in range(0, T, B_r):
         stop = min(first + B_r, T)

@@ -94,8 +94,8 @@ def tile_walk(document: doc.Document, layer: int, head: int) -> list[str]:
     lines += wrap(
         f"{len(walked):,} of {len(tiles['steps']):,} tiles of {tiles['block_m']} queries by "
         f"{tiles['block_n']} keys are computed, each with {amount(tiles['fast_memory'])} on chip. "
-        "m: largest score of a row so far, l: sum of exp(s - m), rescale: factor of the old "
-        "output, from the smallest to the largest row. read: bytes so far, all heads."
+        "m: largest score so far, l: sum of exp(s - m), rescale: factor of the old output, each "
+        "from the smallest to the largest row. read: bytes so far."
     )
     if tiles["n_cols"] <= (WIDTH - 12) // 5:
         lines += ["", *grid(tiles["steps"], tiles["n_cols"], scores)]
@@ -108,7 +108,7 @@ def tile_walk(document: doc.Document, layer: int, head: int) -> list[str]:
             f"{amount(s['read_so_far']):>9}"
         )
     if len(walked) > STEPS:
-        lines += wrap(f"... and {len(walked) - STEPS} more lines; the HTML page has all of them.")
+        lines += wrap(f"... and {len(walked) - STEPS} more; the HTML page has all.")
     lines += ["", f"{'':10}{'read':>12}{'written':>12}"]
     for name, end in (("tiled", tiles["steps"][-1]), ("manual", tiles["manual"][-1])):
         read, written = amount(end["read_so_far"]), amount(end["written_so_far"])

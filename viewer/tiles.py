@@ -82,10 +82,7 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | Non
 
 
 def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
-    """All tiles, with the bytes that a fused kernel moves at each.
-
-    Query heads that share keys and values read them once. Segment ids are not counted.
-    """
+    """All tiles, with the bytes that a fused kernel moves at each, without segment ids."""
     D, H, Hkv, s = spec.head_dim, spec.n_head, spec.n_kv_head, size_of(spec)
     place = {(t.i, t.j): n for n, t in enumerate(trace)}
     cols = blocks(Tk, B_c)

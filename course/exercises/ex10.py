@@ -9,7 +9,6 @@ import torch
 
 from course.exercises.check import same, several
 
-NAMES = ("join", "backward_block")
 TASK = """Merge partial outputs, and the backward pass of one block
 
 1. join(O, L, O_new, L_new) returns (O, L) over two disjoint sets of keys.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attention.spec import visible
 
-NAMES = ("mask",)
 TASK = """The mask
 
 mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend to key j.
@@ -20,7 +19,6 @@ mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend
     segments   None, or (Tk,) integers, the document of each position: a query attends only to
                its own document.
 
-Do not use attention.visible(), the checker's reference.
 """
 START = '''import torch
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from course.exercises.check import same
 
-NAMES = ("attention",)
 TASK = """Attention by the formula, with masks and shared heads
 
 attention(q, k, v, seen) returns (Tq, H, D): the visible values of each query and head, weighted by

@@ -13,7 +13,6 @@ from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
 from course.exercises.check import same
 
-NAMES = ("forward",)
 TASK = """Attention tile by tile
 
 forward(load, store, rows, cols, offset) computes causal attention of one head, whose Q, K and V
@@ -26,9 +25,8 @@ are in main memory; fast memory holds one block of each.
                      block may be shorter
     offset           query i sees key j where j <= i + offset; offset = Tk - Tq
 
-For each block of Q, go through the blocks of K and V with m, l and O as in exercise 4. Load a block
-of Q once, and a block of K and V once for each block of Q that sees any of its keys. A query
-without a visible key returns zeros. Store each block of the output once.
+Go through the blocks with m, l and O as in exercise 4. Load a block of Q once, and a block of K and
+V once for each block of Q that sees any of its keys. A query without a visible key returns zeros.
 """
 START = '''import math
 

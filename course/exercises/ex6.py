@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from course.exercises.check import same, several
 
-NAMES = ("backward",)
 TASK = """Gradients without P
 
 backward(q, k, v, out, L, dout, block) returns (dq, dk, dv).

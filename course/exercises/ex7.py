@@ -15,11 +15,10 @@ from course.exercises.check import same
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
-NAMES = ("forward",)
 TASK = """The forward pass in Triton
 
-forward is a Triton kernel: one program computes one block of BLOCK_M queries of one head. Write the
-online softmax inside the loop, and the division after it.
+One program computes BLOCK_M queries of one head. Write the online softmax inside the loop, and the
+division after it.
 
     Q, O    pointers to (Tq, D) float32, contiguous
     K, V    pointers to (Tk, D) float32

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from course.exercises.check import same, several
 
-NAMES = ("attend",)
 TASK = """Rescale only when you must
 
 attend(S, V, block, threshold) returns (out, L, rescaled).
@@ -22,9 +21,9 @@ attend(S, V, block, threshold) returns (out, L, rescaled).
     threshold   how far m may stay below the maximum of a row, in units of log 2
 
 The starting file returns the right out (T, D) and L (T,), the log to base 2 of the sum of 2^S, but
-rescales every row at every block. As in FlashAttention-4, rescale only the rows whose maximum is
-more than the threshold above their m; the others keep their m. The first block sets m to its
-maximum and rescales nothing. `rescaled` counts the rescaled rows of all blocks.
+rescales every row at every block. Rescale only the rows whose maximum is more than the threshold
+above their m; the others keep their m. `rescaled` counts the rescaled rows; none in the first
+block.
 """
 START = """import torch
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from course.exercises.check import same
 
-NAMES = ("attend", "mfu")
 TASK = """Read from pages; compute MFU
 
 1. attend(q, k_pages, v_pages, page_table, length) returns out (D,): attention of one head for the
