@@ -212,10 +212,9 @@ def test_a_token_shows_where_it_looks(show, which, request):
         assert sum(weights.values()) == pytest.approx(1, abs=T / shown["maps"]["levels"])
 
 
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_each_head_is_painted_pixel_by_pixel(show, which, request):
+def test_each_head_is_painted_pixel_by_pixel(show, windowed):
     """Its colour is the root of its weight; what is not seen is left empty."""
-    shown = request.getfixturevalue(which)
+    shown = windowed
     about, T = shown["about"], len(shown["about"]["tokens"])
     found, labels, ramp = show(shown).evaluate("""[
       [...document.querySelectorAll("#thumbs button")].map(b => [b.getAttribute("aria-label"),
@@ -318,9 +317,8 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     assert read(look["scores"]) == pytest.approx(scores, abs=0.0051)
 
 
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
-    shown = request.getfixturevalue(which)
+def test_every_step_shows_the_numbers_of_the_trace(show, windowed):
+    shown = windowed
     head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
     assert numbers(page, "#counters") == [0, 0, 0, 0]
