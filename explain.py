@@ -4,30 +4,30 @@ python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
-Maps of every layer and head, FlashAttention tile by tile, a decode step through each KV cache, the
-cost on a GPU by length, and a ring of processes. Runs without a GPU.
+Maps of every head, FlashAttention's tiles, KV caches, cost on a GPU, and a ring of processes.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
 
-import attention
 import checkpoint
 import sample
 from core.runtime import describe, show_log
 from core.settings import UserError, check_fields, exit_on_user_error, read
+from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.caches import caches, refused
 from viewer.cost import costs
-from viewer.document import About, Document, Token, token_of
+from viewer.document import About, Document, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
 from viewer.ring import play
@@ -43,9 +43,9 @@ class ExplainConfig:
 
     # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
-    init_from: str = "resume"  # resume: the run in out_dir; gpt2[-...], a checkpoint, ckpt.pt
+    init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
     checkpoint: Literal["latest", "best"] = "latest"  # best: lowest validation loss
-    attention_backend: str = "auto"  # a name from python -m attention, or a file
+    attention_backend: str = "auto"  # a name or a file
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
     # --- text ---
@@ -57,28 +57,30 @@ class ExplainConfig:
     block_m: PositiveInt = 8  # queries in a tile
     block_n: PositiveInt = 8  # keys in a tile
     ring: PositiveInt = 4  # processes of the ring
-    fast_memory: PositiveInt = 192 << 10  # bytes on chip, as in an A100's SM
+    fast_memory: PositiveInt = 192 << 10  # bytes on chip
     gpu: str = "A100-SXM4-80GB"  # of the roofline
     # --- output ---
-    html: str | None = None  # page; none: explain.html in out_dir, or here with --init_from
-    text: bool = False  # print to the terminal instead
-    json: str | None = None  # write the numbers to this file
+    html: str | None = None  # none: explain.html in out_dir, or here with --init_from
+    text: bool = False  # print to the terminal
+    json: str | None = None  # file for the numbers
     # --- machine ---
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and computation
-    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.segments == "":
-            raise ValueError("segments must have at least one character or be none, got ''")
+            raise ValueError("segments must have at least one character, got ''")
 
 
-def load(config: ExplainConfig) -> tuple[GPT, Any]:
+def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     same = ("out_dir", "init_from", "checkpoint", "attention_backend", "attention_fallback",
             "dtype", "device")  # fmt: skip
-    asked = sample.SampleConfig(kv_cache="none", **{name: getattr(config, name) for name in same})
+    settings = sample.SampleConfig(
+        kv_cache="none", **{name: getattr(config, name) for name in same}
+    )
     window = {} if config.window is None else {"attention_window": config.window}
-    model, tokenizer = sample.load(asked, **window)
+    model, tokenizer = sample.load(settings, **window)
     c = model.config
     for name, got, n in (("layer", config.layer, c.n_layer), ("head", config.head, c.n_head)):
         if not 0 <= got < n:
@@ -94,45 +96,39 @@ class Prompt:
     notes: list[str]
 
 
-def prompt_of(config: ExplainConfig, tokenizer: Any, block_size: int) -> Prompt:
+def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
     """The first tokens of the prompt. Raises UserError if it is empty or too long."""
     given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0].text  # FILE: is read
     parts = [given] if config.segments is None else given.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]
-    segments = [n for n, part in enumerate(encoded) for _ in part]
-    if not ids:
-        raise UserError("--prompt: the prompt is empty")
-    if len(ids) > block_size:
-        raise UserError(f"--prompt: {len(ids)} tokens, at most {block_size} (block_size)")
-    if block_size < 2:
-        raise UserError("block_size must be at least 2, this model has 1")
+    segments = [n for n, part in enumerate(encoded) for _ in part][:MOST_TOKENS]
+    if not 0 < len(ids) <= block_size or block_size < 2:
+        raise UserError(
+            f"--prompt: expected 1 to {block_size} tokens (block_size, at least 2), got {len(ids)}"
+        )
     notes = []
     if len(ids) > MOST_TOKENS:
         notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
-    if config.segments is None:
-        return Prompt(given, ids[:MOST_TOKENS], None, notes)
-    notes.append("A document's border skips no tile. The caches read the documents as one text.")
-    return Prompt(given, ids[:MOST_TOKENS], segments[:MOST_TOKENS], notes)
+    if config.segments is not None:
+        notes.append("Documents do not change the skipped tiles. The caches read them as one text.")
+    return Prompt(given, ids[:MOST_TOKENS], segments if config.segments else None, notes)
 
 
-def explain(model: GPT, tokenizer: Any, config: ExplainConfig, source: str) -> Document:
-    """Compute the document; `source` names the weights."""
+def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
+    """Compute the document; `source` names the weights. Raises ValueError or UserError."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
-    shown = [token_of(id_, pieces) for id_ in prompt.ids]
-    try:  # BackendUnavailable is a ValueError
-        calls = forward(model, prompt)
-        return {
-            "about": about(model, config, prompt, shown, source),
-            "maps": maps(calls),
-            "tiles": tiles(calls[config.layer], config.block_m, config.block_n, config.layer),
-            "ring": play(calls[config.layer], config.ring, config.layer, config.head),
-            "caches": caches(model, prompt.ids, pieces),
-            "costs": costs(calls[0].spec, config.gpu, config.fast_memory),
-        }
-    except ValueError as e:
-        raise UserError(str(e)) from e
+    calls = forward(model, prompt)
+    shown = calls[config.layer]
+    return {
+        "about": about(model, config, prompt, pieces, source),
+        "maps": maps(calls),
+        "tiles": tiles(shown, config.block_m, config.block_n, config.layer),
+        "ring": play(shown, config.ring, config.layer, config.head),
+        "caches": caches(model, prompt.ids, pieces),
+        "costs": costs(shown.spec, config.gpu, config.fast_memory),
+    }
 
 
 @torch.no_grad()
@@ -152,12 +148,11 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
     return calls
 
 
-@torch.no_grad()
 def about(
-    model: GPT, config: ExplainConfig, prompt: Prompt, shown: list[Token], source: str
+    model: GPT, config: ExplainConfig, prompt: Prompt, pieces: list[bytes], source: str
 ) -> About:
     c = model.config
-    chosen, spec = model.attention(prompt.segments is not None, (1, len(shown)))
+    chosen, spec = model.attention(prompt.segments is not None, (1, len(prompt.ids)))
     return {
         "source": source,
         "n_layer": c.n_layer,
@@ -171,7 +166,7 @@ def about(
         "announced": chosen.info(),
         "refused": refused(chosen),
         "prompt": prompt.text,
-        "tokens": shown,
+        "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
         "segments": prompt.segments,
         "window": spec.window,
         "layer": config.layer,
@@ -195,14 +190,14 @@ def main(argv: list[str]) -> int:
     config = read(ExplainConfig, argv, aliases=aliases).settings
     try:
         model, tokenizer = load(config)
-    except attention.BackendUnavailable as e:
+        document = explain(model, tokenizer, config, source_of(config))
+    except ValueError as e:  # BackendUnavailable too
         raise UserError(str(e)) from e
-    document = explain(model, tokenizer, config, source_of(config))
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))
     if config.text:
-        if hasattr(sys.stdout, "reconfigure"):  # "?" for characters that the terminal lacks
-            sys.stdout.reconfigure(errors="replace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal lacks
         print(as_text(document))
         return 0
     folder = Path(config.out_dir if config.init_from == "resume" else ".")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 Numbers = Sequence[float]
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table whose columns are aligned in a terminal too."""
     cells = [list(titles), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[n]) for row in cells) for n in range(len(titles))]

@@ -42,34 +42,22 @@ NUMBERS = range(1, COUNT + 1)
 MISTAKES = [
     (1, " / math.sqrt(len(q))", ""),
     (1, "torch.exp(s - s.max())", "torch.exp(s)"),
-    (1, "@ V", "@ K"),
     (2, "+ Tk - Tq", ""),
     (2, "j > i - window", "j >= i - window"),
-    (2, "seen = j <= i", "seen = j < i"),
     (2, "segments[i.clamp(min=0)]", "segments[:Tq, None]"),
-    (3, " / math.sqrt(D)", ""),
     (3, ".masked_fill(~seen, 0.0)", ""),
-    (
-        3,
-        "k, v = (t.repeat_interleave(H // k.shape[1], dim=1)",
-        "k, v = (t.repeat(1, H // k.shape[1], 1)",
-    ),
+    (3, "t.repeat_interleave(H // k.shape[1], dim=1)", "t.repeat(1, H // k.shape[1], 1)"),
     (3, "probs, v)", "probs.detach(), v)"),
     (4, "torch.maximum(m, S.amax(dim=1, keepdim=True))", "S.amax(dim=1, keepdim=True)"),
     (4, "rescale * l", "l"),
-    (4, "rescale * O", "O"),
     (5, "J.start > I.stop - 1 + offset", "False"),
     (5, ".masked_fill(l == 0, 1)", ""),
     (5, "[:, None] + offset", "[:, None]"),
-    (5, 'K_j, V_j = load("K", j)', 'Q_i = load("Q", i)\n            K_j, V_j = load("K", j)'),
     (6, " - D_i", ""),
     (6, "tau * (dS @ k[J])", "dS @ k[J]"),
-    (6, "dq +=", "dq ="),
     (6, "i + Tk - Tq", "i"),
-    (7, " / l_i[:, None]", ""),
     (7, "tl.exp2", "tl.exp"),
     (7, "rescale[:, None] * O_i", "O_i"),
-    (7, "m_i + tl.log2(l_i)", "m_i"),
     (7, ", mask=j[:, None] < Tk, other=0.0", ""),
     (7, "O_i / l_i[:, None], mask=i[:, None] < Tq", "O_i / l_i[:, None]"),
     (8, "top > m + threshold", "top > m"),
@@ -78,12 +66,9 @@ MISTAKES = [
     (9, "page_table[j // page_size].long()", "j // page_size"),
     (9, "torch.arange(length)", "torch.arange(-(-length // page_size) * page_size)"),
     (9, 'peaks["dense"]', 'peaks["sparse"]'),
-    (9, "parameters - positions", "parameters"),
     (10, "share * O + share_new * O_new", "(O + O_new) / 2"),
-    (10, ".nan_to_num()", ""),
     (10, "torch.logaddexp(L, L_new)", "torch.log(torch.exp(L) + torch.exp(L_new))"),
     (10, "S - L[:, None]", "S - S.logsumexp(1, keepdim=True)"),
-    (10, "i + offset", "i"),
 ]
 
 
@@ -230,23 +215,16 @@ def test_build_writes_what_the_marks_say(course, capsys) -> None:
 def test_check_names_what_is_out_of_date_and_writes_nothing(course, capsys) -> None:
     build.main([])
     text = course.read_text(encoding="utf-8")
-    source = course.parents[1] / "sample.py"
-    source.write_text(SOURCE.replace("c = 2", "c = 3"), encoding="utf-8")
-    capsys.readouterr()
+    sample = course.parents[1] / "sample.py"
+    sample.write_text(SOURCE.replace("c = 2", "c = 3"), encoding="utf-8")
     assert build.main(["--check"]) == 1
-    out = capsys.readouterr().out
-    assert '1_page.md: is out of date: <!-- code: sample.py ask from "b = 1"' in out
-    assert "figure" not in out
+    assert '<!-- code: sample.py ask from "b = 1"' in capsys.readouterr().out
     assert course.read_text(encoding="utf-8") == text
-    source.write_text(SOURCE, encoding="utf-8")
-    assert build.main(["--check"]) == 0
-    course.write_text(text.replace("| 2 | 4  |", "| 2 | 5  |"), encoding="utf-8")
-    assert build.main(["--check"]) == 1
-    assert "is out of date: <!-- figure: squares --n=3 -->" in capsys.readouterr().out
-    course.write_text(text.replace("| 2 | 4  |", "| 2 | 4   |"), encoding="utf-8")
-    assert build.main(["--check"]) == 1  # to the letter
-    course.write_text(text.replace("| 2 | 4  |\n", "| 2 | 4  |\n\n"), encoding="utf-8")
-    assert build.main(["--check"]) == 1  # and to the line break
+    sample.write_text(SOURCE, encoding="utf-8")
+    for wrong in ("| 2 | 5  |", "| 2 | 4   |", "| 2 | 4  |\n"):  # to the letter
+        course.write_text(text.replace("| 2 | 4  |", wrong), encoding="utf-8")
+        assert build.main(["--check"]) == 1
+        assert "<!-- figure: squares --n=3 -->" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -261,25 +239,15 @@ def test_functions_methods_and_constants_are_found(name, lines) -> None:
     assert source.source(SOURCE, name) == lines
 
 
-@pytest.mark.parametrize(
-    "old, new, complaint",
-    [
-        ("sample.py ask", "other.py ask", "file not found: other.py"),
-        ("sample.py ask", "docs ask", "file not found: docs"),
-        ("sample.py ask", "sample.py Box.tell", "Box.tell not found"),
-        ("b = 1", "d = 1", "no line there holds 'd = 1'"),
-        ('to "return"', 'to "LIMIT"', "no line from there on holds 'LIMIT'"),
-        (' to "return"', "", "expected: FILE NAME"),
-        ("squares", "cubes", "no figure 'cubes'"),
-        ("--n=3", "--m=3", "squares takes --n=2; got --m=3"),
-        ("<!-- end -->\nbetween", "between", "no <!-- end -->"),
-        ("old\n<!-- end -->\n", "", "no <!-- end -->"),
-    ],
-)
-def test_a_mark_that_names_nothing_is_an_error(course, old, new, complaint) -> None:
-    assert old in PAGE
+@pytest.mark.parametrize("old, new, named", [
+    ("sample.py ask", "other.py ask", "other.py"), (".py ask", ".py Box.tell", "Box.tell"),
+    ("b = 1", "d = 1", "'d = 1'"), ('to "return"', 'to "LIMIT"', "'LIMIT'"),
+    ("squares", "cubes", "'cubes'"), ("--n=3", "--m=3", "got --m=3"),
+    ("<!-- end -->\nbetween", "between", "<!-- end -->"), ("old\n<!-- end -->", "", "<!-- end -->"),
+])  # fmt: skip
+def test_a_mark_that_names_nothing_is_an_error(course, old, new, named) -> None:
     course.write_text(PAGE.replace(old, new), encoding="utf-8")
-    with pytest.raises(UserError, match=re.escape(complaint)) as caught:
+    with pytest.raises(UserError, match=named) as caught:
         build.main(["--check"])
     assert "1_page.md" in str(caught.value)
 
@@ -328,18 +296,16 @@ def test_a_mask_is_drawn_as_visible_has_it(words) -> None:
 
 
 def test_memory_is_four_times_as_large_at_twice_the_length() -> None:
-    rows = cells(figures.draw(["memory", "--T=(256, 512)"]))
-    (_, _, P, manual, tiled), (_, _, P2, manual2, tiled2) = (
-        [float(cell.split()[0]) for cell in row] for row in rows
+    small, large = cells(figures.draw(["memory", "--T=(256, 512)"]))
+    (P, manual, _), (P2, manual2, tiled2) = (
+        [float(cell.split()[0]) for cell in row[2:]] for row in (small, large)
     )
-    assert round(512**2 * 4 / 1e6, 2) == P2 and 3.9 < P2 / P < 4.1
-    assert manual > P and 3 < manual2 / manual < 4
-    assert 1.9 < tiled2 / tiled < 2.1
+    assert round(512**2 * 4 / 1e6, 2) == P2 and 3.9 < P2 / P < 4.1 and 3 < manual2 / manual < 4
     assert round((4 * 512 * 64 + 512) * 4 / 1e6, 2) == tiled2  # Q, K, V, O and L, nothing else
 
 
-@pytest.mark.parametrize("block", [1, 2, 3])
-@pytest.mark.parametrize("scores", [(1, 3, 2, 5, 4, 0), (3, 2, 1), (1000, 1001, 999), (7,)])
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("scores", [(1, 3, 2, 5, 4, 0), (1000, 1001, 999)])
 def test_online_ends_at_softmax(scores, block) -> None:
     text = figures.draw(["online", f"--scores={scores}", f"--block={block}"])
     s = torch.tensor(scores, dtype=torch.float64)
@@ -385,47 +351,23 @@ def test_traffic_halves_with_twice_the_tile() -> None:
     assert [row[2] for row in rows[1:]] == ["528", "136", "36"]
 
 
-@pytest.mark.parametrize("T", [64, 200, 256])
+@pytest.mark.parametrize("T", [64, 200])
 def test_the_operations_are_counted_in_the_tiles_that_are_visited(T) -> None:
     manual, tiled = cells(figures.draw(["backward_flops", f"--T={T}", "--D=16"]))
     assert manual == ["manual", "all", "4", "8"]
     blocks = [(t, min(t + 64, T)) for t in range(0, T, 64)]
-    sizes = [[(b - a) * (d - c) for c, d in blocks if c <= b - 1] for a, b in blocks]
-    share = sum(map(sum, sizes)) / T**2
-    visited = sum(map(len, sizes))
-    of = f"{visited} of {len(blocks) ** 2}"
+    sizes = [(b - a) * (d - c) for a, b in blocks for c, d in blocks if c <= b - 1]
+    share = sum(sizes) / T**2
+    of = f"{len(sizes)} of {len(blocks) ** 2}"
     assert tiled == ["tiled", of, f"{4 * share:.3g}", f"{10 * share:.3g}"]
 
 
-def test_lazy_rescaling_counts_rows_of_all_scores() -> None:
-    """Again from the whole matrix of scores, row by row."""
-    T, D, threshold = 320, 8, 0.5
-    words = ["lazy_rescaling", f"--T={T}", f"--D={D}", f"--threshold={threshold}"]
-    for spread, visits, grew, past in cells(figures.draw(words)):
-        draw = torch.Generator().manual_seed(int(spread))
-        q, k, _ = (torch.randn(1, T, 1, D, generator=draw)[0, :, 0] for _ in range(3))
-        S = int(spread) * q @ k.T / math.sqrt(D) / math.log(2)
-        seen = eager = lazy = 0
-        for i in range(T):
-            maxima = [S[i, j : min(j + 64, i + 1)].max() for j in range(0, i // 64 * 64 + 1, 64)]
-            # A row of a block is visited up to the last tile that any row of the block sees.
-            m = top = maxima[0]
-            for new in maxima[1:]:
-                seen += 1
-                eager += int(new > top)
-                top = max(top, new)
-                if top - m > threshold:
-                    lazy, m = lazy + 1, top
-        assert (visits, grew, past) == (
-            f"{seen:,}", f"{eager:,} ({eager / seen:.1%})", f"{lazy:,} ({lazy / seen:.1%})"
-        )  # fmt: skip
-
-
-def test_the_bytes_of_a_token() -> None:
-    for row in cells(figures.draw(["cache_bytes"])):
-        n_layer, Hkv, D = map(int, row[1:4])
-        assert int(row[4].replace(",", "")) == 2 * n_layer * Hkv * D * 2
-        assert row[5] == f"{1024 * 2 * n_layer * Hkv * D * 2 / 1e6:.1f}"
+def test_lazy_rescaling_without_a_threshold_is_eager() -> None:
+    words = ["lazy_rescaling", "--T=320", "--D=8"]
+    for _, _, grew, past in cells(figures.draw([*words, "--threshold=0.0"])):
+        assert grew == past
+    for _, _, grew, past in cells(figures.draw([*words, "--threshold=8.0"])):
+        assert int(past.split()[0]) < int(grew.split()[0])
 
 
 @pytest.mark.parametrize("lengths, size", [((30, 100, 500, 1000), 16), ((7, 65), 64), ((3,), 1)])
@@ -445,33 +387,16 @@ def test_places_of_three_caches(lengths, size) -> None:
 
 def test_mfu_of_the_record_is_what_the_record_says() -> None:
     content = json.loads((ROOT / fused.TRAINING / "record.json").read_text(encoding="utf-8"))
-    text = figures.draw(["mfu_of_a_record"])
-    numbers = [int(n.replace(",", "")) for n in re.findall(r"^[N61p].*?\s([\d,]{6,})", text, re.M)]
-    N, weights, attention, peak = numbers
-    assert weights == 6 * N and peak == round(content["machine"]["peak_tflops"] * 1e12)
-    assert weights + attention == content["flops_per_token"]["mfu"]
     rows = {r["backend"]: r for r in content["rows"] if r["mode"] == "train"}
-    shown = cells(text)
+    shown = cells(figures.draw(["mfu_of_a_record"]))
     assert {row[0] for row in shown} == set(fused.SHOWN)
-    for name, rate, ms, quartiles, mfu, causal, memory in shown:
+    for name, rate, _, _, mfu, causal, _ in shown:
         row = rows[name]
         assert (mfu, causal) == (f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}")
-        assert rate == f"{row['tokens_per_s']:,.0f}" and ms == f"{row['ms']:.0f}"
-        assert quartiles == f"{row['q1_ms']:.0f} to {row['q3_ms']:.0f}"
-        assert memory == f"{row['memory_bytes'] / 1e6:.0f}"
+        assert rate == f"{row['tokens_per_s']:,.0f}"
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 8])
-def test_the_rounds_are_those_of_a_ring_that_runs(N) -> None:
-    ring, _ = played(call_of(4 * N, 1, 1, 2), N)
-    rows = cells(figures.draw(["ring_rounds", f"--N={N}"]))
-    for (name, own, *held), process in zip(rows, ring, strict=True):
-        pairs = [" and ".join(map(str, process.chunks(home))) for home in process.homes]
-        assert name == str(process.rank)
-        assert [own, *held] == [pairs[0], *pairs]
-
-
-@pytest.mark.parametrize("N, window", [(2, None), (4, None), (3, 5), (4, 100)])
+@pytest.mark.parametrize("N, window", [(4, None), (3, 5)])
 def test_the_work_is_counted_pair_by_pair(N, window) -> None:
     T = 8 * N
     rows = cells(figures.draw(["ring_work", f"--N={N}", f"--T={T}", f"--window={window}"]))
@@ -492,12 +417,9 @@ def test_the_work_is_counted_pair_by_pair(N, window) -> None:
             want = [n / total for n in (*row, sum(row))]
             got = [float(cell.rstrip("%")) / 100 for cell in told[str(r)]]
             assert got == pytest.approx(want, abs=6e-4)
-    if window is None:
-        shares = [row[-1] for row in rows if row[0] == "zigzag"]
-        assert len(set(shares)) == 1, "zigzag is even"
 
 
-@pytest.mark.parametrize("H, Hkv, D", [(32, 8, 128), (4, 4, 16)])
+@pytest.mark.parametrize("H, Hkv, D", [(32, 8, 128)])
 def test_a_step_takes_what_its_bytes_and_pairs_take(H, Hkv, D) -> None:
     """Against the bytes that a ring sends and the pairs that it computes."""
     words = [f"--H={H}", f"--Hkv={Hkv}", f"--D={D}", "--itemsize=4", "--links=(2, 400)"]
@@ -568,6 +490,6 @@ def test_the_command(capsys, tmp_path) -> None:
     assert len(capsys.readouterr().out.splitlines()) == COUNT
     wrong = written(tmp_path, "def mask(Tq, Tk, window, segments): ...")
     assert command_line.main(["2", str(wrong)]) == 1
-    for words in (["0"], ["11"], ["2", str(tmp_path / "none.py")], ["2", str(wrong), "--start"]):
+    for words in (["0"], ["11"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)

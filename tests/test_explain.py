@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -23,19 +22,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import explain
-import viewer.caches
 import viewer.ring
 import viewer.tiles
-from attention import Policy, Resolution, Spec, manual, visible
+from attention import Policy, Spec, manual, visible
 from attention.tiled import forward_tiles
 from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, forward, prompt_of
 from inference.cache import PagedStep, StaticStep
 from model import GPT, GPTConfig
-from viewer.cost import costs, fast_memory, find_gpu, manual_steps, tile_sizes, tiled_bytes, visited
+from viewer.cost import costs, fast_memory, find_gpu, manual_steps, tiled_bytes, visited
 from viewer.document import Document, pack, token_of, unpack
-from viewer.maps import Call, watched, weights
+from viewer.maps import Call, maps, watched, weights
 from viewer.text import amount, duration, render, scaled
 
 PROMPT = "to be or not to be that is it"
@@ -44,13 +42,11 @@ TOKENIZER = CharTokenizer([chr(c) for c in range(ord(" "), ord("~") + 1)])
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"attention_window": 6},
-    "segments": {"segments": "|", "prompt": "to be|or not to be|that"},
     "gqa-window-segments": {
         "attention_window": 5, "n_kv_head": 2, "segments": "|", "prompt": "to be|or not to be|it",
     },
     "one token": {"prompt": "a"},
-    "full": {"prompt": (PROMPT * 3)[:48]},
+    "full": {"prompt": (PROMPT * 3)[:48], "attention_window": 6},
     "bfloat16": {"dtype": "bfloat16", "n_kv_head": 1},
 }  # fmt: skip
 
@@ -111,24 +107,10 @@ def softmax_by_hand(call: Call) -> Tensor:
     return torch.softmax(scores.masked_fill(~sees(call), -torch.inf), dim=-1)
 
 
-def stand_in(model: GPT, monkeypatch: pytest.MonkeyPatch,
-             spoil: Callable[[int, Tensor], Tensor]) -> None:  # fmt: skip
-    """The model runs on manual, but for what `spoil` makes of layer n's output."""
-    calls = []
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(1)
-        return spoil((len(calls) - 1) % model.config.n_layer, manual.attend(*args, **kwargs))
-
-    broken = Resolution("broken", replace(manual.BACKEND, name="broken", attend=attend))
-    real = model.attention
-
-    def chosen(segments: bool = False, shape: Any = None, cache: str = "none",
-               *rest: Any) -> tuple[Resolution, Spec]:  # fmt: skip
-        resolution, spec = real(segments, shape, cache, *rest)
-        return (broken if cache == "none" else resolution), spec
-
-    monkeypatch.setattr(model, "attention", chosen)
+def by_hand(call: Call) -> Tensor:
+    """The output (T, H, D) float64, straight from the formula."""
+    v = call.v[0].double().repeat_interleave(call.q.shape[2] // call.v.shape[2], dim=1)
+    return torch.einsum("hij,jhd->ihd", softmax_by_hand(call), v)
 
 
 # --- the q, k and v of the model, and its maps ---
@@ -136,29 +118,21 @@ def stand_in(model: GPT, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_was_caught_is_what_the_model_computed(shape):
-    model, config = made(shape)
+    (model, config), calls = made(shape), calls_of(shape)
     prompt = prompt_of(config, TOKENIZER, 48)
-    calls = calls_of(shape)
-    assert len(calls) == model.config.n_layer
-    idx = torch.tensor([prompt.ids])
-    seg = None if prompt.segments is None else torch.tensor([prompt.segments]).int()
-    for call in calls:
-        assert call.spec.window == model.config.attention_window
-        assert (call.segments is None) == (seg is None) == ("segments" not in shape)
-        assert seg is None or torch.equal(call.segments, seg)
-    block = model.transformer.h[0]
+    idx, block = torch.tensor([prompt.ids]), model.transformer.h[0]
+    assert len(calls) == 2 and all(
+        call.spec.window == model.config.attention_window for call in calls
+    )
     with torch.no_grad():
         x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(idx.shape[1]))
-        q, k, v = block.attn.c_attn(block.ln_1(x)).split(
-            [block.attn.q_size, *[block.attn.kv_size] * 2], dim=2
-        )
-        for caught, own in zip((calls[0].q, calls[0].k, calls[0].v), (q, k, v), strict=True):
-            assert torch.equal(caught.flatten(2), own)
-        before = model.hidden(idx, seg)
+        qkv = block.attn.c_attn(block.ln_1(x))
+        caught = [t.flatten(2) for t in (calls[0].q, calls[0].k, calls[0].v)]
+        assert torch.equal(torch.cat(caught, dim=2), qkv)
+        before = model.hidden(idx)
         with watched(model) as again:
-            assert torch.equal(model.hidden(idx, seg), before)
-        assert len(again) == 2
-        model.hidden(idx, seg)  # nobody listens any more
+            assert torch.equal(model.hidden(idx), before)
+        model.hidden(idx)  # no longer watched
     assert len(again) == 2
 
 
@@ -177,11 +151,6 @@ def test_maps_are_the_softmax_of_the_models_own_q_and_k(shape):
         torch.testing.assert_close(P, softmax_by_hand(call), rtol=0, atol=rounding + 2e-6)
         assert (P.sum(dim=-1) - 1).abs().max() <= T * rounding + 1e-6
         assert not P[:, ~sees(call)].any()
-        # Where the kernel's output comes from: P V is what the model went on with.
-        v = call.v[0].double().repeat_interleave(4 // call.v.shape[2], dim=1)
-        out = torch.einsum("hij,jhd->ihd", P, v)
-        tolerance = 0.03 if call.q.dtype == torch.bfloat16 else 2e-3
-        torch.testing.assert_close(out, call.out[0].double(), rtol=0, atol=tolerance)
     if T > 8:  # the heads look somewhere: a wrong mask would be seen
         assert weights(calls[0]).amax(dim=-1).median() > 0.3
         i = torch.arange(T)
@@ -190,48 +159,36 @@ def test_maps_are_the_softmax_of_the_models_own_q_and_k(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_backend_agrees(shape):
-    for layer in document(shape)["maps"]["layers"]:
-        assert layer["agrees"] and 0 <= layer["error"] <= layer["allowed"]
-        assert layer["error"] == max(layer["heads"]) and len(layer["heads"]) == 4
     assert document(shape)["about"]["backend"] == "sdpa"
     for layer, call in zip(document(shape)["maps"]["layers"], calls_of(shape), strict=True):
-        v = call.v[0].double().repeat_interleave(4 // call.v.shape[2], dim=1)
-        exact = torch.einsum("hij,jhd->ihd", softmax_by_hand(call), v)
-        largest = float(exact.abs().max())
-        assert layer["allowed"] < (0.1 if shape == "bfloat16" else 2e-5) * largest
+        exact = by_hand(call)
+        assert layer["agrees"] and layer["error"] == max(layer["heads"]) <= layer["allowed"]
+        assert layer["allowed"] < (0.1 if shape == "bfloat16" else 2e-5) * float(exact.abs().max())
         heads = (call.out[0] - exact).abs().amax(dim=(0, 2))
         assert layer["heads"] == pytest.approx(heads.tolist(), rel=1e-6, abs=1e-14)
 
 
-def test_an_output_that_is_off_does_not_agree(monkeypatch):
+def test_an_output_that_is_off_does_not_agree():
     """One number, of one head of the second layer, off by a thousandth."""
-    model, config = tiny(), made("plain")[1]
-
-    def spoil(layer: int, out: Tensor) -> Tensor:
-        if layer == 1:
-            out = out.clone()
-            out[0, 7, 2, 3] += 1e-3
-        return out
-
-    stand_in(model, monkeypatch, spoil)
-    found = explained(model, config)
-    first, second = found["maps"]["layers"]
-    assert first["agrees"] and not second["agrees"]
-    assert second["error"] == pytest.approx(1e-3, rel=0.01)
-    assert [e > 1e-4 for e in second["heads"]] == [False, False, True, False]
-    assert found["about"]["backend"] == "broken"
-    assert "NOT" in render(found) and "NOT" not in render(document("plain"))
+    first, second = calls_of("plain")
+    wrong = second.out.clone()
+    wrong[0, 7, 2, 3] += 1e-3
+    good, bad = maps([first, replace(second, out=wrong)])["layers"]
+    assert good["agrees"] and not bad["agrees"]
+    assert bad["error"] == pytest.approx(1e-3, rel=0.01)
+    assert [e > 1e-4 for e in bad["heads"]] == [False, False, True, False]
+    found = json.loads(json.dumps(document("plain")))
+    assert "NOT" not in render(found)
+    found["maps"]["layers"][1]["agrees"] = False
+    assert "NOT agree in layer 1" in render(found)
 
 
-def test_an_output_that_is_no_number_is_refused(monkeypatch):
-    model, config = tiny(), made("plain")[1]
-    stand_in(model, monkeypatch, lambda layer, out: out / (layer != 1))
-    with pytest.raises(UserError, match="layer 1"):
-        explained(model, config)
-    model = tiny()
-    torch.nn.init.constant_(model.transformer.h[1].mlp.c_proj.bias, torch.inf)
-    with pytest.raises(UserError):
-        explained(model, config)
+def test_an_output_that_is_no_number_is_refused():
+    for place, named in (("attn.c_attn", "layer 1"), ("mlp.c_proj", "last layer")):
+        model = tiny()
+        torch.nn.init.constant_(model.transformer.h[1].get_submodule(place).bias, torch.inf)
+        with pytest.raises(UserError, match=named):
+            explained(model, made("plain")[1])
 
 
 # --- bytes, FLOPs, roofline ---
@@ -254,14 +211,13 @@ def moved(
     return sum(step["read"] for step in found), sum(step["written"] for step in found)
 
 
-TILES = [(1, 1), (4, 4), (5, 3), (3, 8), (16, 7), (64, 64)]
+TILES = [(1, 1), (5, 3), (3, 8), (64, 64)]
 
 
-@pytest.mark.parametrize("T", [1, 7, 16, 33])
-@pytest.mark.parametrize("heads, D, dtype", [
-    ((2, 2), 4, "float32"), ((4, 2), 16, "float16"), ((3, 1), 8, "float64")])  # fmt: skip
+@pytest.mark.parametrize("T", [1, 16, 33])
+@pytest.mark.parametrize("heads, D, dtype", [((4, 2), 16, "float16"), ((3, 1), 8, "float64")])
 def test_bytes_of_the_trace_are_the_closed_formula(T, heads, D, dtype):
-    for window, (B_r, B_c) in product((None, 1, 6, 11, 100), TILES):
+    for window, (B_r, B_c) in product((None, 1, 6, 100), TILES):
         spec = Spec(*heads, D, dtype, window=window)
         trace = trace_of(spec, T, B_r, B_c)
         assert moved(trace, spec, T, B_r, B_c) == tiled_bytes(spec, T, B_r, B_c)
@@ -292,37 +248,6 @@ def test_bytes_of_manual_are_those_of_its_operators(dtype, T, D):
     with Bytes() as counted:
         manual.attend(q, q, q, spec)
     assert counted.moved == [(s["read"], s["written"]) for s in manual_steps(spec, T)]
-    total = manual_steps(spec, T)[-1]
-    assert (total["read_so_far"], total["written_so_far"]) == tuple(
-        sum(column) for column in zip(*counted.moved, strict=True)
-    )
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_fast_memory_is_that_of_the_tensors_of_a_tile(heads, dtype):
-    spec, (B_r, B_c) = Spec(*heads, 16, dtype), (8, 5)
-    tile = trace_of(spec, 40, B_r, B_c)[8]
-    s = torch.finfo(getattr(torch, dtype)).bits // 8
-    on_chip = sum(t.nbytes for t in (tile.S, tile.O, tile.m, tile.l))
-    on_chip += s * 16 * (heads[0] * B_r + 2 * heads[1] * B_c)
-    assert on_chip == heads[1] * fast_memory(spec, B_r, B_c)  # of all key/value heads together
-
-
-def test_traffic_falls_as_1_over_fast_memory():
-    """Theorem 2 of the FlashAttention paper: O(T^2 D^2 / M). Counted by the trace."""
-    T, D = 256, 8
-    spec = Spec(1, 1, D, "float16")
-    found = []
-    for B_r, B_c in tile_sizes(spec, T):
-        if 4 <= B_r <= T // 8:
-            trace = trace_of(spec, T, B_r, B_c)
-            found.append((fast_memory(spec, B_r, B_c), moved(trace, spec, T, B_r, B_c)[0]))
-    memory, read = zip(*found, strict=True)
-    assert len(found) == 4 and list(memory) == sorted(memory) and list(read) == sorted(read)[::-1]
-    constants = [M * r / (T * T * D * D) for M, r in found]
-    assert max(constants) < 2 * min(constants)
-    assert memory[-1] > 7 * memory[0] and read[0] > 6 * read[-1]
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -340,19 +265,16 @@ def test_flops_are_those_that_torch_counts(window):
 
 def test_the_roofline():
     spec = Spec(12, 12, 64, "float32")
-    found = costs(spec, "A100-SXM4-80GB", 192 * 1024)
-    half = replace(spec, dtype="bfloat16")
+    found, half = costs(spec, "A100-SXM4-80GB", 192 * 1024), replace(spec, dtype="bfloat16")
     assert (found["peak"], found["bandwidth"], found["dtype"]) == (312e12, 2039e9, "bfloat16")
     assert found["ridge"] == 312e12 / 2039e9
     with pytest.raises(ValueError, match="got 5"):
         costs(spec, "A100-SXM4-80GB", 5)
     B_r, B_c = found["block_m"], found["block_n"]
-    assert fast_memory(half, B_r, B_c) <= 192 * 1024 < fast_memory(half, 2 * B_r, B_c)
-    for fits, rows in (
-        (fast_memory(half, B_r, B_c), B_r),
-        (fast_memory(half, B_r, B_c) - 1, B_r // 2),
-    ):
-        assert costs(spec, "A100-SXM4-80GB", fits)["block_m"] == rows  # to the byte
+    needed = fast_memory(half, B_r, B_c)
+    assert needed <= 192 * 1024 < fast_memory(half, 2 * B_r, B_c)
+    for memory, rows in ((needed, B_r), (needed - 1, B_r // 2)):
+        assert costs(spec, "A100-SXM4-80GB", memory)["block_m"] == rows  # to the byte
     assert [row["T"] for row in found["rows"]] == [2**n for n in range(6, 17)]
     for row in found["rows"]:
         T = row["T"]
@@ -361,14 +283,9 @@ def test_the_roofline():
         assert row["manual"]["flops"] == 4 * 64 * 12 * T * T
         assert row["tiled"]["bytes"] == sum(tiled_bytes(half, T, B_r, B_c))
         for c in (row["manual"], row["tiled"]):
-            times = c["flops"] / 312e12, c["bytes"] / 2039e9
-            assert c["seconds"] == max(times)
+            assert c["seconds"] == max(c["flops"] / 312e12, c["bytes"] / 2039e9)
             assert c["intensity"] == c["flops"] / c["bytes"]
             assert c["bound"] == ("memory" if c["intensity"] < found["ridge"] else "compute")
-    first, last = found["rows"][0], found["rows"][-1]
-    assert last["manual"]["bound"] == first["tiled"]["bound"] == "memory"
-    assert last["tiled"]["bound"] == "compute"
-    assert last["manual"]["bytes"] > 10 * last["tiled"]["bytes"]
 
 
 def test_a_gpu_is_found_by_a_part_of_its_name():
@@ -395,65 +312,41 @@ def traced(shape: str, layer: int, head: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_tiles_together_are_the_maps(shape):
-    """The scores of all tiles, softmax over a row: what the maps show."""
-    call = calls_of(shape)[0]
-    T, steps = call.q.shape[1], document(shape)["tiles"]["steps"]
+    """m and l after each tile, and the scores of all tiles, against the formula."""
+    call, found = calls_of(shape)[0], document(shape)["tiles"]
+    T, close = call.q.shape[1], {"rtol": 1e-2, "atol": 1e-2} if shape == "bfloat16" else {}
+    exact, plain = by_hand(call), call.by_manual()[0].double()
     for head in range(4):
-        scores = traced(shape, 0, head)["scores"]
+        h = traced(shape, 0, head)
         S = torch.full((T, T), -torch.inf, dtype=torch.float64)
-        for step in steps:
-            if step["at"] is not None:
-                I, J = (slice(*step[name]) for name in ("rows", "cols"))  # type: ignore[literal-required]
-                rows, cols = I.stop - I.start, J.stop - J.start
-                S[I, J] = scores[step["at"], :rows, :cols]
-                assert scores[step["at"], rows:].isnan().all()
-                assert scores[step["at"], :, cols:].isnan().all()
+        for step in (s for s in found["steps"] if s["at"] is not None):
+            I, J, at = slice(*step["rows"]), slice(*step["cols"]), step["at"]
+            rows, cols = I.stop - I.start, J.stop - J.start
+            past = S[I].amax(dim=1)
+            S[I, J] = h["scores"][at, :rows, :cols]
+            assert h["scores"][at, rows:].isnan().all() and h["m"][at, rows:].isnan().all()
+            m = S[I].amax(dim=1)
+            assert torch.equal(h["m"][at, :rows], m)
+            l = torch.exp(S[I] - m[:, None]).sum(dim=1).nan_to_num()
+            torch.testing.assert_close(
+                h["l"][at, :rows], l, **close or {"rtol": 1e-4, "atol": 1e-5}
+            )
+            if not step["first"]:
+                rescale = torch.exp(past - m).nan_to_num(1)
+                torch.testing.assert_close(h["rescale"][at, :rows], rescale, rtol=1e-4, atol=1e-5)
         assert torch.equal(S.isfinite(), sees(call))
         want = softmax_by_hand(call)[head]
         torch.testing.assert_close(torch.softmax(S, -1), want, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_step_is_the_recurrence_of_the_paper(shape):
-    """m, l and O from those of the tile before, the scores, and V."""
-    call, found = calls_of(shape)[0], document(shape)["tiles"]
-    half = call.q.dtype == torch.bfloat16
-    for head in (0, 3):
-        h = traced(shape, 0, head)
-        V = call.v[0, :, head // (4 // call.v.shape[2])].double()
-        told, out = viewer.tiles.trace_of(*call.given, B_r=found["block_m"], B_c=found["block_n"])
-        for step in found["steps"]:
-            if step["at"] is None:
-                continue
-            at, n = step["at"], step["rows"][1] - step["rows"][0]
-            if step["first"]:
-                m = torch.full((n,), -torch.inf, dtype=torch.float64)
-                l, O = torch.zeros(n).double(), torch.zeros(n, V.shape[1]).double()
-            S = h["scores"][at, :n, : step["cols"][1] - step["cols"][0]]
-            m_new = torch.maximum(m, S.amax(dim=1))
-            nothing = m_new.isneginf()
-            P = torch.exp(S - m_new[:, None]).masked_fill(nothing[:, None], 0)
-            x = torch.exp(m - m_new).masked_fill(nothing, 1)
-            l, O = x * l + P.sum(dim=1), x[:, None] * O + P @ V[slice(*step["cols"])]
-            m = m_new
-            close = {"rtol": 1e-2, "atol": 1e-2} if half else {"rtol": 1e-4, "atol": 1e-5}
-            for name, want in (("m", m), ("l", l), ("rescale", x)):
-                torch.testing.assert_close(h[name][at, :n], want, **close)
-                assert h[name][at, n:].isnan().all()
-            torch.testing.assert_close(told[at].O[0, head].double(), O, **close)
-            if step["last"]:
-                done = out[0, slice(*step["rows"]), head].double()
-                torch.testing.assert_close(done, O / l[:, None], **close)
+        of = found["heads"][head]
+        assert (of["layer"], of["head"]) == (0, head) and of["error"] <= of["allowed"]
+        assert of["difference"] <= 1.01 * float((plain - exact)[:, head].abs().max() + of["error"])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_steps_and_their_bytes(shape):
     call, found = calls_of(shape)[0], document(shape)["tiles"]
     T, spec, steps = call.q.shape[1], call.spec, found["steps"]
-    assert (found["n_rows"], found["n_cols"]) == (-(-T // 8), -(-T // 5))
-    assert [(s["i"], s["j"]) for s in steps] == [
-        *product(range(found["n_rows"]), range(found["n_cols"]))
-    ]
+    assert [(s["i"], s["j"]) for s in steps] == [*product(range(-(-T // 8)), range(-(-T // 5)))]
     plain = replace(call, segments=None)
     for s in steps:
         tile = sees(plain)[slice(*s["rows"]), slice(*s["cols"])]
@@ -473,26 +366,8 @@ def test_the_steps_and_their_bytes(shape):
     assert found["fast_memory"] == fast_memory(spec, 8, 5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_at_the_end_tiled_stands_beside_manual(shape):
-    calls = calls_of(shape)
-    heads = document(shape)["tiles"]["heads"]
-    assert [(h["layer"], h["head"]) for h in heads] == [(0, n) for n in range(4)]
-    call, tiles = calls[0], document(shape)["tiles"]
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)[0].float()
-    _, out = viewer.tiles.trace_of(*call.given, B_r=tiles["block_m"], B_c=tiles["block_n"])
-    for h in heads:
-        n = h["head"]
-        exact = softmax_by_hand(call)[n] @ call.v[0, :, n // (4 // call.v.shape[2])].double()
-        got = out[0, :, n].float()
-        assert h["difference"] == float((got - plain[:, n]).abs().max())
-        assert h["error"] <= h["allowed"]
-        error = float((got - exact).abs().max())
-        assert h["error"] == pytest.approx(error, rel=1e-3, abs=1e-12)
-
-
 def test_too_many_tiles_are_refused():
-    with pytest.raises(UserError, match="2304"):
+    with pytest.raises(ValueError, match="2304"):
         explained(tiny(), ExplainConfig(prompt="a" * 48, block_m=1, block_n=1))
 
 
@@ -500,45 +375,34 @@ def test_too_many_tiles_are_refused():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_cells_of_the_caches(shape):
-    """The step writes its own token's cell, and attends to what visible() shows it."""
-    found, window = document(shape)["caches"], made(shape)[0].config.attention_window
-    n = found["position"]
+def test_the_caches(shape):
+    """A step writes its own token's cell and attends to what visible() shows."""
+    found, config = document(shape)["caches"], made(shape)[0].config
+    n, window = found["position"], config.attention_window
     seen = [j for j in range(n + 1) if visible(n, j, 0, window)]
+    per_token = 2 * 2 * config.kv_heads * 8 * (2 if shape == "bfloat16" else 4)
+    assert found["agree"] and found["bytes_per_token"] == per_token
+    assert [s["kind"] for s in found["steps"]] == ["dynamic", "static", "paged"]
     for step in found["steps"]:
         holds = step["holds"]
         stored = sorted(p for p in holds if p >= 0)
-        kept = seen[0] if step["kind"] == "dynamic" else 0
-        assert len(holds) == step["cells"] and stored == [*range(kept, n + 1)]
+        assert len(holds) == step["cells"]
+        assert stored == [*range(seen[0] if step["kind"] == "dynamic" else 0, n + 1)]
         assert [holds[c] for c in step["written"]] == [n]
         assert sorted(holds[c] for c in step["seen"]) == seen
-        assert set(step["seen"]) <= set(step["read"]) and step["error"] <= found["allowed"]
-    assert found["agree"]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_books_of_the_caches(shape):
-    model, found = made(shape)[0], document(shape)["caches"]
-    size = 2 if shape == "bfloat16" else 4
-    per_token = 2 * 2 * model.config.kv_heads * 8 * size
-    assert found["bytes_per_token"] == per_token
-    assert [s["kind"] for s in found["steps"]] == ["dynamic", "static", "paged"]
-    for s in found["steps"]:
-        assert s["bytes_allocated"] == s["cells"] * per_token
-        assert s["bytes_used"] == sum(p >= 0 for p in s["holds"]) * per_token
-    dynamic, static, paged = found["steps"]
-    assert dynamic["page_table"] == static["page_table"] == paged["refused"] == []
+        assert {*step["seen"]} <= {*step["read"]} and step["error"] <= found["allowed"]
+        assert step["bytes_allocated"] == step["cells"] * per_token
+        assert step["bytes_used"] == len(stored) * per_token
+    _, static, paged = found["steps"]
     pages = paged["page_table"]
-    assert paged["page_size"] == 8 and len(pages) == -(-(found["position"] + 1) // 8)
-    assert len({*pages}) == len(pages) and {*pages} < {*range(1, paged["cells"] // 8)}
-    for n, page in enumerate(pages):
+    assert paged["page_size"] == 8 and len(pages) == len({*pages}) == -(-(n + 1) // 8)
+    assert len(pages) == 1 or pages != sorted(pages)  # an order in which the table matters
+    for k, page in enumerate(pages):
         held = [p for p in paged["holds"][page * 8 : page * 8 + 8] if p >= 0]
-        assert held == [*range(8 * n, min(8 * n + 8, found["position"] + 1))]
-    if len(pages) > 1:
-        assert pages != sorted(pages)  # an order that says nothing would teach nothing
-    assert static["read"] == [*range(48)]
+        assert held == [*range(8 * k, min(8 * k + 8, n + 1))]
+    assert static["read"] == [*range(48)] and static["backend"] == "sdpa"
     assert paged["read"] == [8 * p + s for p in pages for s in range(8)]
-    assert paged["backend"] == "paged" and static["backend"] == "sdpa"
+    assert paged["backend"] == "paged"
 
 
 def test_the_token_that_is_decoded():
@@ -551,7 +415,9 @@ def test_the_token_that_is_decoded():
     full = document("full")["caches"]
     assert not full["predicted"] and full["position"] == 47 and len(full["prompt"]) == 47
     assert full["token"]["text"] == made("full")[1].prompt[-1]
-    assert document("segments")["about"]["notes"] and not document("full")["about"]["notes"]
+    assert (
+        document("gqa-window-segments")["about"]["notes"] and not document("full")["about"]["notes"]
+    )
 
 
 def test_a_token_beyond_the_tokenizers_is_never_decoded():
@@ -559,13 +425,12 @@ def test_a_token_beyond_the_tokenizers_is_never_decoded():
     model = tiny()
     with torch.no_grad():
         model.transformer.wte.weight[95:] *= 100
-        logits, _ = model(torch.tensor([TOKENIZER.encode(PROMPT)]))
-    assert int(logits[0, -1].argmax()) >= 95
     assert explained(model, made("plain")[1])["caches"]["token"]["id"] < 95
 
 
-@pytest.mark.parametrize("shape", ["plain", "bfloat16"])
-@pytest.mark.parametrize("step, wrong", [(StaticStep, 1), (PagedStep, 2)])
+@pytest.mark.parametrize(
+    "shape, step, wrong", [("plain", StaticStep, 1), ("bfloat16", PagedStep, 2)]
+)
 def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, monkeypatch):
     explained(*made(shape))  # the probe, which would refuse such a cache, has been by then
     real = step.append
@@ -583,8 +448,9 @@ def ring_of(shape: str, n: int) -> dict[str, Any]:
     return viewer.ring.play(call, n, 1, 2)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 7])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
+)
 def test_who_has_what_and_who_computes_what_in_the_ring(shape, n):
     """Each pair of chunks that is not hidden by position, once, where its keys are at that step."""
     found, call = ring_of(shape, n), calls_of(shape)[1]
@@ -611,8 +477,9 @@ def test_who_has_what_and_who_computes_what_in_the_ring(shape, n):
     assert found["sent"] == [[a_step] * n] * (n - 1) + [[0] * n]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 7])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
+)
 def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
     found, call = ring_of(shape, n), calls_of(shape)[1]
     T, c, D = call.q.shape[1], found["chunk"], call.q.shape[3]
@@ -632,10 +499,6 @@ def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
             assert L[n_, row] == pytest.approx(float(want[1]), abs=off)
             out = torch.softmax(S[i, met[i]], 0).nan_to_num() @ v[met[i]]
             torch.testing.assert_close(O[n_, row], out, atol=off, rtol=off)
-    last = {t["queries"]: n_ for n_, t in enumerate(found["tiles"])}
-    whole = torch.stack([O[last[i // c], i % c] for i in range(T)])
-    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)[0, :, 2]
-    assert float((whole - plain).abs().max()) <= found["difference"] + off / 5
     assert found["difference"] <= 2 * found["allowed"] and found["error"] <= found["allowed"]
 
 
@@ -644,19 +507,15 @@ def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_document_is_json(shape):
-    found = document(shape)
+    found, (model, config) = document(shape), made(shape)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    about = found["about"]
+    about, c = found["about"], model.config
     assert "".join(t["text"] for t in about["tokens"]) == about["prompt"].replace("|", "")
-    assert about["window"] == made(shape)[0].config.attention_window
-    assert (about["segments"] is None) == ("segments" not in shape)
-    assert about["dtype"] == made(shape)[1].dtype and about["n_kv_head"] <= about["n_head"] == 4
-    assert about["backend"] == "sdpa" and about["refused"] == []
-    c = made(shape)[0].config
-    sizes = (c.n_layer, c.n_head, c.kv_heads, 8)
-    names = ("n_layer", "n_head", "n_kv_head", "head_dim")
+    names = ("n_layer", "n_head", "n_kv_head", "window", "dtype")
+    sizes = (c.n_layer, c.n_head, c.kv_heads, c.attention_window, config.dtype)
     assert tuple(about[name] for name in names) == sizes  # type: ignore[literal-required]
-    assert about["n_params"] == sum(p.numel() for p in made(shape)[0].parameters())
+    assert (about["segments"] is None) == ("segments" not in shape) and about["refused"] == []
+    assert about["n_params"] == sum(p.numel() for p in model.parameters())
 
 
 def test_pack_and_unpack():
@@ -690,7 +549,7 @@ def test_a_refused_backend_is_told():
         assert refused["name"] in text and all(why in text for why in refused["why"])
     strict = tiny(attention_backend="tiled")
     strict.choices.policy = Policy(fallback=False)
-    with pytest.raises(UserError, match="static"):
+    with pytest.raises(ValueError, match="static"):
         explained(strict, made("plain")[1])
 
 
@@ -700,14 +559,10 @@ def test_a_mark_cuts_the_prompt_into_documents():
     assert prompt_of(ExplainConfig(prompt="ab"), TOKENIZER, 48).segments is None
 
 
-def test_a_long_prompt_is_shown_in_part_and_that_is_said():
-    model = tiny(block_size=300)
+def test_a_long_prompt_is_shown_in_part():
     config = ExplainConfig(prompt=(PROMPT * 10)[:280], block_m=32, block_n=32)
-    found = explained(model, config)
-    assert len(found["about"]["tokens"]) == 256
-    assert "280" in found["about"]["notes"][0]
-    whole = explained(model, replace(config, prompt=config.prompt[:256]))
-    assert whole["about"]["notes"] == [] and whole["maps"] == found["maps"]
+    found = explained(tiny(block_size=300), config)
+    assert len(found["about"]["tokens"]) == 256 and "280" in found["about"]["notes"][0]
 
 
 # --- the terminal ---
@@ -723,104 +578,82 @@ def test_80_columns_are_enough(shape):
 @pytest.mark.parametrize("shape", ["plain", "gqa-window-segments"])
 def test_the_map_in_characters(shape):
     model, config = made(shape)
-    found = explained(model, replace(config, layer=1, head=2))
-    text = render(found)
+    text = render(explained(model, replace(config, layer=1, head=2)))
     call = calls_of(shape)[1]
     P, T = softmax_by_hand(call)[2], call.q.shape[1]
-    begin = text.index("MAP of layer 1, head 2")
-    rows = [line for line in text[begin:].splitlines() if re.match(r" *\d+ \S ", line)][:T]
-    assert len(rows) == T
-    shades = {c: low for low, c in viewer.text.SHADES}
+    rows = re.findall(r"^ *\d+ \S .*", text[text.index("MAP of layer 1, head 2") :], re.M)[:T]
+    lows = {"@": 0.7, "#": 0.4, "*": 0.2, "+": 0.1, "=": 0.05, "-": 0.02, ".": 0.0}
     for i, line in enumerate(rows):
         cells, rest = line[5 : 5 + T], line[5 + T :].split()
         assert [c != " " for c in cells] == sees(call)[i].tolist()
-        for j in range(i + 1):
-            if cells[j] != " ":
-                above = [low for low in shades.values() if low > shades[cells[j]]]
-                assert shades[cells[j]] - 1e-4 <= P[i, j] < min(above, default=2) + 1e-4
+        for c, p in zip(cells, P[i]):
+            if c != " ":
+                above = min([low for low in lows.values() if low > lows[c]], default=2)
+                assert lows[c] - 1e-4 <= p < above + 1e-4
         j = int(P[i].argmax())
         assert int(rest[0]) == j and float(rest[-1]) == pytest.approx(float(P[i, j]), abs=0.0051)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_walk_in_a_table(shape):
-    found, text = document(shape), render(document(shape))
-    tiles = found["tiles"]
+    tiles, text, call = document(shape)["tiles"], render(document(shape)), calls_of(shape)[0]
     walk = text[text.index("TILES of") : text.index("CACHES:")]
-    told = set(re.findall(r"^ *(\d+),(\d+) +\d+\.\.\d+ ", walk, re.MULTILINE))
-    assert told == {(str(s["i"]), str(s["j"])) for s in tiles["steps"] if not s["skipped"]}
-    grid = re.findall(r"^ +Q_\d+((?: +[x/.])+)$", walk, re.MULTILINE)
-    cells = [c for row in grid for c in row.split()]
-    call = calls_of(shape)[0]
-    for c, s in zip(cells, tiles["steps"], strict=True):
+    shown = set(re.findall(r"^ *(\d+),(\d+) +\d+\.\.\d+ ", walk, re.MULTILINE))
+    assert shown == {(str(s["i"]), str(s["j"])) for s in tiles["steps"] if not s["skipped"]}
+    grid = "".join(re.findall(r"^ +Q_\d+((?: +[x/.])+)$", walk, re.MULTILINE)).split()
+    for c, s in zip(grid, tiles["steps"], strict=True):
         tile = sees(call)[slice(*s["rows"]), slice(*s["cols"])]
         assert c == ("." if s["skipped"] else "x" if tile.all() else "/")
-    last = tiles["steps"][-1]
-    assert re.search(
-        rf"^tiled +{amount(last['read_so_far'])} +{amount(last['written_so_far'])}$", walk, re.M
-    )
-    by_manual = tiles["manual"][-1]
-    assert re.search(
-        rf"^manual +{amount(by_manual['read_so_far'])} +{amount(by_manual['written_so_far'])}$",
-        walk, re.M,
-    )  # fmt: skip
+    for name, last in (("tiled", tiles["steps"][-1]), ("manual", tiles["manual"][-1])):
+        read, written = amount(last["read_so_far"]), amount(last["written_so_far"])
+        assert re.search(rf"^{name} +{read} +{written}$", walk, re.M)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_caches_in_characters(shape):
     found, text = document(shape)["caches"], render(document(shape))
     drawn = text[text.index("CACHES:") : text.index("COST on")]
-    dynamic, static, paged = re.split(r"^(?=dynamic,|static,|paged,)", drawn, flags=re.M)[1:]
-    for part, step in zip((dynamic, static, paged), found["steps"], strict=True):
+    parts = re.split(r"^(?=dynamic,|static,|paged,)", drawn, flags=re.M)[1:]
+    for part, step in zip(parts, found["steps"], strict=True):
         cells = "".join(re.findall(r"^  (?: *\d+|page \d+) +([Wrms.]+)(?:  .*)?$", part, re.M))
-        assert len(cells) == step["cells"]
-        for c, sign in enumerate(cells):
-            if c in step["written"]:
-                assert sign == "W"
-            elif c in step["read"]:
-                assert sign == ("r" if c in step["seen"] else "m")
-            else:
-                assert sign == ("s" if step["holds"][c] >= 0 else ".")
-    last = found["steps"][2]
-    pages = re.findall(r"^  page (\d+) ", paged, re.M)
-    assert [*map(int, pages)] == list(range(last["cells"] // last["page_size"]))
+        want = ["s" if p >= 0 else "." for p in step["holds"]]
+        for sign, places in (("m", step["read"]), ("r", step["seen"]), ("W", step["written"])):
+            for c in places:
+                want[c] = sign
+        assert cells == "".join(want)
 
 
 def test_the_cost_table():
     found, text = document("plain")["costs"], render(document("plain"))
-    lines = text[text.index("COST on") :].splitlines()
-    start = next(n for n, line in enumerate(lines) if re.match(r" *64 .* [mc]$", line))
-    rows = [line.split() for line in lines[start : start + 11]]
-    for words, row in zip(rows, found["rows"], strict=True):
+    lines = re.findall(r"^ *[\d,]+ .* [mc]$", text[text.index("COST on") :], re.M)
+    for line, row in zip(lines, found["rows"], strict=True):
         want = [f"{row['T']:,}"]
         for c in (row["manual"], row["tiled"]):
             want += [*scaled(c["flops"]).split(), *scaled(c["bytes"]).split()]
             want += [f"{c['intensity']:.0f}", *duration(c["seconds"]).split(), c["bound"][0]]
-        assert words == want
+        assert line.split() == want
 
 
 @pytest.mark.parametrize("shape", ["plain", "gqa-window-segments", "one token"])
 def test_the_terminal_shows_the_ring(shape):
     found, text = document(shape)["ring"], render(document(shape))
-    text = text[text.index("RING of layer 0, head 0: 4 processes") :]
-    T = len(document(shape)["about"]["tokens"])
+    text, T = text[text.index("RING of layer 0, head 0") :], len(document(shape)["about"]["tokens"])
     rows = re.findall(r"^ +(\d) +(\d) +(\d)  ((?:\d+,\d+/? ?)*) +(\S+ k?B)$", text, re.M)
     assert len(rows) == 16
     for step, rank, home, pairs, sent in rows:
         s, r = int(step), int(rank)
-        assert int(home) == found["homes"][s][r]
         mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (s, r)]
         want = [f"{t['queries']},{t['keys']}{'/' if t['masked'] else ''}" for t in mine]
-        assert pairs.split() == want
+        assert (int(home), pairs.split()) == (found["homes"][s][r], want)
         assert sent == amount(sum(found["sent"][n][r] for n in range(s + 1)))
     growth = re.findall(r"^ +(\d) +\d+\.\.\d+ +(\S+) +(\S+) +(\S+)$", text, re.M)
     at, row = divmod(T - 1, found["chunk"])
     visits = [n for n, t in enumerate(found["tiles"]) if t["queries"] == at]
-    part, L, O = (unpack(found[name]) for name in ("part", "L", "O"))  # type: ignore[literal-required]
-    assert [[float(x) for x in line] for line in growth] == [
-        [found["tiles"][n]["step"], *(float(f"{x:.4f}") for x in (
-            part[n, row], L[n, row], np.linalg.norm(O[n, row])))] for n in visits
-    ]  # fmt: skip
+    part, L, O = (unpack(found[name])[:, row] for name in ("part", "L", "O"))  # type: ignore[literal-required]
+    for (step, *numbers), n in zip(growth, visits, strict=True):
+        want = [part[n], L[n], np.linalg.norm(O[n])]
+        assert int(step) == found["tiles"][n]["step"]
+        assert [float(x) for x in numbers] == pytest.approx(want, abs=5.1e-5)
 
 
 # --- the command ---
@@ -844,52 +677,42 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def test_text_and_json_from_a_checkpoint(run, tmp_path):
-    (run / "explain.html").unlink(missing_ok=True)  # of another test
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     path = tmp_path / "numbers.json"
-    words = (f"--out_dir={run}", f"--prompt={PROMPT}", "--block_n=5", "--text", f"--json={path}")
-    code, out, err = command(*words, "--layer=1", "--head=3")
+    words = (
+        f"--out_dir={run}",
+        f"--prompt=FILE:{tmp_path}/prompt.txt",
+        "--block_n=5",
+        "--window=6",
+    )
+    code, out, err = command(*words, "--text", f"--json={path}", "--layer=1", "--head=3",
+                             "--attn_implementation=eager")  # fmt: skip
     assert code == 0, err
     found = json.loads(path.read_text())
     assert out == render(found) + "\n"
-    assert found["about"]["source"] == str(run / "step-00000007")
-    assert (found["about"]["layer"], found["about"]["head"]) == (1, 3)
-    want = document("plain")
-    assert found["maps"] == want["maps"] and found["tiles"]["steps"] == want["tiles"]["steps"]
-    assert {h["layer"] for h in found["tiles"]["heads"]} == {1}
-    assert found["costs"] == want["costs"] and found["caches"] == want["caches"]
-    ring = viewer.ring.play(calls_of("plain")[1], 4, 1, 3)
-    assert found["ring"] == json.loads(json.dumps(ring))
+    about = found["about"]
+    assert (about["source"], about["prompt"]) == (str(run / "step-00000007"), PROMPT)
+    assert (about["layer"], about["head"], about["window"]) == (1, 3, 6)
+    assert about["backend"] == "manual"
+    config = replace(made("plain")[1], layer=1, head=3)
+    want = json.loads(
+        json.dumps(explained(tiny(attention_window=6, attention_backend="manual"), config))
+    )
+    assert all(found[part] == want[part] for part in ("maps", "tiles", "costs", "caches", "ring"))
     assert not (run / "explain.html").exists()
 
 
-def test_the_page_is_written(run, tmp_path):
-    code, out, err = command(f"--out_dir={run}", "--prompt=to be")
-    assert code == 0, err
-    page = (run / "explain.html").read_text(encoding="utf-8")
-    assert str(run / "explain.html") in out
-    assert page.lstrip().startswith("<!doctype")
-    other = tmp_path / "x.html"
-    assert command(f"--out_dir={run}", f"--html={other}")[0] == 0 and other.exists()
-
-
-def test_the_page_of_weights_from_elsewhere_is_written_here(run, tmp_path, monkeypatch):
-    """Nothing is written beside what --init_from names, nor into a run that was not asked for."""
+def test_the_page_is_written(run, tmp_path, monkeypatch):
+    """In the run's folder; here with --init_from; where --html says."""
     monkeypatch.chdir(tmp_path)
-    code, out, err = command(f"--init_from={run}", "--prompt=to be")
-    assert code == 0, err
-    assert out.startswith("explain.html (") and [p.name for p in tmp_path.iterdir()] == [
-        "explain.html"
-    ]
-
-
-def test_a_window_that_the_model_was_not_trained_with(run, tmp_path):
-    path = tmp_path / "numbers.json"
-    words = (f"--out_dir={run}", f"--prompt={PROMPT}", "--block_n=5", "--text", f"--json={path}")
-    assert command(*words, "--window=6")[0] == 0
-    found = json.loads(path.read_text())
-    assert found["about"]["window"] == 6
-    assert found["maps"] == document("window")["maps"]
-    assert found["caches"] == document("window")["caches"]
+    for words, path in (([f"--out_dir={run}"], run / "explain.html"),
+                        ([f"--init_from={run}"], tmp_path / "explain.html"),
+                        ([f"--out_dir={run}", "--html=x.html"], tmp_path / "x.html")):  # fmt: skip
+        code, out, err = command(*words, "--prompt=to be")
+        assert code == 0, err
+        assert path.read_text(encoding="utf-8").lstrip().startswith("<!doctype")
+        assert path.name in out
+        path.unlink()
 
 
 @pytest.mark.parametrize("words, named", [
@@ -904,18 +727,7 @@ def test_a_window_that_the_model_was_not_trained_with(run, tmp_path):
 ])  # fmt: skip
 def test_a_wrong_setting_is_named(run, words, named):
     code, out, err = command(f"--out_dir={run}", *words)
-    assert code == 2 and not out and "Traceback" not in err
-    assert named in err.splitlines()[-1] or named in err
-
-
-def test_a_prompt_from_a_file(run, tmp_path):
-    (tmp_path / "prompt.txt").write_text("or not", encoding="utf-8")
-    numbers = tmp_path / "numbers.json"
-    words = (f"--out_dir={run}", f"--prompt=FILE:{tmp_path}/prompt.txt", f"--json={numbers}")
-    code, _, err = command(*words, "--text", "--attn_implementation=eager")
-    assert code == 0, err
-    about = json.loads(numbers.read_text())["about"]
-    assert (about["prompt"], about["backend"]) == ("or not", "manual")
+    assert code == 2 and not out and "Traceback" not in err and named in err
 
 
 def test_the_best_checkpoint_is_explained(run, tmp_path):

@@ -130,12 +130,9 @@ def test_the_page_holds_the_document_and_escapes_it(plain):
     assert page.count("<script") == page.count("</script>") == 2
     assert "window.taken = 1</script>" not in page
     assert render(hostile) == page
-    with pytest.raises(ValueError):
-        render({**plain, "caches": {**plain["caches"], "allowed": float("nan")}})
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize("width, scheme", [(360, "dark"), (1400, "light")])
 def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
     page = show(plain, width, scheme)
     for done in (0, 5, len(plain["tiles"]["steps"])):
@@ -179,13 +176,11 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     assert page.locator("script").count() == 2 and page.locator("img").count() == 0
     labels = page.locator("#map-tokens button b").all_inner_texts()
     assert labels == [t["label"] for t in about["tokens"]]
-    # And were there a hole: the policy lets no other script run.
+    # If there were a hole, the policy would stop any other script.
     page.evaluate("""document.body.append(Object.assign(document.createElement("script"),
       { textContent: "window.taken = 3" }))""")
     assert page.evaluate("typeof taken") == "undefined"
-    (refused,) = said
-    assert "Content Security Policy" in refused and "blocked" in refused
-    said.clear()
+    assert "Content Security Policy" in said.pop()
 
 
 # --- maps ---
@@ -217,10 +212,9 @@ def test_a_token_shows_where_it_looks(show, which, request):
         assert sum(weights.values()) == pytest.approx(1, abs=T / shown["maps"]["levels"])
 
 
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_each_head_is_painted_pixel_by_pixel(show, which, request):
+def test_each_head_is_painted_pixel_by_pixel(show, windowed):
     """Its colour is the root of its weight; what is not seen is left empty."""
-    shown = request.getfixturevalue(which)
+    shown = windowed
     about, T = shown["about"], len(shown["about"]["tokens"])
     found, labels, ramp = show(shown).evaluate("""[
       [...document.querySelectorAll("#thumbs button")].map(b => [b.getAttribute("aria-label"),
@@ -258,25 +252,19 @@ def test_a_head_is_chosen_and_played(show, plain):
 
 
 def test_the_verdict_is_the_documents(show, plain):
-    page = show(plain)
     a = plain["maps"]["layers"][1]
-    assert numbers(page, "#agreement") == [a["error"], a["allowed"]]
-    assert page.get_attribute("#agreement", "class") == "verdict good"
-    assert page.locator("#checks .good").count() == 4
+    assert numbers(show(plain), "#agreement") == [a["error"], a["allowed"]]
     wrong = deepcopy(plain)
-    wrong["maps"]["layers"][1]["agrees"] = False
-    for head in wrong["tiles"]["heads"]:
-        head["error"] = 2 * head["allowed"]
-    wrong["ring"]["error"] = 2 * wrong["ring"]["allowed"]
-    wrong["caches"]["agree"] = False
-    page = show(wrong)
-    assert page.get_attribute("#agreement", "class") == "verdict bad"
-    assert page.locator("#checks .bad").count() == 4
-    page.click("#player-to-end")
-    assert page.get_attribute("#difference", "class") == "verdict bad"
-    page.click("#ring-player-to-end")
-    assert page.get_attribute("#ring-verdict", "class") == "verdict bad"
-    assert page.get_attribute("#cache-verdict", "class") == "verdict bad"
+    wrong["maps"]["layers"][1]["agrees"] = wrong["caches"]["agree"] = False
+    for compared in (wrong["ring"], *wrong["tiles"]["heads"]):
+        compared["error"] = 2 * compared["allowed"]
+    for shown, kind in ((plain, "good"), (wrong, "bad")):
+        page = show(shown)
+        page.click("#player-to-end")
+        page.click("#ring-player-to-end")
+        assert page.locator(f"#checks .{kind}").count() == 4
+        for verdict in ("#agreement", "#difference", "#ring-verdict", "#cache-verdict"):
+            assert page.get_attribute(verdict, "class") == f"verdict {kind}"
 
 
 # --- tiles ---
@@ -329,9 +317,8 @@ def check_step(page: Any, shown: Document, head: dict[str, Any], done: int) -> N
     assert read(look["scores"]) == pytest.approx(scores, abs=0.0051)
 
 
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
-    shown = request.getfixturevalue(which)
+def test_every_step_shows_the_numbers_of_the_trace(show, windowed):
+    shown = windowed
     head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
     page = show(shown)
     assert numbers(page, "#counters") == [0, 0, 0, 0]
@@ -342,37 +329,21 @@ def test_every_step_shows_the_numbers_of_the_trace(show, which, request):
         page.evaluate("$('player-step').click()")
         check_step(page, shown, head, done)
     assert page.is_disabled("#player-step") and page.is_disabled("#player-to-end")
-
-
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_at_the_end_tiled_is_compared_with_manual(show, which, request):
-    shown = request.getfixturevalue(which)
-    head = traced(shown, shown["about"]["layer"], shown["about"]["head"])
-    page = show(shown)
-    assert page.locator("#difference").count() == 0
-    page.click("#player-to-end")
     assert numbers(page, "#difference") == [head["difference"], head["error"], head["allowed"]]
-    assert page.get_attribute("#difference", "class") == "verdict good"
 
 
 def test_it_plays_pauses_and_plays_again(show, plain):
-    page = show(plain)
-    N = len(plain["tiles"]["steps"])
+    page, state = show(plain), "[player.done, player.playing]"
     page.select_option("#player-speed", "32")
     page.click("#player-play")
-    assert page.get_attribute("#player-play", "aria-label") == "Pause"
     page.locator("#difference").wait_for()
-    assert page.get_attribute("#player-play", "aria-label") == "Play"
-    assert page.evaluate("player.done") == N
+    assert page.evaluate(state) == [len(plain["tiles"]["steps"]), False]
     page.evaluate("$('player-speed').selectedOptions[0].value = 1e-6")  # a step in 11 days
-    page.click("#player-play")  # from the start again
-    assert page.evaluate("[player.done, player.playing]") == [0, True]
-    page.click("#player-play")
+    for button, want in (("play", [0, True]), ("play", [0, False]), ("play", [0, True]),
+                         ("step", [1, False])):  # fmt: skip
+        page.click(f"#player-{button}")
+        assert page.evaluate(state) == want
     assert page.get_attribute("#player-play", "aria-label") == "Play"
-    assert page.evaluate("[player.done, player.playing]") == [0, False]
-    page.click("#player-play")
-    page.click("#player-step")  # by hand: it stops
-    assert page.evaluate("[player.done, player.playing]") == [1, False]
 
 
 # --- caches, cost, ring ---
@@ -436,20 +407,6 @@ def test_the_cost_is_the_rooflines(show, plain):
         assert numbers(page, "#cost-said") == want
         said = page.inner_text("#cost-said")
         assert f"T = {row['T']:,}." in said and row["tiled"]["bound"] in said
-    # The large marks stand on the roof, and at their intensities, in the picture as in the numbers.
-    ends = page.evaluate("""["circle.manual", "rect.tiled"].map(kind => {
-      const box = [...document.querySelectorAll(`#roofline ${kind}`)].pop().getBBox();
-      return [box.x + box.width / 2, box.y + box.height / 2]; })""")
-    last = costs["rows"][-1]
-    wide = np.log(last["tiled"]["intensity"] / last["manual"]["intensity"])
-    first = page.evaluate("""[...document.querySelectorAll("#roofline circle.manual.small")].map(
-      e => e.cx.baseVal.value)""")
-    ratio = np.log(last["manual"]["intensity"] / costs["rows"][0]["manual"]["intensity"])
-    assert (ends[1][0] - ends[0][0]) / (first[-1] - first[0]) == pytest.approx(
-        wide / ratio, rel=0.02
-    )
-    assert ends[1][1] < ends[0][1]  # tiled may go faster
-    assert ends[0][0] == pytest.approx(first[-1], abs=0.01)  # the slider is at the last length
 
 
 RING = """() => {
@@ -518,17 +475,13 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     reached = []
     while not reached or reached[-1] != "ring-player-scrub":
         keys.press("Tab")
-        name, outlined = page.evaluate("""() => { const e = document.activeElement;
-          return [e.id || e.name || e.parentElement.id || e.parentElement.parentElement?.id || "",
-                  getComputedStyle(e).outlineStyle !== "none" && e.matches(":focus-visible")]; }""")
-        reached.append(name)
-        assert outlined or name == "", name
-    want = ["thumbs", "map", "to-player", "map-tokens", "player", "tile-head",
-            "player-play", "player-step", "player-to-end", "player-speed", "player-scrub",
-            "cache-tokens", "length", "ring-player", "ring-player-play",
-            "ring-player-scrub"]  # fmt: skip
-    places = [reached.index(name) for name in want]
-    assert places == sorted(places)
+        reached.append(
+            page.evaluate("""() => { const e = document.activeElement;
+          return e.id || e.parentElement.id || e.parentElement.parentElement?.id; }""")
+        )
+    for name in ("thumbs", "map", "map-tokens", "player", "tile-head", "player-play",
+                 "player-scrub", "cache-tokens", "length", "ring-player"):  # fmt: skip
+        assert name in reached, name
 
     page.locator("#thumbs [tabindex='0']").focus()
     keys.press("ArrowUp")
@@ -549,12 +502,6 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     keys.press("End")
     assert page.inner_text("#query-title").startswith(f"Where token {T - 1},")
 
-    page.click("#map-tokens button >> nth=3")
-    page.hover("#map-tokens button >> nth=2")  # looked at, while the focus stays on 3
-    for token in (3, 4):
-        keys.press("ArrowRight")
-        assert page.inner_text("#query-title").startswith(f"Where token {token},")
-
     page.focus("#player")
     state = "[player.done, player.playing]"
     n_cols = plain["tiles"]["n_cols"]
@@ -566,15 +513,8 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     ]:  # fmt: skip
         keys.press(key)
         assert page.evaluate(state) == want_, key
-    for key in ("Control+ArrowRight", "Meta+End", "Alt+ArrowRight"):  # the browser's own
-        keys.press(key)
-        assert page.evaluate(state) == [0, False], key
+    keys.press("Control+ArrowRight")  # the browser's own
+    assert page.evaluate(state) == [0, False]
     page.focus("#player-step")
     keys.press(" ")  # a button's own key: it does not play
     assert page.evaluate(state) == [1, False]
-    page.focus("#player-scrub")
-    keys.press("ArrowRight")
-    assert page.evaluate(state) == [2, False]
-    page.focus("#tile-head")
-    keys.press("Home")
-    assert page.evaluate("player.done") == 2 and page.input_value("#tile-head") == "0"

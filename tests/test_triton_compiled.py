@@ -72,7 +72,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.triton.flash_kernels import KERNELS, _padded, default_tile
+from attention.triton.flash_kernels import KERNELS, padded, default_tile
 
 def ptxas(ptx, capability):
     # Registers of a thread, and the bytes that it spills.
@@ -94,7 +94,7 @@ for capability, dtype, head_dim, kernel, features in json.loads(sys.argv[1]):
     fn = KERNELS[kernel]
     M, N, warps, stages = default_tile(
         kernel, divmod(capability, 10), head_dim, 4 if dtype == "fp32" else 2)
-    given = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
+    given = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": M, "BLOCK_N": N,
              "GROUP": 4 if "group" in features else 1}
     given |= {name: None for name in ("First", "Last", "Seed", "Sinks", "window", "softcap")
               if name in fn.arg_names and name.lower() not in features}

@@ -1,23 +1,16 @@
-"""Bytes, FLOPs and the roofline of attention, in closed form.
+"""Bytes, FLOPs and the roofline of one layer of attention, in closed form.
 
-For one layer of one sequence of T tokens with H query heads, causal or within a window. s is the
-bytes of an element, G = H / Hkv the query heads that share keys and values.
+T tokens, H query heads, s bytes per element, G = H / Hkv.
 
-    manual  writes S = Q K^T, reads it, writes P = softmax(S), reads that: H T^2 elements each; Q,
-            K, V and O once. Scale and mask count as fused.
-    tiled   reads Q once, and K and V once for each block of queries, except for skipped tiles;
-            writes O and L.
+    manual  writes and reads S = Q K^T and P = softmax(S), H T^2 elements each.
+    tiled   reads Q once, and K and V once per block of queries, without skipped tiles.
 
-A block of B_r queries needs, on chip, for Q_i, K_j, V_j and O_i, S_ij, m_i, l_i,
+A tile of B_r queries and B_c keys needs on chip, for Q_i, K_j, V_j and O_i, S_ij, m_i, l_i,
 
     M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)
 
-bytes. K and V are read T / B_r times: with B_c <= D that is O(T^2 D^2 / M) elements (Dao et al.
-2022, arXiv 2205.14135, Theorem 2), while manual's O(T D + T^2) does not depend on M.
-
-The roofline is max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman and Patterson 2009, CACM
-52(4)). FLOPs: 4 D for each pair of query and key computed, the whole square for manual, the
-visited tiles for tiled.
+bytes. Traffic is O(T^2 D^2 / M) (Dao et al. 2022, arXiv 2205.14135, Theorem 2). The roofline is
+max(FLOPs / peak, bytes / bandwidth) (Williams et al. 2009, CACM 52(4)).
 """
 
 from __future__ import annotations
@@ -34,9 +27,9 @@ LENGTHS = [2**n for n in range(6, 17)]  # 64 ... 65,536
 
 
 def find_gpu(text: str) -> str:
-    """The one GPU with this name or part of a name. Raises ValueError if there is none."""
-    asked, names = text.lower().removeprefix("nvidia "), [gpu.short for gpu in RATED]
-    found = [n for n in names if n.lower() == asked] or [n for n in names if asked in n.lower()]
+    """The one GPU with this name or part of a name. Raises ValueError."""
+    wanted, names = text.lower().removeprefix("nvidia "), [gpu.short for gpu in RATED]
+    found = [n for n in names if n.lower() == wanted] or [n for n in names if wanted in n.lower()]
     if len(found) != 1:
         raise ValueError(f"gpu: expected one of {', '.join(found or names)}; got {text!r}")
     return found[0]
@@ -59,16 +52,13 @@ def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
 
 
 def visited(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """Keys read by all blocks of queries, and pairs of query and key computed, of one head."""
+    """Keys read and pairs computed by all blocks of queries, of one head."""
     keys = pairs = 0
     for first in range(0, T, B_r):
         stop = min(first + B_r, T)
-        last = min(-(-stop // B_c) * B_c, T)
-        begin = 0
-        if spec.window is not None:
-            begin = max(0, first - spec.window + 1) // B_c * B_c
-        keys += last - begin
-        pairs += (stop - first) * (last - begin)
+        begin = 0 if spec.window is None else max(0, first - spec.window + 1) // B_c * B_c
+        read = min(-(-stop // B_c) * B_c, T) - begin
+        keys, pairs = keys + read, pairs + (stop - first) * read
     return keys, pairs
 
 
@@ -84,16 +74,15 @@ def manual_steps(spec: Spec, T: int) -> list[ManualStep]:
     s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
     q, kv, square = s * H * T * D, s * Hkv * T * D, s * H * T * T
     steps: list[ManualStep] = []
-    total = [0, 0]
-    for name, reads, writes, read, written in (
-        ("S = Q K^T", "Q, K", "S", q + kv, square),
-        ("P = softmax(S)", "S", "P", square, square),
-        ("O = P V", "P, V", "O", square + kv, q),
+    reads = writes = 0
+    for name, read, written in (
+        ("S = Q K^T", q + kv, square),
+        ("P = softmax(S)", square, square),
+        ("O = P V", square + kv, q),
     ):
-        total = [total[0] + read, total[1] + written]
-        steps.append({"name": name, "reads": reads, "writes": writes, "read": read,
-                      "written": written, "read_so_far": total[0],
-                      "written_so_far": total[1]})  # fmt: skip
+        reads, writes = reads + read, writes + written
+        steps.append({"name": name, "read": read, "written": written, "read_so_far": reads,
+                      "written_so_far": writes})  # fmt: skip
     return steps
 
 
@@ -115,33 +104,32 @@ def costs(spec: Spec, gpu: str, on_chip: int) -> Costs:
         least = fast_memory(spec, 1, 1)
         raise ValueError(f"fast_memory must be at least {least} bytes for a tile, got {on_chip}")
     B_r, B_c = fit[-1]
-    (tflops, peak_source), (width, width_source) = peak, memory
-    rate = tflops * 1e12
+    rate, width = peak[0] * 1e12, memory[0]
 
     def cost(pairs: int, moved: int) -> Cost:
-        n = 4 * spec.head_dim * spec.n_head * pairs
-        compute, transfer = n / rate, moved / width
-        return {"flops": n, "bytes": moved, "intensity": n / moved,
-                "seconds": max(compute, transfer),
-                "bound": "memory" if transfer > compute else "compute"}  # fmt: skip
+        flops = 4 * spec.head_dim * spec.n_head * pairs
+        compute, transfer = flops / rate, moved / width
+        bound = "memory" if transfer > compute else "compute"
+        return {"flops": flops, "bytes": moved, "intensity": flops / moved,
+                "seconds": max(compute, transfer), "bound": bound}  # fmt: skip
+
+    def by_manual(T: int) -> Cost:
+        last = manual_steps(spec, T)[-1]
+        return cost(T * T, last["read_so_far"] + last["written_so_far"])
+
+    def by_tiled(T: int) -> Cost:
+        return cost(visited(spec, T, B_r, B_c)[1], sum(tiled_bytes(spec, T, B_r, B_c)))
 
     return {
         "gpu": name,
         "dtype": half,
         "peak": rate,
-        "peak_source": peak_source,
+        "peak_source": peak[1],
         "bandwidth": width,
-        "bandwidth_source": width_source,
+        "bandwidth_source": memory[1],
         "ridge": rate / width,
         "block_m": B_r,
         "block_n": B_c,
         "fast_memory": on_chip,
-        "rows": [
-            {
-                "T": T,
-                "manual": cost(T * T, sum(s["read"] + s["written"] for s in manual_steps(spec, T))),
-                "tiled": cost(visited(spec, T, B_r, B_c)[1], sum(tiled_bytes(spec, T, B_r, B_c))),
-            }
-            for T in LENGTHS
-        ],
+        "rows": [{"T": T, "manual": by_manual(T), "tiled": by_tiled(T)} for T in LENGTHS],
     }

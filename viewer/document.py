@@ -1,7 +1,6 @@
-"""The JSON document that explain.py computes and that page.py and text.py show.
+"""The JSON document of explain.py, which page.py and text.py show.
 
-Short arrays are plain JSON, long ones `Packed`. T prompt tokens, L layers, H query heads, head
-dimension D. Sizes are in bytes, times in seconds. All indices start at 0.
+T tokens, L layers, H query heads of D numbers. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -14,186 +13,176 @@ from torch import Tensor
 
 
 class Packed(TypedDict):
-    """An array: base64 of its elements, little endian, the last dimension fastest."""
+    """An array: base64 of its elements, little endian, row by row."""
 
-    dtype: str  # "uint8", "uint16" or "float32" (with -Infinity and NaN)
+    dtype: str  # uint8, uint16, float32
     shape: list[int]
     data: str
 
 
 class Token(TypedDict):
     id: int
-    text: str  # bytes of an incomplete character as "<E2 80>"
-    label: str  # the same in one line: a space as "␣", a line break as "⏎", a tab as "⇥"
+    text: str  # bytes of an incomplete character as <E2 80>
+    label: str  # with visible spaces and line breaks
 
 
 class Refused(TypedDict):
-    name: str  # of a backend
+    name: str
     why: list[str]
 
 
 class About(TypedDict):
     """The model, the prompt, and what ran."""
 
-    source: str  # where the weights come from
-    n_layer: int  # L
-    n_head: int  # H
-    n_kv_head: int  # query head h reads key/value head h // (H / n_kv_head)
-    head_dim: int  # D
+    source: str  # of the weights
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
     n_params: int
     device: str
-    dtype: str  # of the weights, and of q, k and v
-    backend: str  # the one that ran
-    announced: str  # the line that the command prints about it
-    refused: list[Refused]  # in the order tried
+    dtype: str
+    backend: str  # that ran
+    announced: str  # its description
+    refused: list[Refused]
     prompt: str
-    tokens: list[Token]  # T
-    segments: list[int] | None  # T, the document of each token; None: one document
-    window: int | None  # keys that a query sees, itself included
+    tokens: list[Token]
+    segments: list[int] | None  # the document of each token
+    window: int | None  # keys that a query sees
     layer: int  # shown first
     head: int
-    notes: list[str]  # what was left out, and why
+    notes: list[str]
 
 
 class Agreement(TypedDict):
-    """One layer's output compared with manual in float64 on the same q, k and v."""
+    """One layer's output compared with manual in float64."""
 
-    error: float  # largest |output - float64|
-    allowed: float  # by attention.probing.allowed_error
+    error: float  # largest difference
+    allowed: float
     agrees: bool
-    heads: list[float]  # H, the error of each head
+    heads: list[float]  # errors
 
 
 class Maps(TypedDict):
-    """P = softmax(Q K^T / sqrt(D)) of every layer and head, by manual in float32."""
+    """P = softmax(Q K^T / sqrt(D)) of every layer and head."""
 
-    weights: Packed  # (L, H, T (T + 1) / 2) integers, round(weight * levels): the lower triangle,
-    # row after row
+    weights: Packed  # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
     levels: int  # 65535 or 255
-    seen: list[list[int]]  # T pairs [first, stop): the keys that query i sees
-    layers: list[Agreement]  # L
+    seen: list[list[int]]  # [first, stop) of each query's keys
+    layers: list[Agreement]
 
 
-class TileStep(TypedDict):
-    """One tile, for all heads of a layer together."""
+class Traffic(TypedDict):
+    """Bytes to and from main memory, of all heads of a layer."""
+
+    read: int
+    written: int
+    read_so_far: int  # this step included
+    written_so_far: int
+
+
+class TileStep(Traffic):
+    """One tile of the grid."""
 
     i: int  # block of queries
     j: int  # block of keys
     rows: list[int]  # [first, stop) queries
     cols: list[int]  # [first, stop) keys
-    skipped: bool  # wholly masked
+    skipped: bool
     at: int | None  # index in the arrays of TracedHead; None: skipped
-    first: bool  # the first visited tile of its row: reads Q_i
-    last: bool  # the last visited tile of its row: O_i and L_i are written
-    read: int  # bytes
-    written: int
-    read_so_far: int  # this tile included
-    written_so_far: int
+    first: bool  # of the row's visited tiles: reads Q_i
+    last: bool  # of these: writes O_i and L_i
 
 
-class ManualStep(TypedDict):
-    """One pass of the standard algorithm, for all heads of a layer together."""
+class ManualStep(Traffic):
+    """One pass of the standard algorithm."""
 
-    name: str  # "S = Q K^T", "P = softmax(S)", "O = P V"
-    reads: str  # "Q, K"
-    writes: str  # "S"
-    read: int  # bytes
-    written: int
-    read_so_far: int
-    written_so_far: int
+    name: str
 
 
-class Beside(TypedDict):
-    """One head's output of an algorithm compared with manual's."""
+class Compared(TypedDict):
+    """One head's output compared with manual's."""
 
     layer: int
     head: int
-    difference: float  # largest |output - manual|
-    allowed: float  # as in Agreement
-    error: float  # largest |output - float64|
+    difference: float  # from manual in the same dtype, the largest
+    error: float  # from manual in float64
+    allowed: float
 
 
-class TracedHead(Beside):
-    """The trace of forward_tiles() for one head. V visited tiles, in order.
+class TracedHead(Compared):
+    """forward_tiles() for one head: V visited tiles; NaN fills a shorter last block."""
 
-    The last block may be shorter: NaN fills the rest.
-    """
-
-    scores: Packed  # (V, block_m, block_n) float32: S_ij; -Infinity where masked
-    m: Packed  # (V, block_m) float32: running maximum after the tile; -Infinity: no key yet
-    l: Packed  # (V, block_m) float32: running sum of exp(s - m)
-    rescale: Packed  # (V, block_m) float32: exp(m - m_new), the factor of the old l and O
+    scores: Packed  # (V, block_m, block_n); -inf: masked
+    m: Packed  # (V, block_m) running maximum; -inf: no key yet
+    l: Packed  # (V, block_m) running sum of exp(s - m)
+    rescale: Packed  # (V, block_m) factor of the old l and O
 
 
 class Tiles(TypedDict):
-    """The trace of attention/tiled.py over the prompt."""
+    """attention/tiled.py over the prompt."""
 
-    block_m: int  # rows of a tile, queries
-    block_n: int  # columns of a tile, keys
-    n_rows: int  # blocks of queries
-    n_cols: int  # blocks of keys
-    size: int  # bytes an element of q, k, v, out
-    fast_memory: int  # bytes on chip for one tile: viewer.cost.fast_memory
-    steps: list[TileStep]  # n_rows * n_cols, in order
-    manual: list[ManualStep]  # 3
+    block_m: int  # queries in a tile
+    block_n: int  # keys in a tile
+    n_rows: int
+    n_cols: int
+    size: int  # of an element
+    fast_memory: int  # on chip for one tile
+    steps: list[TileStep]
+    manual: list[ManualStep]
     heads: list[TracedHead]  # of the layer shown first
 
 
 class RingTile(TypedDict):
-    """A chunk of queries with a chunk of keys, in one process of the ring."""
-
     step: int
-    rank: int
+    rank: int  # of the process
     queries: int  # chunk
     keys: int  # chunk
     masked: bool  # partly
 
 
-class Played(Beside):
-    """The forward pass of attention/ring.py for one head: 2 n chunks, V tiles computed."""
+class Played(Compared):
+    """attention/ring.py, forward, for one head: 2 n chunks, V tiles."""
 
-    n: int  # processes, and steps
-    chunk: int  # positions in a chunk; the last ones may be padding
-    chunks: list[list[int]]  # n pairs: the chunks of each process
-    homes: list[list[int]]  # [step][process]: the process whose keys and values are there
-    sent: list[list[int]]  # [step][process]: bytes sent, all heads
-    tiles: list[RingTile]  # V, by step, then by process; other pairs are skipped
-    part: Packed  # (V, chunk) float32: L over this tile's keys alone; -Infinity: no key
-    L: Packed  # (V, chunk) float32: L over all keys so far
-    O: Packed  # (V, chunk, D) float32: the output over the same keys, normalized
+    n: int  # processes
+    chunk: int  # positions in a chunk, padding included
+    chunks: list[list[int]]  # of each process
+    homes: list[list[int]]  # [step][process]: whose keys and values are there
+    sent: list[list[int]]  # [step][process]
+    tiles: list[RingTile]
+    part: Packed  # (V, chunk) log-sum-exp over this tile's keys; -inf: no key
+    L: Packed  # (V, chunk) the same over all keys so far
+    O: Packed  # (V, chunk, D) output over all keys so far
 
 
 class CacheStep(TypedDict):
-    """One decode step through one cache, in layer 0.
+    """One decode step through one cache, in layer 0. Cells are numbered page by page."""
 
-    Cell c is position c of the buffer; in a paged cache slot c % page_size of page c // page_size.
-    """
-
-    kind: str  # "dynamic", "static" or "paged"
-    backend: str  # what ran the step
+    kind: str  # dynamic, static, paged
+    backend: str
     kernels: list[str]
     refused: list[Refused]
     cells: int
-    holds: list[int]  # of each cell, the position of its token; -1: empty
+    holds: list[int]  # the position of each cell's token; -1: empty
     read: list[int]  # cells passed to the backend
-    seen: list[int]  # cells that the query attends to
-    written: list[int]  # cells whose bytes changed
-    bytes_allocated: int  # all layers, keys and values
-    bytes_used: int  # holding tokens
-    page_size: int | None  # tokens; None: not paged
+    seen: list[int]  # of these, not masked
+    written: list[int]  # whose bytes changed
+    bytes_allocated: int  # all layers
+    bytes_used: int
+    page_size: int | None
     page_table: list[int]
-    error: float  # largest |logits - logits without a cache|
+    error: float  # of the logits
 
 
 class Caches(TypedDict):
-    """Prefill of the prompt and one decode step, with each of the three caches."""
+    """One decode step after the prompt, with each cache."""
 
     prompt: list[Token]
     token: Token  # decoded
     position: int
-    predicted: bool  # the model's likeliest next token; False: the last one of the prompt
-    bytes_per_token: int  # all layers, keys and values
-    steps: list[CacheStep]  # dynamic, static, paged
+    predicted: bool  # False: the prompt's last token
+    bytes_per_token: int
+    steps: list[CacheStep]
     allowed: float
     agree: bool
 
@@ -201,32 +190,32 @@ class Caches(TypedDict):
 class Cost(TypedDict):
     """One forward pass of attention under the roofline."""
 
-    flops: int  # of the two matmuls
-    bytes: int  # to and from main memory
-    intensity: float  # FLOPs a byte
-    seconds: float  # max(flops / peak, bytes / bandwidth)
-    bound: str  # "memory" or "compute"
+    flops: int
+    bytes: int
+    intensity: float  # FLOPs per byte
+    seconds: float
+    bound: str  # memory, compute
 
 
 class CostRow(TypedDict):
-    T: int  # tokens
+    T: int
     manual: Cost
     tiled: Cost
 
 
 class Costs(TypedDict):
-    """One layer of this model's attention, forward, batch 1, all heads, as T grows."""
+    """One layer of this model's attention, forward, batch 1."""
 
     gpu: str
-    dtype: str  # half precision
+    dtype: str
     peak: float  # FLOP/s
     peak_source: str
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     bandwidth_source: str
-    ridge: float  # peak / bandwidth, FLOPs a byte
-    block_m: int  # the largest tile that fits into fast_memory
+    ridge: float  # FLOPs per byte
+    block_m: int
     block_n: int
-    fast_memory: int  # bytes on chip, assumed
+    fast_memory: int  # on chip
     rows: list[CostRow]
 
 
@@ -243,7 +232,7 @@ LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def token_of(id_: int, pieces: list[bytes]) -> Token:
-    """A token; `pieces`: the bytes of each id (Tokenizer.token_bytes())."""
+    """A token; `pieces` has the bytes of each id."""
     piece = pieces[id_]
     try:
         text = piece.decode() if piece else "<end of text>"

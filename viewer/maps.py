@@ -1,24 +1,23 @@
-"""Attention maps of a model whose fused kernel never materializes P = softmax(Q K^T / sqrt(D)).
+"""Attention maps P = softmax(Q K^T / sqrt(D)), which a fused kernel never materializes.
 
-Hooks capture the q, k and v of each layer. manual.py recomputes P from them, with the identity for
-V: P I = P. The kernel's output is compared with manual's from the same q, k and v.
+Hooks capture the q, k and v of each layer; manual.py recomputes P, with the identity for V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention import Spec, manual, views
 from attention.probing import allowed_error
 from model import GPT
-from viewer.document import Agreement, Beside, Maps, pack
+from viewer.document import Agreement, Compared, Maps, pack
 
 FINE = 5_000_000  # weights stored in 16 bits, else in 8; GPT-2 at 256 tokens has 4.7 million
 
@@ -34,10 +33,6 @@ class Call:
     spec: Spec
     segments: Tensor | None  # (1, T) int32
 
-    @property
-    def given(self) -> tuple[Tensor, Tensor, Tensor, Spec, Tensor | None]:
-        return self.q, self.k, self.v, self.spec, self.segments
-
     def by_manual(self) -> Tensor:
         return manual.attend(self.q, self.k, self.v, self.spec, segments=self.segments)
 
@@ -47,12 +42,12 @@ def watched(model: GPT) -> Iterator[list[Call]]:
     """A list to which each layer appends a Call while the model runs inside."""
     calls: list[Call] = []
 
-    def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, attend, *rest = args
 
         def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
-                  segments: Tensor | None = None, cache: Any = None) -> Tensor:  # fmt: skip
-            out = attend(q, k, v, spec, segments=segments, cache=cache)
+                  segments: Tensor | None = None, **more: object) -> Tensor:  # fmt: skip
+            out: Tensor = attend(q, k, v, spec, segments=segments, **more)
             calls.append(Call(q, k, v, out, spec, segments))
             return out
 
@@ -70,12 +65,10 @@ def maps(calls: list[Call]) -> Maps:
     T, H = calls[0].q.shape[1:3]
     levels = 65535 if len(calls) * H * T * (T + 1) // 2 <= FINE else 255
     lower = torch.tril_indices(T, T)
-    rows = []
-    for call in calls:
-        cells = weights(call)[:, lower[0], lower[1]].cpu().numpy()  # (H, T (T + 1) / 2)
-        rows.append(np.rint(cells * levels).astype(np.uint16 if levels > 255 else np.uint8))
+    cells = [weights(call)[:, lower[0], lower[1]].cpu().numpy() for call in calls]
+    kind = np.uint16 if levels > 255 else np.uint8
     return {
-        "weights": pack(np.stack(rows)),
+        "weights": pack(np.stack([np.rint(x * levels).astype(kind) for x in cells])),
         "levels": levels,
         "seen": seen(T, calls[0].spec.window, calls[0].segments),
         "layers": [agreement(call) for call in calls],
@@ -107,31 +100,23 @@ def agreement(call: Call) -> Agreement:
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
     seg = None if call.segments is None else call.segments.to(device)
     exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
-    by_head = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
+    heads = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
     manual_error, largest = float(off(call.by_manual(), exact).max()), float(exact.abs().max())
-    allowed = allowed_error(manual_error, largest, largest, call.q.dtype)
-    error = float(by_head.max())
+    allowed, error = allowed_error(manual_error, largest, largest, call.q.dtype), float(heads.max())
+    agrees = error <= allowed
+    return {"error": error, "allowed": allowed, "agrees": agrees, "heads": heads.tolist()}
+
+
+def compared(call: Call, out: Tensor, layer: int, head: int) -> Compared:
+    """One head of another algorithm's output (1, T, H, D)."""
+    found = agreement(replace(call, out=out))
     return {
-        "error": error,
-        "allowed": allowed,
-        "agrees": error <= allowed,
-        "heads": by_head.tolist(),
+        "layer": layer,
+        "head": head,
+        "difference": float(off(out, call.by_manual())[0, :, head].max()),
+        "error": found["heads"][head],
+        "allowed": found["allowed"],
     }
-
-
-def beside(call: Call, out: Tensor, layer: int, heads: Iterable[int]) -> list[Beside]:
-    """Another algorithm's output (1, T, H, D), compared head by head."""
-    plain, held = call.by_manual(), agreement(replace(call, out=out))
-    return [
-        {
-            "layer": layer,
-            "head": h,
-            "difference": float(off(out[0, :, h], plain[0, :, h]).max()),
-            "allowed": held["allowed"],
-            "error": held["heads"][h],
-        }
-        for h in heads
-    ]
 
 
 def off(a: Tensor, b: Tensor) -> Tensor:

@@ -51,13 +51,10 @@ function sci(x) {
 }
 
 /** With a unit prefix: scaled(12345, "B") is "12.3 kB". */
-function scaled(x, unit, step = 1000) {
-  const prefixes = step === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
+function scaled(x, unit) {
+  const prefixes = ["", "k", "M", "G", "T", "P"];
   let k = 0;
-  while (Math.abs(x) >= step * 0.9995 && k < prefixes.length - 1) {
-    x /= step;
-    k++;
-  }
+  for (; Math.abs(x) >= 999.5 && k < prefixes.length - 1; k++) x /= 1000;
   return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
 }
 

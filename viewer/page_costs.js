@@ -9,7 +9,7 @@ function buildCosts() {
     + `${many(H, "head")} of ${about.head_dim}, in ${costs.dtype}, on ${costs.gpu}: `
     + `${scaled(costs.peak, "FLOP/s")} (${costs.peak_source}), ${scaled(costs.bandwidth, "B/s")} `
     + `(${costs.bandwidth_source}). Tiles of ${costs.block_m} × ${costs.block_n}, the largest `
-    + `that fit into ${scaled(costs.fast_memory, "B", 1024)}.`;
+    + `that fit into ${scaled(costs.fast_memory, "B")}.`;
   $("length").max = costs.rows.length - 1;
   $("length").value = cost.row;
   $("length").addEventListener("input", () => {

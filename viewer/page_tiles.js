@@ -118,8 +118,7 @@ function manualAt(progress) {
   const pass = passes[k];
   const missing = k + 1 - progress * passes.length; // of this pass
   return {
-    text: `pass ${k + 1} of ${passes.length}: ${pass.name.replace("^T", "ᵀ")}, reads `
-      + `${pass.reads}, writes ${pass.writes}`,
+    text: `pass ${k + 1} of ${passes.length}: ${pass.name.replace("^T", "ᵀ")}`,
     read: Math.round(pass.read_so_far - missing * pass.read),
     written: Math.round(pass.written_so_far - missing * pass.written),
   };
@@ -148,14 +147,7 @@ function drawCounters() {
     meter("tiled", step.read_so_far, step.written_so_far,
       `by this tile ${int(step.read)} read, ${int(step.written)} written`),
     meter("manual", manual.read, manual.written, manual.text),
-    hint(`Manual makes ${tiles.manual.length} passes over main memory, spread evenly over the same `
-      + "progress. Small tiles on a short text may move more than manual; part 4 has long texts."));
-}
-
-function drawOutput() {
-  const { head, done } = player;
-  $("outputs").replaceChildren(done < N ? "" : compared("difference",
-    "The largest difference between the outputs of tiled and manual is ", "tiled", head));
+    hint("Small tiles on a short text may move more than manual; part 4 has long texts."));
 }
 
 function drawPlayer() {
@@ -165,5 +157,6 @@ function drawPlayer() {
   drawBoard();
   boardLegend();
   drawCounters();
-  drawOutput();
+  $("outputs").replaceChildren(done < N ? "" : compared("difference",
+    "The largest difference between the outputs of tiled and manual is ", "tiled", player.head));
 }

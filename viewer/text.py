@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 
-from viewer.document import (
-    Beside,
-    Caches,
-    CacheStep,
-    Costs,
-    Document,
-    Played,
-    Refused,
-    TileStep,
-    unpack,
-)
+from viewer import document as doc
+from viewer.document import unpack
 
 WIDTH = 80
 SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-"), (0.0, "."))
 STEPS = 80  # lines of the tile walk
 
 
-def render(document: Document) -> str:
+def render(document: doc.Document) -> str:
     """The whole document, lines of at most 80 characters."""
     about = document["about"]
     parts = (
@@ -39,42 +29,40 @@ def render(document: Document) -> str:
     return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
 
 
-def head(document: Document) -> list[str]:
-    a = document["about"]
+def head(document: doc.Document) -> list[str]:
+    a, layers = document["about"], document["maps"]["layers"]
     shared = "" if a["n_kv_head"] == a["n_head"] else f" ({a['n_kv_head']} for keys and values)"
+    right = sum(x["agrees"] for x in layers)
     lines = wrap(
         f"{a['source']}: {a['n_layer']} layers, {a['n_head']} heads{shared} of {a['head_dim']} "
-        f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}."
+        f"numbers, {a['n_params']:,} parameters, {a['dtype']} on {a['device']}.",
+        f"{a['announced']}.",
     )
-    lines += wrap(f"{a['announced']}.")
     lines += refusals(a["refused"])
-    layers = document["maps"]["layers"]
-    wrong = [str(layer) for layer, x in enumerate(layers) if not x["agrees"]]
     lines += wrap(
-        f"It agrees with manual in float64 in {len(layers) - len(wrong)} of {len(layers)} layers: "
-        f"error up to {max(x['error'] for x in layers):.2g}."
+        f"It agrees with manual in float64 in {right} of {len(layers)} layers: error up to "
+        f"{max(x['error'] for x in layers):.2g}."
     )
-    if wrong:
-        lines += wrap(f"WARNING: does NOT agree in layer {', '.join(wrong)}: the maps show manual.")
+    if right < len(layers):
+        wrong = ", ".join(str(n) for n, x in enumerate(layers) if not x["agrees"])
+        lines += wrap(f"WARNING: does NOT agree in layer {wrong}: the maps show manual.")
     return lines + wrap(*a["notes"])
 
 
-def refusals(refused: list[Refused]) -> list[str]:
+def refusals(refused: list[doc.Refused]) -> list[str]:
     return wrap(*(f"{r['name']} was refused: {'; '.join(r['why'])}." for r in refused))
 
 
-def attention_map(document: Document, layer: int, head: int) -> list[str]:
+def attention_map(document: doc.Document, layer: int, head: int) -> list[str]:
     a, maps = document["about"], document["maps"]
     labels, T = [t["label"] for t in a["tokens"]], len(a["tokens"])
     P = np.zeros((T, T))
     P[np.tril_indices(T)] = unpack(maps["weights"])[layer, head] / maps["levels"]
     wide, n = min(8, max(map(len, labels))), len(str(T - 1))
     group = -(-T // (WIDTH - 2 * (n + wide + 4)))  # tokens a column
-    lines = title(f"MAP of layer {layer}, head {head}")
     shades = ", ".join(f"{c} from {low:g}" for low, c in SHADES[::-1])
-    hidden = f", outside the window of {a['window']}" if a["window"] else ""
-    hidden += ", in another document" if a["segments"] else ""
-    lines += wrap(f"A row is a query; each row sums to 1. {shades}. Blank: later{hidden}.")
+    lines = title(f"MAP of layer {layer}, head {head}")
+    lines += wrap(f"A row is a query; each row sums to 1. {shades}. Blank: masked.")
     if group > 1:
         lines += wrap(f"Every {group}th of {T} rows; a column is the sum over {group} tokens.")
     starts = range(0, T, group)
@@ -96,26 +84,23 @@ def shade(weight: float) -> str:
     return next(c for low, c in SHADES if weight >= low)
 
 
-def tile_walk(document: Document, layer: int, head: int) -> list[str]:
-    tiles, T = document["tiles"], len(document["about"]["tokens"])
-    traced = tiles["heads"][head]
-    steps, scores = tiles["steps"], unpack(traced["scores"])
-    walked = [s for s in steps if not s["skipped"]]
+def tile_walk(document: doc.Document, layer: int, head: int) -> list[str]:
+    tiles, traced = document["tiles"], document["tiles"]["heads"][head]
+    scores, m, l, rescale = map(
+        unpack, (traced["scores"], traced["m"], traced["l"], traced["rescale"])
+    )
+    walked = [s for s in tiles["steps"] if not s["skipped"]]
     lines = title(f"TILES of layer {layer}, head {head}: FlashAttention in plain PyTorch")
     lines += wrap(
-        f"{count(T, 'query', 'queries')} in blocks of {tiles['block_m']}, {count(T, 'key')} in "
-        f"blocks of {tiles['block_n']}; {len(walked):,} of {count(len(steps), 'tile')} are "
-        f"computed, each with {amount(tiles['fast_memory'])} on chip. m: largest score of a row so "
-        "far, l: sum of exp(s - m), rescale: factor of the old output, from the smallest to the "
-        "largest row. read: bytes so far, all heads."
+        f"{len(walked):,} of {len(tiles['steps']):,} tiles of {tiles['block_m']} queries by "
+        f"{tiles['block_n']} keys are computed, each with {amount(tiles['fast_memory'])} on chip. "
+        "m: largest score so far, l: sum of exp(s - m), rescale: factor of the old output, each "
+        "from the smallest to the largest row. read: bytes so far."
     )
     if tiles["n_cols"] <= (WIDTH - 12) // 5:
-        lines += ["", *grid(steps, tiles["n_cols"], scores)]
-    lines += [
-        "",
-        f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}{'read':>9}",
-    ]
-    m, l, rescale = (unpack(traced[name]) for name in ("m", "l", "rescale"))
+        lines += ["", *grid(tiles["steps"], tiles["n_cols"], scores)]
+    columns = f"{'tile':>7} {'queries':>9} {'keys':>9}{'m':>16}{'l':>14}{'rescale':>12}{'read':>9}"
+    lines += ["", columns]
     for at, s in enumerate(walked[:STEPS]):
         lines.append(
             f"{s['i']:>4},{s['j']:<2} {span(s['rows']):>9} {span(s['cols']):>9}"
@@ -123,53 +108,55 @@ def tile_walk(document: Document, layer: int, head: int) -> list[str]:
             f"{amount(s['read_so_far']):>9}"
         )
     if len(walked) > STEPS:
-        lines += wrap(f"... and {len(walked) - STEPS} more lines; the HTML page has all of them.")
+        lines += wrap(f"... and {len(walked) - STEPS} more; the HTML page has all.")
     lines += ["", f"{'':10}{'read':>12}{'written':>12}"]
-    for name, end in (("tiled", steps[-1]), ("manual", tiles["manual"][-1])):
+    for name, end in (("tiled", tiles["steps"][-1]), ("manual", tiles["manual"][-1])):
         read, written = amount(end["read_so_far"]), amount(end["written_so_far"])
         lines.append(f"{name:10}{read:>12}{written:>12}")
-    return lines + beside("The output of tiled", traced)
+    return lines + verdict("The output of tiled", traced)
 
 
 def grid(
-    steps: Sequence[TileStep], n_cols: int, scores: Sequence[np.ndarray] | np.ndarray
+    steps: Sequence[doc.TileStep], n_cols: int, scores: Sequence[np.ndarray] | np.ndarray
 ) -> list[str]:
     """The grid of tiles: / partly masked, x wholly visible, . skipped."""
+    signs = [
+        "." if (at := step["at"]) is None else "/" if np.isneginf(scores[at]).any() else "x"
+        for step in steps
+    ]
     lines = [" " * 12 + "".join(f"{f'K_{j}':>5}" for j in range(n_cols))]
     for row in range(0, len(steps), n_cols):
-        cells = [
-            "." if (at := step["at"]) is None else "/" if np.isneginf(scores[at]).any() else "x"
-            for step in steps[row : row + n_cols]
-        ]
-        lines.append(f"{f'Q_{row // n_cols}':>12}" + "".join(f"{c:>5}" for c in cells))
+        cells = "".join(f"{c:>5}" for c in signs[row : row + n_cols])
+        lines.append(f"{f'Q_{row // n_cols}':>12}{cells}")
     return [*lines, "", "            x wholly visible   / partly masked   . skipped"]
 
 
-def ring(found: Played, T: int) -> list[str]:
-    n, c, visits = found["n"], found["chunk"], found["tiles"]
-    many = count(n, "process", "processes")
+def ring(found: doc.Played, T: int) -> list[str]:
+    n, c = found["n"], found["chunk"]
+    many = "1 process" if n == 1 else f"{n} processes"
     lines = title(f"RING of layer {found['layer']}, head {found['head']}: {many}")
     lines += wrap(
-        f"{count(T, 'token')} in {2 * n} chunks of {c}. Queries stay, keys and values move. "
-        "A pair is a chunk of queries and one of keys; /: partly masked; others are skipped."
+        f"{2 * n} chunks of {c} tokens. Queries stay, keys and values move. A pair is a chunk of "
+        "queries and one of keys; /: partly masked; others are skipped."
     )
     lines += ["", f"{'step':>4}{'process':>9}{'K, V of':>9}  {'pairs':38}{'sent so far':>12}"]
-    for step, rank in product(range(n), range(n)):
-        mine = (t for t in visits if (t["step"], t["rank"]) == (step, rank))
-        pairs = " ".join(f"{t['queries']},{t['keys']}{'/' * t['masked']}" for t in mine)
-        sent = amount(sum(at[rank] for at in found["sent"][: step + 1]))
-        lines.append(f"{step:>4}{rank:>9}{found['homes'][step][rank]:>9}  {pairs:38}{sent:>12}")
+    for step, homes in enumerate(found["homes"]):
+        for rank, home in enumerate(homes):
+            mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (step, rank)]
+            pairs = " ".join(f"{t['queries']},{t['keys']}{'/' * t['masked']}" for t in mine)
+            sent = amount(sum(at[rank] for at in found["sent"][: step + 1]))
+            lines.append(f"{step:>4}{rank:>9}{home:>9}  {pairs:38}{sent:>12}")
     lines += ["", f"The last query, {T - 1}, tile by tile:", ""]
     lines.append(f"{'step':>4}{'keys':>13}{'L of these':>12}{'L so far':>12}{'|O|':>12}")
     part, L, O = (unpack(found[name])[:, (T - 1) % c] for name in ("part", "L", "O"))
-    for n_, t in enumerate(visits):
+    for at, t in enumerate(found["tiles"]):
         if t["queries"] == (T - 1) // c:
-            keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[n_]))
-            lines.append(f"{t['step']:>4}{keys:>13}{part[n_]:>12.4f}{L[n_]:>12.4f}{size:>12.4f}")
-    return lines + beside("The ring's output", found)
+            keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[at]))
+            lines.append(f"{t['step']:>4}{keys:>13}{part[at]:>12.4f}{L[at]:>12.4f}{size:>12.4f}")
+    return lines + verdict("The ring's output", found)
 
 
-def beside(name: str, found: Beside) -> list[str]:
+def verdict(name: str, found: doc.Compared) -> list[str]:
     agrees = "agrees" if found["error"] <= found["allowed"] else "does NOT agree"
     return wrap(
         f"{name} {agrees} with float64: error {found['error']:.2g}, allowed "
@@ -177,51 +164,41 @@ def beside(name: str, found: Beside) -> list[str]:
     )
 
 
-def caches(found: Caches) -> list[str]:
-    token, n = found["token"], len(found["prompt"])
+def caches(found: doc.Caches) -> list[str]:
     what = "the model's likeliest next token" if found["predicted"] else "the prompt's last token"
     lines = title("CACHES: one decode step")
     lines += wrap(
-        f"{count(n, 'token')} stored; token {found['position']} ({token['label']!r}, {what}) is "
-        f"decoded. A token takes {amount(found['bytes_per_token'])} in all layers. W written, r "
-        "read and attended to, m read but masked, s stored, not read, . empty."
+        f"Token {found['position']} ({found['token']['label']!r}, {what}) is decoded. A token "
+        f"takes {amount(found['bytes_per_token'])} in all layers. W written, r read and attended "
+        "to, m read but masked, s stored, not read, . empty."
     )
     for step in found["steps"]:
-        lines += ["", *wrap(
-            f"{step['kind']}, by {step['backend']}: {amount(step['bytes_allocated'])} allocated, "
-            f"{amount(step['bytes_used'])} used."
-        ), *refusals(step["refused"])]  # fmt: skip
-        lines += cells(step)
-    said = "agree" if found["agree"] else "do NOT agree"
-    worst = max(step["error"] for step in found["steps"])
-    lines += ["", *wrap(
-        f"The logits {said} with those without a cache: error {worst:.2g}, allowed "
-        f"{found['allowed']:.2g}."
-    )]  # fmt: skip
-    return lines
+        sizes = amount(step["bytes_allocated"]), amount(step["bytes_used"])
+        name = f"{step['kind']}, by {step['backend']}"
+        lines += ["", *wrap(f"{name}: {sizes[0]} allocated, {sizes[1]} used.")]
+        lines += [*refusals(step["refused"]), *cells(step)]
+    agree = "agree" if found["agree"] else "do NOT agree"
+    error = f"error {max(s['error'] for s in found['steps']):.2g}, allowed {found['allowed']:.2g}"
+    return [*lines, "", *wrap(f"The logits {agree} with those without a cache: {error}.")]
 
 
-def cells(step: CacheStep) -> list[str]:
+def cells(step: doc.CacheStep) -> list[str]:
     """The cells of one cache, a character each; one line a page."""
     signs = ["s" if position >= 0 else "." for position in step["holds"]]
     for sign, places in (("m", step["read"]), ("r", step["seen"]), ("W", step["written"])):
         for c in places:
             signs[c] = sign
-    drawn, size = "".join(signs), step["page_size"]
+    drawn, size, table = "".join(signs), step["page_size"], step["page_table"]
     if size is None:
         return [f"  {at:>4} {drawn[at : at + 64]}" for at in range(0, len(drawn), 64)]
-    lines = []
-    for page in range(len(drawn) // size):
-        what = "for padding" if page == 0 else "free"
-        if page in step["page_table"]:
-            first = step["page_table"].index(page) * size
-            what = f"tokens {first} to {min(first + size, max(step['holds']) + 1) - 1}"
-        lines.append(f"  page {page:<3} {drawn[page * size : (page + 1) * size]}  {what}")
-    table = " ".join(map(str, step["page_table"]))
-    return [*lines, *wrap(f"page table [{table}]")]
+    uses = {0: "for padding"} | {page: f"page {n} of the text" for n, page in enumerate(table)}
+    return [
+        f"  page {page:<3} {drawn[page * size : (page + 1) * size]}  {uses.get(page, 'free')}"
+        for page in range(len(drawn) // size)
+    ]
 
 
-def costs(found: Costs, n_head: int) -> list[str]:
+def costs(found: doc.Costs, n_head: int) -> list[str]:
     lines = title(f"COST on one {found['gpu']}, {found['dtype']}")
     lines += wrap(
         f"One layer forward, batch 1, {n_head} heads, tiles of {found['block_m']} x "
@@ -230,15 +207,15 @@ def costs(found: Costs, n_head: int) -> list[str]:
         f"{found['bandwidth'] / 1e9:,.4g} GB/s ({found['bandwidth_source']}). Ridge: "
         f"{found['ridge']:.0f} FLOPs a byte (F/B). time: the least possible."
     )
-    lines += ["", f"{'':8}{'manual':^36}{'tiled':^36}",
-              f"{'T':>7} " + f"{'FLOPs':>9}{'bytes':>9}{'F/B':>6}{'time':>10}  " * 2]  # fmt: skip
+    columns = f"{'FLOPs':>9}{'bytes':>9}{'F/B':>6}{'time':>10}  "
+    lines += ["", f"{'':8}{'manual':^36}{'tiled':^36}", f"{'T':>7} {columns}{columns}"]
     for row in found["rows"]:
-        cells = (
+        numbers = "".join(
             f"{scaled(c['flops']):>9}{scaled(c['bytes']):>9}{c['intensity']:>6.0f}"
             f"{duration(c['seconds']):>8} {c['bound'][0]}  "
             for c in (row["manual"], row["tiled"])
         )
-        lines.append(f"{row['T']:>7,} {''.join(cells)}")
+        lines.append(f"{row['T']:>7,} {numbers}")
     return [*lines, "", "m: memory-bound, c: compute-bound"]
 
 
@@ -251,10 +228,6 @@ def title(text: str) -> list[str]:
 
 def wrap(*texts: str) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
-
-
-def count(n: int, one: str, many: str = "") -> str:
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def scaled(n: float, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
@@ -280,6 +253,4 @@ def span(ends: Sequence[int]) -> str:
 
 def between(values: np.ndarray, digits: int) -> str:
     """Smallest and largest value; NaN is padding."""
-    there = values[~np.isnan(values)]
-    low, high = (f"{v:.{digits}f}" for v in (there.min(), there.max()))
-    return f"{low}..{high}"
+    return f"{np.nanmin(values):.{digits}f}..{np.nanmax(values):.{digits}f}"

@@ -11,40 +11,40 @@ from attention import Spec, tiled
 from attention.tiled import blocks
 from viewer.cost import fast_memory, manual_steps, size_inside, size_of
 from viewer.document import Tiles, TileStep, TracedHead, pack
-from viewer.maps import Call, beside
+from viewer.maps import Call, compared
 
 MOST_TILES = 1024  # of one head
 
 
 def tiles(call: Call, B_r: int, B_c: int, layer: int) -> Tiles:
     """The trace of all heads of one layer. Raises ValueError for more than MOST_TILES tiles."""
-    T, spec = call.q.shape[1], call.spec
-    rows, cols = blocks(T, B_r), blocks(T, B_c)
-    if len(rows) * len(cols) > MOST_TILES:
+    (T, H), spec = call.q.shape[1:3], call.spec
+    n_rows, n_cols = len(blocks(T, B_r)), len(blocks(T, B_c))
+    if n_rows * n_cols > MOST_TILES:
         raise ValueError(
-            f"{len(rows) * len(cols)} tiles of {B_r} x {B_c} for {T} tokens, at most {MOST_TILES} "
-            "can be shown: increase --block_m or --block_n"
+            f"{n_rows * n_cols} tiles of {B_r} x {B_c} for {T} tokens, at most {MOST_TILES} can be "
+            "shown: increase --block_m or --block_n"
         )
-    trace, out = trace_of(*call.given, B_r=B_r, B_c=B_c)
-    scores = _padded([t.S[0] for t in trace], B_r, B_c)  # (V, H, B_r, B_c)
-    m, l, rescale = (_padded([x[0] for x in xs], B_r) for xs in
-                     zip(*((t.m, t.l, t.rescale) for t in trace)))  # fmt: skip
+    trace, out = trace_of(call.q, call.k, call.v, spec, call.segments, B_r=B_r, B_c=B_c)
+    scores = padded([t.S[0] for t in trace], B_r, B_c)  # (V, H, B_r, B_c)
+    m, l, rescale = (padded([x[0] for x in xs], B_r)
+                     for xs in zip(*((t.m, t.l, t.rescale) for t in trace)))  # fmt: skip
     m = m.masked_fill(m == torch.finfo(m.dtype).min, -torch.inf)
     heads: list[TracedHead] = [
         {
-            **found,
+            **compared(call, out, layer, h),
             "scores": pack(scores[:, h]),
             "m": pack(m[:, h]),
             "l": pack(l[:, h]),
             "rescale": pack(rescale[:, h]),
         }
-        for h, found in enumerate(beside(call, out, layer, range(out.shape[2])))
+        for h in range(H)
     ]
     return {
         "block_m": B_r,
         "block_n": B_c,
-        "n_rows": len(rows),
-        "n_cols": len(cols),
+        "n_rows": n_rows,
+        "n_cols": n_cols,
         "size": size_of(spec),
         "fast_memory": fast_memory(spec, B_r, B_c),
         "steps": steps(trace, spec, T, T, B_r, B_c),
@@ -82,35 +82,30 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Tensor | Non
 
 
 def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[TileStep]:
-    """All tiles, with the bytes that a fused kernel moves at each.
-
-    Query heads that share keys and values read them once. Segment ids are not counted.
-    """
-    D, H, Hkv = spec.head_dim, spec.n_head, spec.n_kv_head
-    s, acc = size_of(spec), size_inside(spec)
+    """All tiles, with the bytes that a fused kernel moves at each, without segment ids."""
+    D, H, Hkv, s = spec.head_dim, spec.n_head, spec.n_kv_head, size_of(spec)
     place = {(t.i, t.j): n for n, t in enumerate(trace)}
     cols = blocks(Tk, B_c)
     found: list[TileStep] = []
-    read_so_far = written_so_far = 0
+    reads = writes = 0
     for i, I in enumerate(blocks(Tq, B_r)):
-        visited = [j for j in range(len(cols)) if (i, j) in place]
+        visited, queries = [j for j in range(len(cols)) if (i, j) in place], H * (I.stop - I.start)
         ends = visited[-1] if visited else len(cols) - 1  # O_i is written after it
         for j, J in enumerate(cols):
             read = 2 * s * D * Hkv * (J.stop - J.start) if (i, j) in place else 0
-            read += s * D * H * (I.stop - I.start) if j in visited[:1] else 0
-            written = (s * D + acc) * H * (I.stop - I.start) if j == ends else 0
-            read_so_far, written_so_far = read_so_far + read, written_so_far + written
+            read += s * D * queries if j in visited[:1] else 0
+            written = (s * D + size_inside(spec)) * queries if j == ends else 0
+            reads, writes = reads + read, writes + written
             found.append({
                 "i": i, "j": j, "rows": [I.start, I.stop], "cols": [J.start, J.stop],
                 "skipped": (i, j) not in place, "at": place.get((i, j)),
                 "first": j in visited[:1], "last": j in visited[-1:],
-                "read": read, "written": written,
-                "read_so_far": read_so_far, "written_so_far": written_so_far,
+                "read": read, "written": written, "read_so_far": reads, "written_so_far": writes,
             })  # fmt: skip
     return found
 
 
-def _padded(parts: list[Tensor], *shape: int) -> Tensor:
+def padded(parts: list[Tensor], *shape: int) -> Tensor:
     """Stack tensors (H, n, ...) into (V, H, *shape), padded with NaN."""
     whole = parts[0].new_full((len(parts), parts[0].shape[0], *shape), torch.nan)
     for where, part in zip(whole, parts, strict=True):

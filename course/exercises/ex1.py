@@ -9,7 +9,6 @@ import torch
 
 from course.exercises.check import same
 
-NAMES = ("softmax", "attend")
 TASK = """Softmax, and attention of one query
 
 softmax(s)         s: (T,) scores. Returns (T,): exp(s_j) / sum of exp(s).

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attention.spec import visible
 
-NAMES = ("mask",)
 TASK = """The mask
 
 mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend to key j.
@@ -20,7 +19,6 @@ mask(Tq, Tk, window, segments) returns bool (Tq, Tk): True if query i may attend
     segments   None, or (Tk,) integers, the document of each position: a query attends only to
                its own document.
 
-Do not use attention.visible(), the checker's reference.
 """
 START = '''import torch
 
@@ -35,13 +33,10 @@ def mask(Tq, Tk, window, segments):
 CASES: list[tuple[int, int, int | None, list[int] | None]] = [
     (3, 3, None, None),
     (3, 5, None, None),
-    (1, 6, None, None),
     (5, 3, None, None),
     (4, 4, 2, None),
     (3, 6, 2, None),
-    (4, 4, 9, None),
     (4, 4, None, [0, 0, 1, 1]),
-    (2, 5, None, [3, 3, 3, 7, 7]),
     (4, 6, 3, [0, 0, 0, 0, 1, 1]),
 ]
 
@@ -60,11 +55,9 @@ def check(answer: ModuleType) -> None:
             "A query is in its window": truth(Tq, Tk, Tk - Tq, window and window + 1, segments),
             "A query sees itself": want.tril(Tk - Tq - 1),
         }
-        wrong = [tuple(at) for at in torch.nonzero(got != want).tolist()]
         why = next((f". {why}" for why, mask in mistakes.items() if mask.equal(got)), "")
-        assert not wrong, (
-            f"{given} is {bool(got[wrong[0]])} at {wrong[0]}, expected {bool(want[wrong[0]])}{why}"
-        )
+        wrong = torch.nonzero(got != want).tolist()
+        assert not wrong, f"{given} is wrong at {wrong[0]}{why}"
 
 
 def truth(Tq: int, Tk: int, offset: int, window: int | None, segments: Tensor | None) -> Tensor:

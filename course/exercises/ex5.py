@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -12,7 +13,6 @@ from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
 from course.exercises.check import same
 
-NAMES = ("forward",)
 TASK = """Attention tile by tile
 
 forward(load, store, rows, cols, offset) computes causal attention of one head, whose Q, K and V
@@ -25,9 +25,8 @@ are in main memory; fast memory holds one block of each.
                      block may be shorter
     offset           query i sees key j where j <= i + offset; offset = Tk - Tq
 
-For each block of Q, go through the blocks of K and V with m, l and O as in exercise 4. Load a block
-of Q once, and a block of K and V once for each block of Q that sees any of its keys. A query
-without a visible key returns zeros. Store each block of the output once.
+Go through the blocks with m, l and O as in exercise 4. Load a block of Q once, and a block of K and
+V once for each block of Q that sees any of its keys. A query without a visible key returns zeros.
 """
 START = '''import math
 
@@ -85,33 +84,24 @@ def check(answer: ModuleType) -> None:
         given = f"Tq = {Tq}, Tk = {Tk}, B_r = {B_r}, B_c = {B_c}"
         queries, keys = torch.arange(Tq)[:, None], torch.arange(Tk)
         seen = visible(queries, keys, offset)
-        want = formula(memory, seen)
-        in_tiles = torch.zeros_like(seen)  # every key of a tile with at least one visible key
-        for I in memory.rows:
-            for J in memory.cols:
-                in_tiles[I, J] = seen[I, J].any()
-        no_mask, top_left = formula(memory, in_tiles), formula(memory, visible(queries, keys))
+        want, top_left = formula(memory, seen), formula(memory, visible(queries, keys))
         no_scale = formula(memory, seen, scale=1.0)
         for i, I in enumerate(memory.rows):
             assert i in memory.out, f"block {i} of the output is not stored, {given}"
-            out = memory.out[i]
-            assert not out.isnan().any(), f"O_{i} is NaN, {given}: a query without a key is 0 / 0"
+            assert not memory.out[i].isnan().any(), f"O_{i} is NaN, {given}: l may be 0"
             mistakes = {
-                "Mask the tiles on the diagonal entry by entry": no_mask[I],
                 "Query i sees key j where j <= i + offset, not j <= i": top_left[I],
                 "Divide the scores by sqrt(D)": no_scale[I],
             }
-            same(out, want[I], f"O_{i}", given, mistakes)
+            same(memory.out[i], want[I], f"O_{i}", given, mistakes)
             assert memory.loads[i, "Q", i] == 1, f"load block {i} of Q once, {given}"
-            for j, J in enumerate(memory.cols):
-                need = int(not wholly_masked(I, J, offset, None))
-                for name in "KV":
-                    got = memory.loads[i, name, j]
-                    assert got == need, (
-                        f"block {j} of {name} was loaded {got} times for block {i} of Q, expected "
-                        f"{need}, {given}. Skip a tile, before loading it, if its first key comes "
-                        "after all that its last query sees"
-                    )
+            for n, name in product(range(len(memory.cols)), "KV"):
+                got = memory.loads[i, name, n]
+                need = int(not wholly_masked(I, memory.cols[n], offset, None))
+                assert got == need, (
+                    f"block {n} of {name} was loaded {got} times for block {i} of Q, expected "
+                    f"{need}, {given}. Skip a tile, before loading it, if no query sees a key of it"
+                )
 
 
 def formula(memory: Memory, seen: Tensor, scale: float = 0.5) -> Tensor:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from course.exercises.check import same, several
 
-NAMES = ("backward",)
 TASK = """Gradients without P
 
 backward(q, k, v, out, L, dout, block) returns (dq, dk, dv).
@@ -47,13 +46,7 @@ def backward(q, k, v, out, L, dout, block):
 
 
 def check(answer: ModuleType) -> None:
-    for R, Tq, Tk, block in (
-        (1, 3, 3, 8),
-        (1, 4, 4, 2),
-        (1, 2, 5, 2),
-        (2, 3, 4, 3),
-        (3, 12, 12, 3),
-    ):
+    for R, Tq, Tk, block in ((1, 4, 4, 2), (1, 2, 5, 2), (2, 3, 4, 3), (3, 12, 12, 3)):
         draw = torch.Generator().manual_seed(10 * Tq + Tk)
         shapes = ((R, Tq, 4), (Tk, 4), (Tk, 4), (R, Tq, 4))
         q, k, v, dout = (torch.randn(*shape, generator=draw) for shape in shapes)
@@ -71,10 +64,10 @@ def check(answer: ModuleType) -> None:
             P = S.softmax(-1)
             no_D = P * (dout @ v.T) / math.sqrt(4)
             scale, row_sum = "Scale dS by 1 / sqrt(D)", "Subtract D = rowsum(dout * out) from dP"
-            mistakes = (
+            mistakes: tuple[dict[str, Tensor], ...] = (
                 {row_sum: no_D @ k, scale: 2 * want[0]},
                 {row_sum: (no_D.mT @ q).sum(0), scale: 2 * want[1]},
-                {"Sum over the R heads": (P.mT @ dout)[-1]},
+                {},
             )
         for name, g, w, wrong in zip(("dq", "dk", "dv"), got, want, mistakes):
             same(g, w, name, given, wrong)

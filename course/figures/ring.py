@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
     at = torch.arange(T)
     seen = visible(at[:, None], at, 0, window)
     zigzag = [process.shard(at[None])[0] for process in ring_of(N)]
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for name, parts in (("plain", list(at.chunk(N))), ("zigzag", zigzag)):
         pairs = [[int(seen[parts[r]][:, parts[(r - step) % N]].sum()) for step in range(N)]
                  for r in range(N)]  # fmt: skip
