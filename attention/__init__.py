@@ -6,13 +6,11 @@ import sys
 
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
-from .choose import Choices
-from .machine.autotune import fastest
+from .choose import Choices, fastest
 from .machine.flash_impl import use_flash_impl
-from .own import is_file
 from .probing import probe
 from .ring import Ring
-from .select import BACKENDS, RULES, announce, check_name, get, packages, resolve, select
+from .select import BACKENDS, RULES, announce, check_name, get, is_file, packages, resolve, select
 from .spec import Machine, Policy, Spec, visible
 
 __all__ = [

@@ -96,7 +96,7 @@ class Caps:
             text = "only in Triton's slow interpreter, for tests (TRITON_INTERPRET=1)"
             refuse("interpreted", f"it runs on {machine.device} {text}")
         for package, least in (p.partition(">=")[::2] for p in self.packages):
-            found = machine.packages.get(package)
+            found = machine.version_of(package)
             if found is None:
                 refuse("packages", f"package '{package}' is not installed")
             elif not version(found) and found != UNKNOWN_VERSION:

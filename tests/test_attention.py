@@ -24,7 +24,6 @@ from attention import (
     Machine,
     Policy,
     Spec,
-    packages,
     probe,
     resolve,
     views,
@@ -80,7 +79,7 @@ def _long(name: str, item: Item) -> bool:
 
 @cache
 def _machine(device: str) -> Machine:
-    return Machine.here(device, packages())
+    return Machine.here(device)
 
 
 def _refuses(name: str, item: Item, device: str) -> bool:

@@ -22,7 +22,6 @@ from attention import (
     Spec,
     announce,
     manual,
-    packages,
     probe,
     select,
 )
@@ -45,7 +44,7 @@ SPECS = [
     Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
     Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
     Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False)]  # fmt: skip
-HERE = Machine.here("cpu", packages())
+HERE = Machine.here("cpu")
 
 
 @pytest.mark.parametrize("name, spec", [

@@ -21,7 +21,7 @@ import torch
 
 from ..caps import Backend, Refusal
 from ..machine.system import first_line
-from ..select import get, packages
+from ..select import get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case
@@ -170,7 +170,7 @@ def check(
         ValueError: unknown backend, or a file that defines none.
     """
     backend, began = get(name), time.monotonic()
-    here = {device: Machine.here(device, packages(name)) for device in devices}
+    here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
     report = Report(name, backend.name, backend.title, machine_names, torch.__version__, quick)
     tests = [(device, item) for device in devices for item in items(dtypes, quick)]

@@ -280,14 +280,10 @@ class Layer:
     def __str__(self) -> str:
         lines = []
         for spec, chosen, calls in self.ran:
-            asked = [spec.dtype, "training" if spec.grad else "inference"]
-            asked += ["with a cache"] * (spec.cache != "none") + ["segments"] * spec.segments
-            asked += [f"{n} {x:g}" for n in ("window", "scale", "softcap", "dropout")
-                      if (x := getattr(spec, n))] + ["sinks"] * spec.sinks  # fmt: skip
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             what = f"{chosen.backend.name} (kernel: {kernels})"
-            lines.append(f"{self.name}: {what}, {calls} calls, {', '.join(asked)}{lost}")
+            lines.append(f"{self.name}: {what}, {calls} calls, {spec}{lost}")
         return "\n".join(lines) or f"{self.name}: NOT CALLED"
 
 
