@@ -7,7 +7,7 @@ check that no earlier output moves. The profiler records which kernels ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     return Probe(wrong, kernels_of(events), tuple(events), proof)
 
 
-def kernels_of(events: Iterable[str]) -> tuple[str, ...]:
+def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
     """Short names of the attention kernels among the profiler's events."""
     found = []
     for event in events:
@@ -129,6 +129,8 @@ def kernels_of(events: Iterable[str]) -> tuple[str, ...]:
             found.append(KERNELS[event])
         elif operator.isidentifier() and library.isidentifier() and library not in PLAIN:
             found.append(operator)
+    if not found and any(event.startswith("Torch-Compiled Region") for event in events):
+        return ("by torch.compile",)
     return tuple(dict.fromkeys(found))
 
 

@@ -184,8 +184,7 @@ def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
         past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
     if spec.segments:  # two documents
         segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
-    qkv = tensor(B, Tq, (H + 2 * Hkv) * D).requires_grad_(spec.grad)
-    sinks = tensor(H).requires_grad_(spec.grad) if spec.sinks else None
+    qkv, sinks = tensor(B, Tq, (H + 2 * Hkv) * D), tensor(H) if spec.sinks else None
     return Inputs(qkv, past, segments, view, sinks, tensor(B, Tq, H * D))
 
 
@@ -206,13 +205,15 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     run = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    leaves = [t for t in (inputs.qkv, inputs.sinks) if t is not None]
+    names = ["qkv"] + ["sinks"] * spec.sinks
+    leaves = {name: getattr(inputs, name).detach().requires_grad_(spec.grad) for name in names}
+    given = inputs._replace(**leaves)
 
     def call() -> None:
         with torch.set_grad_enabled(spec.grad):
-            out = run(inputs)
+            out = run(given)
             if spec.grad:
-                torch.autograd.grad(out, leaves, inputs.dout)
+                torch.autograd.grad(out, [*leaves.values()], inputs.dout)
 
     return call
 
