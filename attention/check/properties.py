@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,6 +126,20 @@ def qkv(spec: Spec, T: int, device: str) -> list[Tensor]:
     return [torch.randn(shape, generator=chance).to(device, dtype) for shape in shapes]
 
 
+def moved(
+    output: Callable[..., Tensor], quiet: Sequence[Tensor], louder: Sequence[Tensor], since: int
+) -> list[int]:
+    """Rows in which output(*louder) differs from output(*quiet). Repeated if one precedes `since`:
+    a library may round differently once under load."""
+    for _ in range(3):
+        found: list[int] = (
+            (output(*quiet) != output(*louder)).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
+        )
+        if not found or found[0] >= since:
+            break
+    return found
+
+
 def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     """Multiply one position of q, k or v by HUGE: earlier outputs must keep their bits, and some
     output must change. Keys before every query's window must change nothing."""
@@ -136,33 +150,19 @@ def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return call(backend, q[:, first:], k, v, spec)
 
-    before = output(q, k, v)
-
-    def moved(*louder: Tensor, since: int) -> list[int]:
-        """Positions whose outputs change. Repeated twice if one precedes `since`: a library may
-        round differently once under load."""
-        nonlocal before
-        for _ in range(3):
-            different = (before != output(*louder)).any(dim=(0, 2, 3))
-            found: list[int] = (different.nonzero().flatten() + first).tolist()
-            if not found or found[0] >= since:
-                break
-            before = output(q, k, v)
-        return found
-
     places = {first + 1, (first + Tk) // 2, Tk - 1}
     for changed in sorted(places & set(range(first + 1, Tk))):
         for which, name in enumerate("qkv"):
             Q, K, V = (t.clone() for t in (q, k, v))
             (Q, K, V)[which][:, changed] *= HUGE
-            found = moved(Q, K, V, since=changed)
+            found = moved(output, (q, k, v), (Q, K, V), since=changed - first)
             text = f"{name} changed at {changed}; moved: {found or 'nothing'} ({spec})"
-            require(bool(found) and found[0] >= changed, text)
+            require(bool(found) and found[0] >= changed - first, text)
     if spec.window is not None:
         K, V = k.clone(), v.clone()
         for t in (K, V):
             t[:, : max(first - spec.window + 1, 0)] *= HUGE
-        none = not moved(q, K, V, since=Tk)
+        none = not moved(output, (q, k, v), (q, K, V), since=Tk)
         require(none, f"keys before the window of every query moved an output ({spec})")
 
 
@@ -173,12 +173,9 @@ def long_causality(backend: Backend, spec: Spec, device: str) -> None:
     louder, changed = [t.clone() for t in quiet], T - 500
     for t in louder:
         t[:, changed] *= HUGE / 30  # q . k grows by the square
-    for _ in range(3):  # as in causality()
-        before, after = (call(backend, q, k, v, spec) for q, k, v in (quiet, louder))
-        moved = (before != after).any(dim=(0, 2, 3)).nonzero().flatten().tolist()
-        if moved and moved[0] >= changed:
-            return
-    require(False, f"token {changed} changed; the outputs that moved: {moved[:5] or 'none'}, ...")
+    found = moved(lambda *qkv: call(backend, *qkv, spec), quiet, louder, since=changed)
+    text = f"token {changed} changed; the outputs that moved: {found[:5] or 'none'}, ..."
+    require(bool(found) and found[0] >= changed, text)
 
 
 def segments(phase: str, backend: Backend, spec: Spec, device: str) -> None:
@@ -383,11 +380,8 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
         inputs.append(sinks)
     (out,) = run_cached(backend.attend, inputs, None, spec)
     matrix.compare(oracle.Result(out), case, spec.dtype, device)
-    for _ in range(3):  # as in causality()
-        moved = leakage(partial(run_cached, backend.attend), inputs, None, spec)
-        if moved == 0:
-            return
-    require(False, f"a later token moves earlier outputs, by up to {moved:.2g}")
+    leak = leakage(partial(run_cached, backend.attend), inputs, None, spec)
+    require(leak == 0, f"a later token moves earlier outputs, by up to {leak:.2g}")
 
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
