@@ -49,11 +49,10 @@ FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x
        "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")  # fmt: skip
 # Each of flex's cases may compile, for seconds. Triton's interpreter takes up to seconds for each.
 FEWER = {
-    "flex": ("113x203", "packed-window16-gqa", "causality, evaluation", "causality, decode",
-             "segments, evaluation"),
+    "flex": ("packed-window16-gqa", "causality, evaluation", "segments, evaluation"),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "mixed",
                "D80-mqa-window-17x33", "scale-softcap-sinks-packed-window20", "causality, decode",
-               "causality, training, 4 heads over 2, window 9", "huge negative scores",
+               "huge negative scores",
                "segments, evaluation, 4 heads over 2, window 9", "no gradient to later tokens",
                "no random number", "beyond the view", "dynamic, left padding, 3 of 24"),
 }  # fmt: skip
@@ -190,7 +189,7 @@ def test_required_backends_run(name: str) -> None:
                          ("113x203", "1x97", "packed-window16-gqa", "D20")],
                          ids=lambda c: c.name)  # fmt: skip
 def test_on_the_cpu_the_kernel_that_was_named_runs(name, kernels, case) -> None:
-    for dtype in DTYPES:
+    for dtype in ("float32", "bfloat16"):
         assert probe(BACKENDS[name], case.spec(dtype), "cpu").kernels == kernels
 
 

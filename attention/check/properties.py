@@ -173,7 +173,7 @@ def long_causality(backend: Backend, spec: Spec, device: str) -> None:
     louder, changed = [t.clone() for t in quiet], T - 500
     for t in louder:
         t[:, changed] *= HUGE / 30  # q . k grows by the square
-    found = moved(lambda *qkv: call(backend, *qkv, spec), quiet, louder, since=changed)
+    found = moved(lambda q, k, v: call(backend, q, k, v, spec), quiet, louder, since=changed)
     text = f"token {changed} changed; the outputs that moved: {found[:5] or 'none'}, ..."
     require(bool(found) and found[0] >= changed, text)
 
