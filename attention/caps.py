@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from .spec import DTYPES, UNKNOWN_VERSION, Machine, Spec
 
@@ -206,6 +206,16 @@ class BackendUnavailable(ValueError):
     """No allowed backend can compute what was requested."""
 
 
+class Proof(TypedDict):
+    """The errors of a probe, relative to the largest true value, and their limits."""
+
+    error: float  # of the output, on ordinary scores
+    allowed: float
+    grad_error: float | None  # of the gradient closest to its limit
+    grad_allowed: float | None
+    canary: bool  # earlier outputs did not move when the last token changed
+
+
 @dataclass(frozen=True)
 class Resolution:
     """The backend that will run, and the backends refused before it, with the reasons."""
@@ -214,7 +224,7 @@ class Resolution:
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
-    proof: dict[str, Any] | None = None  # probing.Probe.proof; None: not probed
+    proof: Proof | None = None  # of the probe; None: not probed
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:

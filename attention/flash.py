@@ -31,7 +31,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     window = (package.unbounded, package.unbounded)
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         window = (spec.window - 1, 0)
-    asked: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
+    asked: dict[str, object] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
     if spec.softcap is not None:
         asked["softcap"] = spec.softcap
     if sinks is not None:  # only 4 has them; it takes no float64
@@ -98,7 +98,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 @not_compiled
 def _varlen(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, Any]
+    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, object]
 ) -> Tensor:
     found = runs(segments, q.shape[1])
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
@@ -110,8 +110,8 @@ def _varlen(
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
-def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
-                package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
+def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
+                package: Package, asked: dict[str, object]) -> Tensor:  # fmt: skip
     # Queries are aligned with the end, so the length is start + Tq even if a row has fewer real
     # tokens. Past the row's end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
@@ -143,11 +143,13 @@ def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slic
     return I, J, W - 1 - right, right
 
 
-def _in_band(package: Package, rows: int, keys: int, left: int, right: int) -> dict[str, Any]:
-    # A side that reaches the end of every row has no limit.
+def _in_band(
+    package: Package, rows: int, keys: int, left: int, right: int
+) -> tuple[bool, tuple[int | None, int | None]]:
+    """`causal` and `window_size`. A side that reaches the end of every row has no limit."""
     window = (left if left < keys - 1 else package.unbounded,
               right if right < rows - 1 else package.unbounded)  # fmt: skip
-    return {"causal": right == 0, "window": (window[0], 0) if right == 0 else window}
+    return right == 0, (window[0], 0) if right == 0 else window
 
 
 def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None, *,
@@ -157,8 +159,8 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
     L = torch.full((B, H, Tq), -torch.inf, device=q.device)
     if (found := band(Tq, Tk, offset, spec.window)) is not None:
         I, J, *sides = found
-        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        asked = {"causal": asked["causal"], "window_size": asked["window"], package.lse: True}
+        causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        asked = {"causal": causal, "window_size": window, package.lse: True}
         given = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
         out[:, I], L[..., I] = _load(package).flash_attn_func(
             *given, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked
@@ -175,15 +177,15 @@ def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L:
         cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
         grads = [torch.empty_like(t) for t in rows[1:4]]
-        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, **asked)
+        band_of = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, *band_of)
         for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
             total[:, at] = grad[..., : q.shape[3]]
     return sums
 
 
 def _write_gradients(
-    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor],
     causal: bool, window: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
@@ -213,10 +215,10 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 # Imported modules. torch.compile can read a dict, but can trace neither an import nor a cache.
-_loaded: dict[tuple[str, bool], Any] = {}
+_loaded: dict[tuple[str, bool], ModuleType] = {}
 
 
-def _load(package: Package) -> Any:
+def _load(package: Package) -> ModuleType:
     key = (package.module, package.hub is not None)
     if key not in _loaded:
         if package.hub is not None:
@@ -263,14 +265,12 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     return Runs(cu_q.int(), cu_k.int(), max_q, max_k, keys)
 
 
-_PARTS: dict[str, Any] = {"lse": True, "lse_segments": False}
-
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
             caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
-            **_PARTS)  # fmt: skip
+            lse=True, lse_segments=False)  # fmt: skip
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
 # past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
@@ -287,7 +287,7 @@ FA2_CAPS = (
 # all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             scale=True, softcap=True, deterministic=False, caches=CACHES,
-            packages=("flash_attn_interface",), **_PARTS)  # fmt: skip
+            packages=("flash_attn_interface",), lse=True, lse_segments=False)  # fmt: skip
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
 # flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
@@ -296,7 +296,7 @@ FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 # multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",), **_PARTS)  # fmt: skip
+            packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around it
 # to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
@@ -306,16 +306,16 @@ _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
 # A sink's gradient, and sinks other than bf16, came with b26 (5579b121; before, the gradient was
 # None), a softcap's backward for varlen with b24 (b54df166). That backward hung on a GB200 (issue
 # 2466, open), which no probe could report: Hopper only. Blackwell's kernels for 256 have neither.
-_SCORES: dict[str, Any] = {"sinks": True, "packages": ("flash_attn.cute>=4.0.0b26",)}
+_B26 = ("flash_attn.cute>=4.0.0b26",)
 FA4_CAPS = (
     _FA4,
     _FA4_GRAD,
     replace(_FA4_WIDE, max_capability=(9, 0)),
     replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False),
-    replace(_FA4, softcap=True, **_SCORES),
-    replace(_FA4_GRAD, **_SCORES),
-    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, **_SCORES),
-    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, **_SCORES),
+    replace(_FA4, softcap=True, sinks=True, packages=_B26),
+    replace(_FA4_GRAD, sinks=True, packages=_B26),
+    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
+    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
 )
 
 _HUB = "--attention_hub_kernels=True with pip install kernels"

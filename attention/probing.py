@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
-from .caps import Backend
+from .caps import Backend, Proof
 from .machine.flash_impl import flash_impl
 from .machine.system import first_line, profiled
 from .ring import Ring
@@ -51,10 +51,7 @@ class Probe:
     why: tuple[str, ...] = ()  # why it cannot be used; empty if its results are right
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
-    # "error": max|out - float64| / max|float64| on ordinary scores; "allowed": its limit;
-    # "grad_error" and "grad_allowed": the same of the gradient closest to its limit, or None;
-    # "canary": True if earlier outputs did not move when the last token changed.
-    proof: dict[str, float | bool | None] | None = None  # None: no results
+    proof: Proof | None = None  # None: no results
 
     @property
     def error(self) -> float | None:
@@ -107,7 +104,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     most = [d for d in found if not d.where and d.size]
     o = next(d for d in most if d.name == "out")
     g = max((d for d in most if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
-    proof = {
+    proof: Proof = {
         "error": o.off / o.size,
         "allowed": o.allowed / o.size,
         "grad_error": g and g.off / g.size,

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +40,12 @@ class Item:
 def properties(dtype: str) -> Iterator[Item]:
     """Yield the tests of all properties in one dtype."""
 
-    def item(name: str, feature: str, spec: Spec, ask: Callable[..., None], **more: Any) -> Item:
+    def item(
+        name: str, feature: str, spec: Spec, ask: Callable[..., None], deterministic: bool = False
+    ) -> Item:
         heads = f", {spec.n_head} heads over {spec.n_kv_head}" * (spec.n_head > spec.n_kv_head)
         window = f", window {spec.window}" if spec.window else ""
-        return Item(name + heads + window, (feature,), spec, ask, **more)
+        return Item(name + heads + window, (feature,), spec, ask, deterministic)
 
     heads = partial(Spec, 4, 2, 32, dtype)
     windows = (None, 9)
@@ -104,7 +105,7 @@ PHASES = {  # Tq, Tk, whether autograd records
 HUGE = 3000.0  # finite in float16, as are its products with values of size 1
 
 
-def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Any) -> Tensor:
+def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: Tensor) -> Tensor:
     """Return the output; autograd records if spec.grad."""
     with torch.set_grad_enabled(spec.grad):
         q, k, v = (t.detach().requires_grad_(spec.grad) for t in (q, k, v))
@@ -355,7 +356,7 @@ def compiled(backend: Backend, spec: Spec, device: str) -> None:
 
     run = backend.attend
 
-    def attend(*args: Any, **more: Any) -> Any:
+    def attend(*args: object, **more: object) -> Tensor:
         return run(*args, **more)
 
     traced = torch.compile(attend, backend=compiler, fullgraph=backend.fullgraph, dynamic=False)

@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +29,9 @@ from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
 from .mask import Mask, Proof, prove
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PREFIX = "nanoattn:"
 # transformers takes a name with one of these words for its own SDPA or flash-attn.
@@ -90,7 +93,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
                 classes[key] = partial(_refuse_model, key)
 
 
-def _refuse_model(name: str, config: Any, *_: Any, **__: Any) -> NoReturn:
+def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object) -> NoReturn:
     reason = "it computes its attention itself"
     raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
 
@@ -98,7 +101,7 @@ def _refuse_model(name: str, config: Any, *_: Any, **__: Any) -> NoReturn:
 # --- the mask, once a forward pass ---
 
 
-def _mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
+def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> Mask:
     """transformers' mask for SDPA, proved. No mask is built if it is causal."""
     B, Tk = asked["batch_size"], asked["kv_length"]
     Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
@@ -122,7 +125,7 @@ def _tokens(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     kv_length: int = 0,
-    **_: Any,
+    **_: object,
 ) -> Tensor | None:
     """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
     if attention_mask is None:
@@ -187,7 +190,7 @@ def _attend(
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
-    position_ids: Tensor | None = None, **others: Any,
+    position_ids: Tensor | None = None, **others: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer, as AttentionInterface calls it.
 
@@ -246,7 +249,7 @@ def _attend(
     ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
     # Views: a static cache is longer than its contents.
     k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
-    options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
         options["segments"] = proof.segments.to(device).expand(B, -1)
     with torch.autocast(device.type, enabled=False) if autocast else nullcontext():

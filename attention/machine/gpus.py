@@ -1,4 +1,4 @@
-"""Table of GPUs: name, compute capability, peak rates, memory bandwidth, shared memory.
+"""Table of GPUs: name, compute capability, peak rates, memory bandwidth.
 
 Capabilities are from developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus. Rates are dense, from
 the datasheet in the row; other rates are measured (core/peaks.py).
@@ -14,18 +14,6 @@ from ..caps import dotted
 from ..spec import UNKNOWN_VERSION, Machine
 
 Capability = tuple[int, int]
-
-# Bytes of shared memory that a thread block may use (CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability").
-SHARED: dict[Capability, int] = {
-    (7, 5): 64 << 10,
-    (8, 0): 163 << 10,
-    (8, 6): 99 << 10,
-    (8, 9): 99 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-    (12, 0): 99 << 10,
-}
 
 
 @dataclass(frozen=True)
