@@ -13,33 +13,6 @@ from .ring import Ring
 from .select import BACKENDS, RULES, announce, check_name, get, is_file, packages, resolve, select
 from .spec import Machine, Policy, Spec, visible
 
-__all__ = [
-    "BACKENDS",
-    "RULES",
-    "Backend",
-    "BackendUnavailable",
-    "Caps",
-    "Choices",
-    "Machine",
-    "Partial",
-    "Policy",
-    "Refusal",
-    "Resolution",
-    "Ring",
-    "Spec",
-    "announce",
-    "check_name",
-    "fastest",
-    "get",
-    "hf",
-    "is_file",
-    "packages",
-    "probe",
-    "resolve",
-    "select",
-    "use_flash_impl",
-    "visible",
-]
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
 # pip installs this package as nanoattn. In a checkout both names are one package, whichever is
