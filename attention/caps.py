@@ -54,9 +54,7 @@ LACKS = {
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend supports on some devices. The defaults: all devices and dtypes, window,
-    dropout, segments, the backward pass and a dynamic cache, but none of `scale`, `softcap`,
-    `sinks`, `lse`, the static and the paged cache."""
+    """What a backend supports on some devices."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -144,8 +142,7 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys, and L, the log-sum-exp of each row's scores. ring.py merges
-    these parts.
+    """Attention to some of the keys, and L, the log-sum-exp of each row's scores (ring.py).
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
     these keys, and L (B, H, Tq), a natural logarithm. A fully masked row has out 0 and L -inf.
@@ -166,10 +163,10 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
-    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks, and only then, it also receives
-    ``sinks=``, ``(H,)`` of any floating dtype, and must return its gradient. With a static or
-    paged cache `cache` is a view (attention/views.py); k and v are the cache's own buffers or
-    pages. They already hold this call's keys and values and are read-only.
+    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks it also receives ``sinks=``,
+    ``(H,)`` of any floating dtype, and returns its gradient. With a static or paged cache `cache`
+    is a view (attention/views.py) of k and v, read-only buffers or pages that already hold this
+    call's keys and values.
     """
 
     name: str

@@ -1,29 +1,22 @@
 """flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
 
-All run the algorithm of tiled.py. Each was written for the GPUs of its time, and is a separate
-package with its own signature:
-
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
 
-Memory  O(T): the output, and for the backward the log-sum-exp of each row. FLOPs as in sdpa.py.
-Layout  (B, T, H, D): nothing is transposed. With segments all sequences are concatenated,
-        (total, H, D), and cu_seqlens holds where each begins.
-Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A window of W keys is
-        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions treat
-        each segment as a sequence: no mask, and no work on masked pairs. The host waits for the
-        device once per tensor of segments, since their number decides a shape.
+Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
+Layout  (B, T, H, D). With segments all sequences are concatenated, (total, H, D); cu_seqlens holds
+        where each begins.
+Masks   `causal=True` is aligned bottom-right (in 2 since 2.1). A window of W keys is window_size=
+        (W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions do no work on
+        pairs of different segments. The number of segments decides a shape: the host waits.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
-Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
-        does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments shapes
-        depend on data: there each call is a graph break.
-Hub     With attention_hub_kernels the package `kernels` downloads a prebuilt 2 or 3 at a fixed
-        commit. 4 is a pure Python wheel.
+Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a cache of 2, and
+        segments break the graph.
 Partial Queries at any offset see a band of the keys: a window_size, after rows and keys without a
         visible pair are cut off (band()). No segments. Each part is rounded.
-Refuses what Caps declare below, such as float32; only 2 has dropout, only 4 sinks. Their tanh is
-        approximate, so the probe may refuse a softcap in float16.
+Refuses what Caps declare below. Their tanh is approximate: the probe may refuse a softcap in
+        float16.
 """
 
 from __future__ import annotations
@@ -58,9 +51,8 @@ class Package:
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
 FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
-# The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
-# grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
-# 2.9. They were not run here.
+# The commits that other projects pin: flash-attn2 "v2" ("v3" raises in the backward with grouped
+# heads, huggingface/kernels-community issue 1085), flash-attn3 "v1". Not run here.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
 FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
@@ -110,10 +102,12 @@ def _varlen(
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
-def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
-                package: Package, asked: dict[str, object]) -> Tensor:  # fmt: skip
-    # Queries are aligned with the end, so the length is start + Tq even if a row has fewer real
-    # tokens. Past the row's end the kernel reads the null page, or zeros, which only padding sees.
+def _from_cache(
+    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
+    package: Package, asked: dict[str, object],
+) -> Tensor:  # fmt: skip
+    # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
+    # Past its end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
@@ -253,9 +247,8 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
     keys = None
     if Tq < Tk:
-        # A run that ends before the first query has keys but no queries: drop it, so that no
-        # kernel gets an empty sequence (2 has a path for one query a sequence that mistakes the
-        # batch size for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
+        # Drop runs without queries: 2 has a path for one query a sequence that mistakes the batch
+        # size for the number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
         asked = cu_q.diff() > 0
         lengths = borders.diff()
         keys = asked.repeat_interleave(lengths).nonzero().flatten()
@@ -273,8 +266,8 @@ _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True
             lse=True, lse_segments=False)  # fmt: skip
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
-# past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
-# silently launches nothing, and leaves the gradients uninitialized.
+# past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches
+# nothing: uninitialized gradients.
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
@@ -290,22 +283,20 @@ _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple
             packages=("flash_attn_interface",), lse=True, lse_segments=False)  # fmt: skip
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
-# flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
-# the code has branches for 8.x, 11.x and 12.x too, but no backward for 8.x, and 12.x failed to
-# compile (Dao-AILab/flash-attention issue 2453). _validate_head_dims: to 128, on Hopper to 256,
-# multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
+# flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell. It has no backward for 8.x, and
+# 12.x failed to compile (Dao-AILab/flash-attention issue 2453). head_dim to 128, on Hopper to 256,
+# multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             scale=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
-# Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around it
-# to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
-# 0251105a), dK and dV on Blackwell (2698); and at 256 on Blackwell, where random inputs do not
-# show it (NVIDIA/TransformerEngine issue 3216). tests/cute runs the backward on Hopper to 128.
+# Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
+# (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
+# random inputs do not show it (NVIDIA/TransformerEngine issue 3216).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
-# A sink's gradient, and sinks other than bf16, came with b26 (5579b121; before, the gradient was
-# None), a softcap's backward for varlen with b24 (b54df166). That backward hung on a GB200 (issue
-# 2466, open), which no probe could report: Hopper only. Blackwell's kernels for 256 have neither.
+# A sink's gradient came with b26 (5579b121; before, it was None), a softcap's backward for varlen
+# with b24 (b54df166). That backward hung on a GB200 (issue 2466, open): Hopper only. Blackwell's
+# kernels for 256 have neither.
 _B26 = ("flash_attn.cute>=4.0.0b26",)
 FA4_CAPS = (
     _FA4,
@@ -340,7 +331,7 @@ def _backend(
     )
     if hub is None:
         return plain
-    # 0.14 is the first release whose documentation and requests mention kernel repositories.
+    # 0.14 is the first release with kernel repositories.
     rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in caps)
     prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
     return replace(plain, install=f"{install}, or {_HUB}", prebuilt=prebuilt)

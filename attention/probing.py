@@ -188,9 +188,9 @@ def allowed_error(
 ) -> float:
     """The largest allowed error of a kernel, the one tolerance of this project.
 
-    m times the error of plain PyTorch in this dtype, plus one rounding error at this size, plus 32
-    at the largest value in the precision of the kernel's sums (float32 for half precision): plain
-    PyTorch may be exact by luck where a correct kernel rounds.
+    m times the error of plain PyTorch, plus one rounding error at this size, plus 32 at the largest
+    value in the precision of the sums (float32 for half precision): plain PyTorch may be exact by
+    luck.
 
     Args:
         plain: the error of plain PyTorch.

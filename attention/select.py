@@ -169,19 +169,15 @@ def select(
 
 
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
-    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty.
-
-    It stores the scores and their softmax, (B, H, T, T) each, in at least float32.
-    """
-    B, T = shape or (0, 0)
+    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty."""
+    B, T = shape or (0, 0)  # scores and softmax, (B, H, T, T) each, in at least float32
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
     if size <= 1e9:
         return ""
     return (
-        f"{backend.name} runs PyTorch's math kernel here, which stores all scores: "
-        f"{size / 1e9:.1f} GB in each layer at batch size {B} and {T:,} tokens.\n"
-        "python -m attention lists why the fused kernels refuse; --attention_backend=tiled needs "
-        "no such memory."
+        f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of scores in "
+        f"each layer at batch size {B} and {T:,} tokens.\n"
+        "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
     )
 
 

@@ -5,16 +5,14 @@ For every query i of head h, over the keys j that it may attend to (see :func:`v
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
-Some models change three things: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to
-c * tanh(s / c) (Gemma 2, arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit
-without a value, so a head may attend to nothing (GPT-OSS; Miller 2023, "Attention is off by one").
+Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
+arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (GPT-OSS;
+Miller 2023, "Attention is off by one").
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
-Query head h reads key/value head ``g(h) = h // (H / Hkv)``, which covers multi-head, grouped-query
-and multi-query attention. A fully masked row gives zeros and zero gradients. A segment is a run of
-neighboring positions, such as a packed document or padding: `segments` holds the segment ids.
-
-This file does not import torch, so any machine can compute what another one would choose.
+Query head h reads key/value head ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero
+gradients. A segment is a run of positions, such as a packed document or padding: `segments` holds
+their ids. This file does not import torch.
 """
 
 from __future__ import annotations

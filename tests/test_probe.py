@@ -48,7 +48,8 @@ HERE = Machine.here("cpu")
 
 
 @pytest.mark.parametrize("name, spec", [
-    pytest.param(name, spec, id=f"{name}-{n}") for name, b in BACKENDS.items()
+    pytest.param(name, spec, id=f"{name}-{n}", marks=[pytest.mark.slow] * (name == "flex"))
+    for name, b in BACKENDS.items()
     for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])  # fmt: skip
 def test_a_backend_that_may_run_here_passes(name, spec) -> None:
     tried = probe(BACKENDS[name], spec, "cpu")

@@ -1,9 +1,8 @@
 """python -m attention check my_kernel.py: run every correctness test on one backend.
 
-Outputs and gradients are compared with the float64 oracle (matrix.py) and properties are tested
-(properties.py), on each device here and in each dtype that the backend's Caps declare. Prints a
-script that reproduces the first failure. Exit code: 0 if all passed, 1 if a test failed or all were
-refused, 2 for a mistake in the command line.
+Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
+each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
+code: 0 if all passed, 1 if a test failed or all were refused, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -125,10 +124,8 @@ class Report:
             counts[kind] += 1
 
     def _blamed(self, item: Item, device: str) -> list[str]:
-        """Features of the simplest failed case that has no feature besides this item's.
-
-        If a plain case fails, a case with a window proves nothing about windows.
-        """
+        """Features of the simplest failed case without further features: if a plain case fails, a
+        case with a window proves nothing about windows."""
         if item.case is None:
             return [*item.features]
         here = (item.dtype, device)

@@ -142,8 +142,8 @@ def moved(
 
 
 def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
-    """Multiply one position of q, k or v by HUGE: earlier outputs must keep their bits, and some
-    output must change. Keys before every query's window must change nothing."""
+    """Multiply one position of q, k or v by HUGE: earlier outputs keep their bits, and some output
+    changes. Keys before every window change nothing."""
     Tq, Tk, _ = PHASES[phase]
     q, k, v = qkv(spec, Tk, device)
     first = Tk - Tq  # the position of the first query
@@ -284,8 +284,7 @@ def rate(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def replay(backend: Backend, spec: Spec, device: str) -> None:
-    """The same seed gives the same mask M and the next call another; the output and gradients are
-    those of P M / (1 - p)."""
+    """The same seed gives the same mask M; the results are those of P M / (1 - p)."""
     q, k, eye = _revealing(spec, device, B=4)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
@@ -349,8 +348,7 @@ def same_bits(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def compiled(backend: Backend, spec: Spec, device: str) -> None:
-    """Accurate under torch.compile, in one graph if the backend declares fullgraph. On the CPU the
-    compiler is aot_eager, which generates no code."""
+    """Accurate under torch.compile, in one graph if the backend declares fullgraph."""
     torch.compiler.reset()
     compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
 
@@ -372,8 +370,7 @@ def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache (two chunks, then single tokens, rows of two lengths) the output equals that of
-    the whole sequence and is causal."""
+    """With a cache the output equals that of the whole sequence and is causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
     case = case_of(spec, T)
     inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
@@ -386,8 +383,7 @@ def cached(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def in_parts(backend: Backend, spec: Spec, device: str) -> None:
-    """Partial attention over blocks of queries and keys, merged by its log-sum-exp L, equals full
-    attention. A row that sees no key of a block gives 0 and L = -inf."""
+    """Partial attention over blocks, merged by its log-sum-exp L, equals full attention."""
     assert backend.partial is not None, "it declares lse but has no partial"
     T = 50
     case = case_of(spec, T, "packed" if spec.segments else None)

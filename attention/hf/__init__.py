@@ -1,11 +1,9 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer: it builds the mask that
-transformers' own SDPA would get, and proves what it is (mask.py). It calls `_attend` in each layer:
-that builds a Spec, selects a kernel and runs it. Arguments it does not know are refused.
-
-A model that computes its attention itself is refused when it is built (OWN_CLASSES), or at its
-first mask, which cannot be computed with, or, if it uses none, by `report()`.
+transformers calls `_mask` once a forward pass for each kind of layer: it builds SDPA's mask and
+proves what it is (mask.py). It calls `_attend` in each layer: that builds a Spec, selects a kernel
+and runs it. Unknown arguments are refused, and so are models that compute their attention
+themselves: when they are built (OWN_CLASSES), at their first mask, or by `report()`.
 """
 
 from __future__ import annotations

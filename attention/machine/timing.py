@@ -1,7 +1,6 @@
 """Time of one attention call as a model makes it, for `python -m attention` and for "fastest".
 
-measure() probes each backend and takes the median of interleaved rounds in random order, after a
-warm-up. On CUDA the device's clock is read.
+The median of interleaved rounds in random order, after a warm-up; on CUDA by the device's clock.
 """
 
 from __future__ import annotations
