@@ -6,7 +6,7 @@ import sys
 
 from . import hf
 from .caps import Backend, BackendUnavailable, Caps, Partial, Refusal, Resolution
-from .choose import Choices
+from .choose import Choices, fastest
 from .flash_api import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -17,12 +17,10 @@ from .flash_api import (
     flash_attn_with_kvcache,
     use,
 )
-from .machine.autotune import fastest
 from .machine.flash_impl import use_flash_impl
-from .own import is_file
 from .probing import probe
 from .ring import Ring
-from .select import BACKENDS, RULES, announce, check_name, get, packages, resolve, select
+from .select import BACKENDS, RULES, announce, check_name, get, is_file, packages, resolve, select
 from .spec import Machine, Policy, Spec, visible
 
 __all__ = [

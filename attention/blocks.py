@@ -228,9 +228,8 @@ def runs(segments: Tensor, Tq: int) -> Runs:
     cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
     keys = None
     if Tq < Tk:
-        # A run that ends before the first query has keys but no queries: drop it, so that no
-        # kernel gets an empty sequence (2 has a path for one query a sequence that mistakes the
-        # batch size for the number of queries: csrc/flash_attn/flash_api.cpp of 2.8.3).
+        # Drop runs without queries: flash-attn 2 has a path for one query a sequence that mistakes
+        # the batch size for the number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
         asked = cu_q.diff() > 0
         lengths = borders.diff()
         keys = asked.repeat_interleave(lengths).nonzero().flatten()

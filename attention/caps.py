@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from .spec import DTYPES, UNKNOWN_VERSION, Machine, Spec
 
@@ -54,9 +54,7 @@ LACKS = {
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend supports on some devices. The defaults: all devices and dtypes, window,
-    dropout, segments, the backward pass and a dynamic cache, but none of `scale`, `softcap`,
-    `sinks`, `lse`, the static and the paged cache."""
+    """What a backend supports on some devices."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     dtypes: tuple[str, ...] = DTYPES
@@ -96,7 +94,7 @@ class Caps:
             text = "only in Triton's slow interpreter, for tests (TRITON_INTERPRET=1)"
             refuse("interpreted", f"it runs on {machine.device} {text}")
         for package, least in (p.partition(">=")[::2] for p in self.packages):
-            found = machine.packages.get(package)
+            found = machine.version_of(package)
             if found is None:
                 refuse("packages", f"package '{package}' is not installed")
             elif not version(found) and found != UNKNOWN_VERSION:
@@ -144,8 +142,7 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys, and L, the log-sum-exp of each row's scores. ring.py merges
-    these parts.
+    """Attention to some of the keys, and L, the log-sum-exp of each row's scores (ring.py).
 
     ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
     these keys, and L (B, H, Tq), a natural logarithm. A fully masked row has out 0 and L -inf.
@@ -166,10 +163,10 @@ class Backend:
 
     ``attend(q, k, v, spec, *, segments=None, cache=None) -> out`` takes q ``(B, Tq, H, D)``, k
     and v ``(B, Tk, Hkv, D)``, segments ``(B, Tk)`` int32 (the queries are the last Tq positions),
-    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks, and only then, it also receives
-    ``sinks=``, ``(H,)`` of any floating dtype, and must return its gradient. With a static or
-    paged cache `cache` is a view (attention/views.py); k and v are the cache's own buffers or
-    pages. They already hold this call's keys and values and are read-only.
+    and returns ``(B, Tq, H, D)`` in q's dtype. With spec.sinks it also receives ``sinks=``,
+    ``(H,)`` of any floating dtype, and returns its gradient. With a static or paged cache `cache`
+    is a view (attention/views.py) of k and v, read-only buffers or pages that already hold this
+    call's keys and values.
     """
 
     name: str
@@ -206,6 +203,16 @@ class BackendUnavailable(ValueError):
     """No allowed backend can compute what was requested."""
 
 
+class Proof(TypedDict):
+    """The errors of a probe, relative to the largest true value, and their limits."""
+
+    error: float  # of the output, on ordinary scores
+    allowed: float
+    grad_error: float | None  # of the gradient closest to its limit
+    grad_allowed: float | None
+    canary: bool  # earlier outputs did not move when the last token changed
+
+
 @dataclass(frozen=True)
 class Resolution:
     """The backend that will run, and the backends refused before it, with the reasons."""
@@ -214,7 +221,7 @@ class Resolution:
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
-    proof: dict[str, Any] | None = None  # probing.Probe.proof; None: not probed
+    proof: Proof | None = None  # of the probe; None: not probed
     note: str = ""  # a warning about what will run
 
     def warnings(self) -> list[str]:

@@ -1,29 +1,22 @@
 """flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
 
-All run the algorithm of tiled.py. Each was written for the GPUs of its time, and is a separate
-package with its own signature:
-
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       Hopper, Blackwell  kernels written in Python (CuTe)
 
-Memory  O(T): the output, and for the backward the log-sum-exp of each row. FLOPs as in sdpa.py.
-Layout  (B, T, H, D): nothing is transposed. With segments all sequences are concatenated,
-        (total, H, D), and cu_seqlens holds where each begins.
-Masks   `causal=True` is aligned bottom-right in all three (in 2 since 2.1). A window of W keys is
-        window_size=(W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions treat
-        each segment as a sequence: no mask, and no work on masked pairs. The host waits for the
-        device once per tensor of segments, since their number decides a shape.
+Memory  O(T), by the algorithm of tiled.py. FLOPs as in sdpa.py.
+Layout  (B, T, H, D). With segments all sequences are concatenated, (total, H, D); cu_seqlens holds
+        where each begins.
+Masks   `causal=True` is aligned bottom-right (in 2 since 2.1). A window of W keys is window_size=
+        (W - 1, 0); no window is -1 in 2 and 3, None in 4. The `varlen` functions do no work on
+        pairs of different segments. The number of segments decides a shape: the host waits.
 Cache   Static and paged. 2 and 3 read them in flash_attn_with_kvcache, 4 in its varlen function.
-Compile 2 (since 2.7) and 3 (since November 2025) register their kernels with PyTorch: one graph. 4
-        does not (as of 4.0.0b13), nor does 2 its flash_attn_with_kvcache, and with segments shapes
-        depend on data: there each call is a graph break.
-Hub     With attention_hub_kernels the package `kernels` downloads a prebuilt 2 or 3 at a fixed
-        commit. 4 is a pure Python wheel.
+Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a cache of 2, and
+        segments break the graph.
 Partial Queries at any offset see a band of the keys: a window_size, after rows and keys without a
         visible pair are cut off (band()). No segments. Each part is rounded.
-Refuses what Caps declare below, such as float32; only 2 has dropout, only 4 sinks. Their tanh is
-        approximate, so the probe may refuse a softcap in float16.
+Refuses what Caps declare below. Their tanh is approximate: the probe may refuse a softcap in
+        float16.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +52,8 @@ class Package:
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
 FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
-# The commits that other projects pin: of flash-attn2 a "v2" ("v3" raises in the backward with
-# grouped heads, huggingface/kernels-community issue 1085), of flash-attn3 a "v1", for torch >=
-# 2.9. They were not run here.
+# The commits that other projects pin: flash-attn2 "v2" ("v3" raises in the backward with grouped
+# heads, huggingface/kernels-community issue 1085), flash-attn3 "v1". Not run here.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
 FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
@@ -81,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     window = (package.unbounded, package.unbounded)
     if spec.window is not None and (spec.window < k.shape[1] or cache is not None):
         window = (spec.window - 1, 0)
-    asked: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
+    asked: dict[str, object] = {"causal": True, "window_size": window, "softmax_scale": spec.scale}
     if spec.softcap is not None:
         asked["softcap"] = spec.softcap
     if sinks is not None:  # only 4 has them; it takes no float64
@@ -99,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 
 @not_compiled
 def _varlen(
-    flash: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, Any]
+    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, asked: dict[str, object]
 ) -> Tensor:
     found = runs(segments, q.shape[1])
     q_THD, k_THD, v_THD = (t.flatten(0, 1) for t in (q, k, v))
@@ -111,10 +103,12 @@ def _varlen(
     return _tensor(out).unflatten(0, q.shape[:2])
 
 
-def _from_cache(flash: Any, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
-                package: Package, asked: dict[str, Any]) -> Tensor:  # fmt: skip
-    # Queries are aligned with the end, so the length is start + Tq even if a row has fewer real
-    # tokens. Past the row's end the kernel reads the null page, or zeros, which only padding sees.
+def _from_cache(
+    flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
+    package: Package, asked: dict[str, object],
+) -> Tensor:  # fmt: skip
+    # Queries are aligned with the end: the length is start + Tq even if a row has fewer tokens.
+    # Past its end the kernel reads the null page, or zeros, which only padding sees.
     Tq = q.shape[1]
     seen = cache.start + Tq
     if isinstance(cache, PagedView):
@@ -144,11 +138,13 @@ def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slic
     return I, J, W - 1 - right, right
 
 
-def _in_band(package: Package, rows: int, keys: int, left: int, right: int) -> dict[str, Any]:
-    # A side that reaches the end of every row has no limit.
+def _in_band(
+    package: Package, rows: int, keys: int, left: int, right: int
+) -> tuple[bool, tuple[int | None, int | None]]:
+    """`causal` and `window_size`. A side that reaches the end of every row has no limit."""
     window = (left if left < keys - 1 else package.unbounded,
               right if right < rows - 1 else package.unbounded)  # fmt: skip
-    return {"causal": right == 0, "window": (window[0], 0) if right == 0 else window}
+    return right == 0, (window[0], 0) if right == 0 else window
 
 
 def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None, *,
@@ -158,8 +154,8 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
     L = torch.full((B, H, Tq), -torch.inf, device=q.device)
     if (found := band(Tq, Tk, offset, spec.window)) is not None:
         I, J, *sides = found
-        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        asked = {"causal": asked["causal"], "window_size": asked["window"], package.lse: True}
+        causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        asked = {"causal": causal, "window_size": window, package.lse: True}
         given = (t if t.stride(-1) == 1 else t.contiguous() for t in (q[:, I], k[:, J], v[:, J]))
         out[:, I], L[..., I] = _load(package).flash_attn_func(
             *given, softmax_scale=spec.softmax_scale, softcap=spec.softcap or 0.0, **asked
@@ -176,15 +172,15 @@ def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L:
         cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         rows = tuple(F.pad(t, (0, -t.shape[3] % 8)).contiguous() for t in cut)
         grads = [torch.empty_like(t) for t in rows[1:4]]
-        asked = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
-        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, **asked)
+        band_of = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
+        _write_gradients(package, spec, rows, L[..., I].contiguous(), grads, *band_of)
         for total, at, grad in zip(sums, (I, J, J), grads, strict=True):
             total[:, at] = grad[..., : q.shape[3]]
     return sums
 
 
 def _write_gradients(
-    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor], *,
+    package: Package, spec: Spec, rows: tuple[Tensor, ...], L: Tensor, grads: list[Tensor],
     causal: bool, window: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
     """Into `grads`, by the private functions that take L: flash_attn/flash_attn_interface.py from
@@ -214,10 +210,10 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 # Imported modules. torch.compile can read a dict, but can trace neither an import nor a cache.
-_loaded: dict[tuple[str, bool], Any] = {}
+_loaded: dict[tuple[str, bool], ModuleType] = {}
 
 
-def _load(package: Package) -> Any:
+def _load(package: Package) -> ModuleType:
     key = (package.module, package.hub is not None)
     if key not in _loaded:
         if package.hub is not None:
@@ -230,18 +226,16 @@ def _load(package: Package) -> Any:
     return _loaded[key]
 
 
-_PARTS: dict[str, Any] = {"lse": True, "lse_segments": False}
-
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3: capability 8, head_dim to 256 (a multiple of 8 is
 # made by padding), pages of a multiple of 256; "Softcapping does not support dropout for now". Its
 # backward came with 2.6.2 (5f1ae4a3): before, the gradients were silently wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), head_dim_max=256, dropout=False, scale=True, softcap=True,
             caches=CACHES, page_multiple=256, packages=("flash_attn>=2.6.2",),
-            **_PARTS)  # fmt: skip
+            lse=True, lse_segments=False)  # fmt: skip
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # run_mha_bwd_hdim256 in flash_bwd_launch_template.h of 2.6.3 and 2.8.3: with dropout, a head_dim
-# past 192 needs 144 KB of shared memory a block. Where there is less (8.6, 8.9, 12.0) the backward
-# silently launches nothing, and leaves the gradients uninitialized.
+# past 192 needs 144 KB of shared memory. With less (8.6, 8.9, 12.0) the backward silently launches
+# nothing: uninitialized gradients.
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
@@ -254,35 +248,33 @@ FA2_CAPS = (
 # all functions and in the backward, no sinks.
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), head_dim_max=256, head_dim_multiple=8, dropout=False,
             scale=True, softcap=True, deterministic=False, caches=CACHES,
-            packages=("flash_attn_interface",), **_PARTS)  # fmt: skip
+            packages=("flash_attn_interface",), lse=True, lse_segments=False)  # fmt: skip
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
 
-# flash_attn/cute/interface.py of 4.0.0b13. Its README names Hopper and Blackwell "e.g. H100, B200";
-# the code has branches for 8.x, 11.x and 12.x too, but no backward for 8.x, and 12.x failed to
-# compile (Dao-AILab/flash-attention issue 2453). _validate_head_dims: to 128, on Hopper to 256,
-# multiples of 8. On Blackwell 256 has separate kernels, without window; pages of 128 only.
+# flash_attn/cute/interface.py of 4.0.0b13: Hopper and Blackwell. It has no backward for 8.x, and
+# 12.x failed to compile (Dao-AILab/flash-attention issue 2453). head_dim to 128, on Hopper to 256,
+# multiples of 8. On Blackwell 256 has separate kernels, without window, and pages of 128 only.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (10, 3), head_dim_max=128, head_dim_multiple=8, dropout=False,
             scale=True, grad=False, caches=CACHES,
-            packages=("flash_attn.cute>=4.0",), **_PARTS)  # fmt: skip
+            packages=("flash_attn.cute>=4.0",), lse=True, lse_segments=False)  # fmt: skip
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
-# Gradients are silently wrong where the backward rounds head_dim up to 16 and the code around it
-# to 32: dQ at 72 and 104 on Hopper (flash-attention pull request 2896; flash_bwd_sm90.py at
-# 0251105a), dK and dV on Blackwell (2698); and at 256 on Blackwell, where random inputs do not
-# show it (NVIDIA/TransformerEngine issue 3216). tests/cute runs the backward on Hopper to 128.
+# Silently wrong gradients if head_dim is no multiple of 32: dQ at 72 and 104 on Hopper
+# (flash-attention pull request 2896), dK and dV on Blackwell (2698); and at 256 on Blackwell, where
+# random inputs do not show it (NVIDIA/TransformerEngine issue 3216).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32)
-# A sink's gradient, and sinks other than bf16, came with b26 (5579b121; before, the gradient was
-# None), a softcap's backward for varlen with b24 (b54df166). That backward hung on a GB200 (issue
-# 2466, open), which no probe could report: Hopper only. Blackwell's kernels for 256 have neither.
-_SCORES: dict[str, Any] = {"sinks": True, "packages": ("flash_attn.cute>=4.0.0b26",)}
+# A sink's gradient came with b26 (5579b121; before, it was None), a softcap's backward for varlen
+# with b24 (b54df166). That backward hung on a GB200 (issue 2466, open): Hopper only. Blackwell's
+# kernels for 256 have neither.
+_B26 = ("flash_attn.cute>=4.0.0b26",)
 FA4_CAPS = (
     _FA4,
     _FA4_GRAD,
     replace(_FA4_WIDE, max_capability=(9, 0)),
     replace(_FA4_WIDE, min_capability=(10, 0), head_dim_multiple=256, window=False),
-    replace(_FA4, softcap=True, **_SCORES),
-    replace(_FA4_GRAD, **_SCORES),
-    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, **_SCORES),
-    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, **_SCORES),
+    replace(_FA4, softcap=True, sinks=True, packages=_B26),
+    replace(_FA4_GRAD, sinks=True, packages=_B26),
+    replace(_FA4_GRAD, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
+    replace(_FA4_WIDE, max_capability=(9, 0), softcap=True, sinks=True, packages=_B26),
 )
 
 _HUB = "--attention_hub_kernels=True with pip install kernels"
@@ -307,7 +299,7 @@ def _backend(
     )
     if hub is None:
         return plain
-    # 0.14 is the first release whose documentation and requests mention kernel repositories.
+    # 0.14 is the first release with kernel repositories.
     rows = tuple(replace(row, packages=("kernels>=0.14",)) for row in caps)
     prebuilt = _backend(generation, replace(package, hub=hub), rows, fallback, install)
     return replace(plain, install=f"{install}, or {_HUB}", prebuilt=prebuilt)

@@ -7,18 +7,17 @@ check that no earlier output moves. The profiler records which kernels ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import manual
-from .caps import Backend
+from .caps import Backend, Proof
 from .machine.flash_impl import flash_impl
 from .machine.system import first_line, profiled
 from .ring import Ring
@@ -37,11 +36,11 @@ KERNELS = {
     "nanoattn::flash_forward": "flash (our Triton)",
     "nanoattn::paged_decode": "paged decode (Triton)",
 }
+# Namespaces of operators that are no attention kernels of another library.
+PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
 
-
-# Scale of the second sequence's queries. Scores then have a standard deviation of 32, some beyond
-# 88, where exp() overflows in float32. Trained models have such scores, and some kernels fail on
-# them only (NVIDIA/TransformerEngine issue 3216).
+# Scale of the second sequence's queries. Some of its scores are beyond 88, where exp() overflows in
+# float32, and some kernels fail (NVIDIA/TransformerEngine issue 3216).
 LARGE = 32
 
 
@@ -52,10 +51,7 @@ class Probe:
     why: tuple[str, ...] = ()  # why it cannot be used; empty if its results are right
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
-    # "error": max|out - float64| / max|float64| on ordinary scores; "allowed": its limit;
-    # "grad_error" and "grad_allowed": the same of the gradient closest to its limit, or None;
-    # "canary": True if earlier outputs did not move when the last token changed.
-    proof: dict[str, float | bool | None] | None = None  # None: no results
+    proof: Proof | None = None  # None: no results
 
     @property
     def error(self) -> float | None:
@@ -67,81 +63,85 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
 
     With a cache the queries come in chunks, then one by one. The random state is restored.
     """
+    device, cached = torch.device(device), spec.cache in ("static", "paged")
     # A window longer than T would not be tested, and no gradient flows through a cache.
     window, grad = spec.window and min(spec.window, T // 2), spec.grad and spec.cache == "none"
     spec = replace(spec, window=window, grad=grad)
     quiet = replace(spec, dropout=0.0)
-    exact_on = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
-    draw = torch.Generator().manual_seed(0)
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    cached = spec.cache in ("static", "paged")
-    run = run_cached if cached else _run
     attend = Ring().attend(backend) if spec.lse else backend.attend
-    out, plain, truth = [], [], []
+    run = partial(run_cached if cached else _run, attend)
+    draw = torch.Generator().manual_seed(0)
+    out, plain, truth = list[Tensor](), list[Tensor](), list[Tensor]()
     events: list[str] = []
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         # Inference also continues a prefix, with fewer queries than keys.
         for Tq in (T,) if spec.grad or cached or spec.lse else (T // 3, T):
             inputs, seg = _inputs(spec, device, Tq, T, draw)
-            exact = [t.to(exact_on).double() for t in inputs]
-            exact_seg = None if seg is None else seg.to(exact_on)
             plain += _run(manual.attend, inputs, seg, quiet)
-            truth += _run(manual.attend, exact, exact_seg, replace(quiet, dtype="float64"))
+            truth += _exact(inputs, seg, quiet)
             try:
-                # Record the kernels of the last run: as many queries as keys, with dropout.
-                with nullcontext() if Tq < T or spec.dropout else profiled(events):
-                    out += run(attend, inputs, seg, quiet)
-                if spec.dropout:  # random: check only that it is finite
-                    with nullcontext() if Tq < T else profiled(events):
-                        tried = run(attend, inputs, seg, spec)
-                    if not all(bool(t.isfinite().all()) for t in tried):
-                        raise FloatingPointError("not finite with dropout")
+                out += run(inputs, seg, quiet)
                 if Tq == T:
-                    for _ in range(3):  # a library may round differently once, under load
-                        leak = leakage(partial(run, attend), inputs, seg, quiet)
-                        if leak == 0:
-                            break
+                    with profiled(events):
+                        again = run(inputs, seg, spec)
+                    if spec.dropout and not all(bool(t.isfinite().all()) for t in again):
+                        raise FloatingPointError("not finite with dropout")
+                    leak = leakage(run, inputs, seg, quiet)
             except Exception as e:  # anything that a kernel raises
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
     names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
-    out, plain, truth = ([x.double().cpu() for x in xs] for xs in (out, plain, truth))
+    all_three = [[x.double().cpu() for x in xs] for xs in (out, plain, truth)]
     # The sinks' gradient sums over both sequences: it belongs to the large scores.
     found, large = (
-        _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs]
-                             for xs in (out, plain, truth)),
+        _deviations(names, *([x[b] if x.dim() == 4 else b * x for x in xs] for xs in all_three),
                     dtype=inputs[0].dtype, scale=scale)
-        for b, scale in enumerate((1, LARGE)))  # fmt: skip
+        for b, scale in enumerate((1, LARGE))
+    )  # fmt: skip
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
     most = [d for d in found if not d.where and d.size]
     o = next(d for d in most if d.name == "out")
     g = max((d for d in most if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
-    proof = {
+    proof: Proof = {
         "error": o.off / o.size,
         "allowed": o.allowed / o.size,
         "grad_error": g and g.off / g.size,
         "grad_allowed": g and g.allowed / g.size,
         "canary": leak == 0,
     }
-    kernels = tuple(dict.fromkeys(_kernel(e) for e in events if e in KERNELS))
     wrong = (f"its numbers are wrong ({'; '.join(why)})",) if why else ()
-    return Probe(wrong, kernels, tuple(events), proof)
+    return Probe(wrong, kernels_of(events), tuple(events), proof)
+
+
+def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
+    """Short names of the attention kernels among the profiler's events."""
+    found = []
+    for event in events:
+        library, _, operator = event.partition("::")
+        if KERNELS.get(event) == "flash" and flash_impl() != "FA2":
+            found.append(f"flash ({flash_impl()})")  # behind PyTorch's flash operator on CUDA
+        elif event in KERNELS:
+            found.append(KERNELS[event])
+        elif operator.isidentifier() and library.isidentifier() and library not in PLAIN:
+            found.append(operator)
+    if not found and any(event.startswith("Torch-Compiled Region") for event in events):
+        return ("by torch.compile",)
+    return tuple(dict.fromkeys(found))
 
 
 def leakage(
     run: Callable[..., list[Tensor]], inputs: list[Tensor], seg: Tensor | None, spec: Spec
 ) -> float:
     """The largest change of earlier outputs when q, k and v of the last token change."""
-    before = run(inputs, seg, spec, backward=False)[0]
-    last = [t[:, -1].clone() for t in inputs[:3]]
-    for t in inputs[:3]:
-        t[:, -1] = 3 - t[:, -1]
-    after = run(inputs, seg, spec, backward=False)[0]
-    for t, kept in zip(inputs, last, strict=False):
-        t[:, -1] = kept
-    return float((after.double() - before.double())[:, :-1].abs().max())
+    changed = [torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in inputs[:3]] + inputs[3:]
+    for _ in range(3):  # a library may round differently once, under load
+        before, after = (run(x, seg, spec, backward=False)[0] for x in (inputs, changed))
+        moved = float((after.double() - before.double())[:, :-1].abs().max())
+        if moved == 0:
+            break
+    return moved
 
 
 class Deviation(NamedTuple):
@@ -154,9 +154,10 @@ class Deviation(NamedTuple):
     size: float  # of the truth
 
 
-def _deviations(names: list[str], out: list[Tensor], plain: list[Tensor],
-                truth: list[Tensor], *, dtype: torch.dtype,
-                scale: float) -> list[Deviation]:  # fmt: skip
+def _deviations(
+    names: list[str], out: list[Tensor], plain: list[Tensor], truth: list[Tensor],
+    *, dtype: torch.dtype, scale: float,
+) -> list[Deviation]:  # fmt: skip
     """The largest error of each tensor, and the root mean square: the large values of rows with few
     visible keys would hide an error of a few percent in the others."""
     sizes: dict[str, Callable[[Tensor], float]] = {
@@ -174,12 +175,12 @@ def _deviations(names: list[str], out: list[Tensor], plain: list[Tensor],
 
 
 def _wrong(found: list[Deviation]) -> list[str]:
-    texts: dict[str, str] = {}
-    for d in found:
-        if not d.off <= d.allowed:  # written so that NaN fails
-            text = f"{d.name} is off by {d.off:.2g}{d.where}, {d.allowed:.2g} is allowed"
-            texts.setdefault(d.name, text)
-    return list(texts.values())
+    # `not <=`, so that NaN fails. One text for each tensor.
+    wrong = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
+    return [
+        f"{name} is off by {d.off:.2g}{d.where}, {d.allowed:.2g} is allowed"
+        for name, d in reversed(wrong.items())
+    ]
 
 
 def allowed_error(
@@ -187,12 +188,12 @@ def allowed_error(
 ) -> float:
     """The largest allowed error of a kernel, the one tolerance of this project.
 
-    m times the error of manual in the same dtype, plus one rounding error at this size, plus 32 at
-    the largest value in the precision of the kernel's sums (float32 for half precision): manual may
-    be exact by luck where a correct kernel rounds.
+    m times the error of plain PyTorch, plus one rounding error at this size, plus 32 at the largest
+    value in the precision of the sums (float32 for half precision): plain PyTorch may be exact by
+    luck.
 
     Args:
-        plain: the error of manual in this dtype.
+        plain: the error of plain PyTorch.
         size: of the true values.
         largest: the largest true value; for large scores times their scale.
     """
@@ -201,7 +202,7 @@ def allowed_error(
 
 
 def _inputs(
-    spec: Spec, device: Any, Tq: int, T: int, draw: torch.Generator
+    spec: Spec, device: torch.device, Tq: int, T: int, draw: torch.Generator
 ) -> tuple[list[Tensor], Tensor | None]:
     """q, k, v as slices of one tensor, the output's gradient, any sinks; segments."""
     dtype = getattr(torch, spec.dtype)
@@ -214,6 +215,15 @@ def _inputs(
     dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
     sinks = [torch.randn(H, generator=draw).add(3).to(device, dtype)] if spec.sinks else []
     return [q[:, T - Tq :], k, v, dout, *sinks], None if seg is None else seg.to(device)
+
+
+def _exact(inputs: list[Tensor], seg: Tensor | None, spec: Spec) -> list[Tensor]:
+    """The results in float64, by manual; Metal has no float64."""
+    on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device
+    exact = [t.to(on).double() for t in inputs]
+    return _run(
+        manual.attend, exact, seg if seg is None else seg.to(on), replace(spec, dtype="float64")
+    )
 
 
 def _run(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor | None,
@@ -244,9 +254,3 @@ def run_cached(attend: Callable[..., Tensor], inputs: list[Tensor], seg: Tensor 
             out[b, at] = got[b, : counts[b]]
         lengths = [at.stop for at in spans]
     return [out]
-
-
-def _kernel(event: str) -> str:
-    # PyTorch's flash operator on CUDA may run FlashAttention-3 or -4.
-    swapped = KERNELS[event] == "flash" and flash_impl() != "FA2"
-    return f"flash ({flash_impl()})" if swapped else KERNELS[event]

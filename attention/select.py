@@ -1,7 +1,7 @@
 """The choice of a backend, with the reasons to refuse others.
 
-resolve()  reads declared capabilities only, so it can choose for any described machine.
-select()   resolves, probes the chosen backend (probing.py), and tries the next until one passes.
+resolve()  reads declared capabilities only: it can choose for a described machine.
+select()   resolves, then probes the chosen backend (probing.py), until one passes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ BACKENDS: dict[str, Backend] = {
         flash.V4, paged.BACKEND,
     )
 }  # fmt: skip
-RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (autotune.py)
+RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (choose.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
 MPS_GUARD = Refusal(
     "on Apple's Metal it has given NaN and leaked future tokens (--allow_mps_sdpa=True permits it)",
     "device",
 )
+
+
+def is_file(name: str) -> bool:
+    """True if the name is a path: it ends in .py or contains a separator."""
+    return name.endswith(".py") or os.sep in name or bool(os.altsep and os.altsep in name)
 
 
 def get(name: str) -> Backend:
@@ -47,8 +52,13 @@ def get(name: str) -> Backend:
         ValueError: unknown name; the message lists the known ones.
         BackendUnavailable: the file does not define a valid backend.
     """
-    if own.is_file(name):
-        return own.load(name, _BY_ANY_NAME, RULES)
+    if is_file(name):
+        backend = own.load(os.path.abspath(name))
+        if taken := {backend.name, *backend.aliases} & {*_BY_ANY_NAME, *RULES}:
+            raise own.invalid(name, f"its name {min(taken)!r} is taken")
+        if not (backend.fallback is None or backend.fallback in _BY_ANY_NAME):
+            raise own.invalid(name, f"its fallback {backend.fallback!r} is not a backend")
+        return backend
     if name not in _BY_ANY_NAME:
         near = difflib.get_close_matches(name, [*_BY_ANY_NAME, *RULES])
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -59,13 +69,13 @@ def get(name: str) -> Backend:
 
 def check_name(name: str) -> None:
     """Raise ValueError if the name is unknown. A file is neither opened nor run."""
-    if not (name in RULES or own.is_file(name)):
+    if not (name in RULES or is_file(name)):
         get(name)
 
 
 def packages(*names: str) -> tuple[str, ...]:
     """The import names of all packages that the backends need, including files in `names`."""
-    backends = [*BACKENDS.values(), *(get(name) for name in names if own.is_file(name))]
+    backends = [*BACKENDS.values(), *(get(name) for name in names if is_file(name))]
     rows = (c for b in backends for c in (*b.caps, *(b.prebuilt.caps if b.prebuilt else ())))
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
@@ -103,8 +113,7 @@ def resolve(
     """Choose the backend that will run.
 
     Args:
-        name: a backend's name, alias or file, or one of RULES, which choose a backend themselves,
-            also with policy.fallback=False.
+        name: a backend's name, alias or file, or one of RULES.
         failed: backends known not to run here, with the reasons.
 
     Raises:
@@ -148,7 +157,7 @@ def select(
     Args:
         shape: batch size and tokens in a sequence, if known, for math_note().
     """
-    machine = Machine.here(str(device), packages(name))
+    machine = Machine.here(str(device))
     failed: dict[str, tuple[str, ...]] = {}
     while True:
         chosen = resolve(name, spec, machine, policy, failed=failed)
@@ -160,19 +169,15 @@ def select(
 
 
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
-    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty.
-
-    It stores the scores and their softmax, (B, H, T, T) each, in at least float32.
-    """
-    B, T = shape or (0, 0)
+    """A warning if PyTorch's math kernel would store more than 1 GB of scores; else empty."""
+    B, T = shape or (0, 0)  # scores and softmax, (B, H, T, T) each, in at least float32
     size = 2 * (8 if spec.dtype == "float64" else 4) * B * spec.n_head * T * T
     if size <= 1e9:
         return ""
     return (
-        f"{backend.name} runs PyTorch's math kernel here, which stores all scores: "
-        f"{size / 1e9:.1f} GB in each layer at batch size {B} and {T:,} tokens.\n"
-        "python -m attention lists why the fused kernels refuse; --attention_backend=tiled needs "
-        "no such memory."
+        f"{backend.name} runs PyTorch's math kernel, which stores {size / 1e9:.1f} GB of scores in "
+        f"each layer at batch size {B} and {T:,} tokens.\n"
+        "python -m attention lists why fused kernels refuse; --attention_backend=tiled stores none."
     )
 
 

@@ -5,16 +5,14 @@ For every query i of head h, over the keys j that it may attend to (see :func:`v
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
-Some models change three things: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to
-c * tanh(s / c) (Gemma 2, arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit
-without a value, so a head may attend to nothing (GPT-OSS; Miller 2023, "Attention is off by one").
+Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
+arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (GPT-OSS;
+Miller 2023, "Attention is off by one").
 
 Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
-Query head h reads key/value head ``g(h) = h // (H / Hkv)``, which covers multi-head, grouped-query
-and multi-query attention. A fully masked row gives zeros and zero gradients. A segment is a run of
-neighboring positions, such as a packed document or padding: `segments` holds the segment ids.
-
-This file does not import torch, so any machine can compute what another one would choose.
+Query head h reads key/value head ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero
+gradients. A segment is a run of positions, such as a packed document or padding: `segments` holds
+their ids. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -22,18 +20,20 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
 UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
+Numbers = Any  # an integer, or a tensor or array of integers or bool
 
 
 def visible(
-    i: Any, j: Any, offset: Any = 0, window: int | None = None, seg_i: Any = None, seg_j: Any = None
-) -> Any:
+    i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
+    seg_i: Numbers = None, seg_j: Numbers = None,
+) -> Numbers:  # fmt: skip
     """True if query i may attend to key j: the one definition of masking in this project.
 
     Causal, aligned bottom-right: the last query attends to the last key. With
@@ -108,6 +108,17 @@ class Spec:
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
 
+    def __str__(self) -> str:
+        """The options that differ from the defaults: "4 heads over 2 of 32, float32, window 9"."""
+        groups = f" over {self.n_kv_head}" * (self.n_kv_head != self.n_head)
+        parts = [f"{self.n_head} heads{groups} of {self.head_dim}", self.dtype]
+        for name in ("window", "dropout", "scale", "softcap"):
+            parts += [f"{name} {value:g}"] if (value := getattr(self, name)) else []
+        parts += [name for name in ("segments", "sinks", "lse", "compiled") if getattr(self, name)]
+        if self.cache != "none":
+            parts.append(f"{self.cache} cache" + f" of {self.page_size}" * bool(self.page_size))
+        return ", ".join([*parts, "training" if self.grad else "inference"])
+
     @property
     def softmax_scale(self) -> float:
         """The factor of the scores, also if `scale` is None."""
@@ -123,28 +134,6 @@ class Policy:
     mps_sdpa: bool = False  # use PyTorch's SDPA on Apple's Metal, where it has given wrong numbers
 
 
-class Installed(Mapping[str, str]):
-    """The versions of the installed packages among `names`, imported when first read."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names, self.found = tuple(names), dict[str, str | None]()
-
-    def __getitem__(self, name: str) -> str:
-        from .machine.system import import_version
-
-        if name in self.names and name not in self.found:
-            self.found[name] = import_version(name)
-        if (version := self.found.get(name)) is None:
-            raise KeyError(name)
-        return version or UNKNOWN_VERSION
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if name in self)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
 @dataclass(frozen=True)
 class Machine:
     """A device and its software, of this machine or a described one."""
@@ -154,15 +143,21 @@ class Machine:
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch: str = "0"  # version, "2.13.0+cpu"
     cuda: str | None = None  # the CUDA version that torch was built with
-    # Installed packages: import name -> version, or the text of the error that the import raised.
-    packages: Mapping[str, str] = field(default_factory=dict)
+    # Import name -> version, or the error of the import; None: import a package when it is needed.
+    packages: Mapping[str, str] | None = field(default_factory=dict)
     interpreted: bool = False  # Triton kernels run in Triton's interpreter, on the CPU
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
     matrix_units: bool = False  # the CPU has AMX units for bfloat16
 
+    def version_of(self, package: str) -> str | None:
+        """The version of a package or the error of its import; None: not installed."""
+        from .machine.system import import_version
+
+        return import_version(package) if self.packages is None else self.packages.get(package)
+
     @classmethod
-    def here(cls, device: str, packages: Iterable[str] = ()) -> Machine:
-        """This machine. A package is imported when its version is read: it may fail to load."""
+    def here(cls, device: str) -> Machine:
+        """This machine."""
         import torch
 
         from .machine.system import cpu_name, matrix_units
@@ -173,7 +168,7 @@ class Machine:
             name = torch.cuda.get_device_name(device)
             capability = torch.cuda.get_device_capability(device)
         return cls(
-            kind, name, capability, torch.__version__, torch.version.cuda, Installed(packages),
+            kind, name, capability, torch.__version__, torch.version.cuda, packages=None,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
             matrix_units=kind == "cpu" and matrix_units(),

@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 import torch
 from torch import Tensor
 
-from attention import BackendUnavailable, Machine, Policy, hf, packages
+from attention import BackendUnavailable, Machine, Policy, hf
 from attention import get as get_backend
 from attention.probing import allowed_error
 
@@ -175,7 +175,7 @@ def declared_refusal(name: str, backend: str, case: str) -> bool:
     model = build(name, hf.implementation("manual"))
     run(model, case)
     specs = [spec for layer in hf.report(model) for spec, *_ in layer.ran]
-    here = Machine.here("cpu", packages())
+    here = Machine.here("cpu")
     return any(get_backend(backend).why_not(spec, here) for spec in specs)
 
 

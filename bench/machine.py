@@ -183,7 +183,7 @@ class MachineProbe:
     def round(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the backends among "names" that declare support for none of the "specs"."""
         config = self.job.config
-        here = Machine.here(str(self.device), attention.packages(*request["names"]))
+        here = Machine.here(str(self.device))
         refused = {}
         specs = [Spec(dtype=self.job.dtype, **spec) for spec in request["specs"]]
         for name in request["names"]:

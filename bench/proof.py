@@ -34,7 +34,7 @@ class Proof:
         Errors of a kernel are not caught here, since they may break the process.
         """
         name, item = request["backend"], self.items[request["what"], request["dtype"]]
-        here = Machine.here(str(self.device), attention.packages(name))
+        here = Machine.here(str(self.device))
         answer = check.judge(attention.get(name), item, here, str(self.device))
         return {"verdict": answer.verdict, "why": "; ".join(answer.why)}
 

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import Backend, Caps, Spec, manual
+from attention import Backend, Caps, Spec, choose, fastest, manual
 from attention import resolve as _resolve
-from attention.machine import autotune
-from attention.machine.autotune import fastest
+from attention.machine import timing
 
 resolve_module = sys.modules["attention.select"]  # attention.select is the function
 assert callable(_resolve)
@@ -54,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Which kernels ran is not asked here: starting the profiler takes most of a test's time."""
     monkeypatch.setattr(sys.modules["attention.probing"], "profiled", lambda events: nullcontext())
     clock = Clock()
-    monkeypatch.setattr(autotune, "perf_counter", clock)
+    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
@@ -69,7 +68,7 @@ def takes(clock: Clock, ms: float, calls: list[tuple[int, ...]] | None = None) -
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
         clock.now += ms / 1e3
-        if calls is not None and q.shape[1] not in (64, 21):  # the probe's
+        if calls is not None and q.shape[0] == SHAPE[0]:  # the probe has two sequences
             calls.append(tuple(q.shape))
         return manual.attend(q, k, v, spec, **kw)
 
@@ -82,7 +81,7 @@ def only(monkeypatch: pytest.MonkeyPatch, **attends: Attend) -> None:
         name: Backend(name, "made up", attend, (Caps(),), fallback=None)
         for name, attend in attends.items()
     }
-    monkeypatch.setattr(autotune, "BACKENDS", made)
+    monkeypatch.setattr(choose, "BACKENDS", made)
     monkeypatch.setattr(resolve_module, "BACKENDS", made)
     monkeypatch.setattr(resolve_module, "_BY_ANY_NAME", made)
     order = tuple(name for name in resolve_module.PREFERENCE["cpu"] if name in made)
@@ -109,8 +108,8 @@ def test_two_percent_unseat_the_rules_choice(rival_ms, winner, clock, monkeypatc
     chosen = fastest(SPEC, "cpu", SHAPE)
     assert chosen.backend.name == winner and chosen.requested == "fastest"
     assert chosen.rejected == {}
-    assert line(log, "rival").split()[1:3] == [f"{rival_ms:.3f}", f"{rival_ms / 10:.3f}"]
-    assert line(log, "sdpa").split()[1:3] == ["10.000", "1.000"]
+    assert line(log, "rival").split()[1] == f"{rival_ms:.3f}"
+    assert line(log, "sdpa").split()[1] == "10.000"
 
 
 def test_a_noisy_neighbour_does_not_decide(clock, monkeypatch) -> None:
@@ -145,7 +144,7 @@ def test_wrong_numbers_are_dropped_however_fast(clock, monkeypatch, log) -> None
     "memory. Tried to allocate 9 GiB\ntrace"), NotImplementedError()])  # fmt: skip
 def test_what_fails_at_the_real_shape_is_dropped_in_its_own_words(error, clock, monkeypatch, log):
     def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        if q.shape[1] == SHAPE[1]:
+        if q.shape[0] == SHAPE[0]:
             raise error
         return manual.attend(q, k, v, spec, **kw)
 
@@ -159,7 +158,7 @@ def test_where_nothing_can_be_measured_the_rule_decides_and_nothing_is_remembere
     clock, monkeypatch, log, cache_folder
 ):
     def fails(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **kw: Any) -> Tensor:
-        if q.shape[1] == SHAPE[1]:
+        if q.shape[0] == SHAPE[0]:
             raise RuntimeError("no")
         return manual.attend(q, k, v, spec, **kw)
 
@@ -205,7 +204,7 @@ def pretend_rank(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> None
         get_rank=lambda: rank,
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
     )
-    monkeypatch.setattr(autotune, "dist", fake)
+    monkeypatch.setattr(choose, "dist", fake)
 
 
 def test_all_processes_take_what_rank_0_measured(clock, monkeypatch, log) -> None:
@@ -228,8 +227,8 @@ def test_all_processes_take_what_rank_0_measured(clock, monkeypatch, log) -> Non
 
 
 def test_with_the_real_backends_it_chooses_one_that_runs_here(log, monkeypatch) -> None:
-    monkeypatch.setattr(autotune, "BUDGET_S", 0.0)  # three samples each
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)  # three samples each
     chosen = fastest(SPEC, "cpu", (1, 32, 32))
     assert chosen.backend.name in resolve_module.BACKENDS
-    rows = {x.split()[0] for x in said(log).splitlines()[1:-1] if x.split()[0] != "ms"}
-    assert rows == set(resolve_module.BACKENDS)
+    rows = {x.split()[0] for x in said(log).splitlines() if x.split()}
+    assert set(resolve_module.BACKENDS) <= rows

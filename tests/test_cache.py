@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import BACKENDS, Machine, Spec, packages
+from attention import BACKENDS, Machine, Spec
 from attention.check import oracle
 from attention.spec import DTYPES
 from inference.cache import DynamicCache, StaticCache, StaticStep
 
-HERE = Machine.here("cpu", packages())
+HERE = Machine.here("cpu")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

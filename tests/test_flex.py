@@ -24,7 +24,7 @@ from attention.flex import TILE, block_mask
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-SIZES = (1, 2, 127, 128, 129, 300, 384)
+SIZES = (1, 127, 128, 129, 300)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks]
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(c, id=c.name, marks=() if c.scale and c.softcap and c.sinks else pytest.mark.slow)
+    pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name != ASKED[-1].name))
     for c in ASKED
 ])  # fmt: skip
 def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) -> None:
@@ -182,7 +182,7 @@ def cut(seen: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(some, dim=1), torch.stack(every, dim=1)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 100, 128, 129, 200, 384, 1000])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 200, 1000])
 def test_the_lists_are_those_of_visible(window) -> None:
     for Tq, Tk in product(SIZES, SIZES):
         if Tq > Tk:

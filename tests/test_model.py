@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-from attention import BACKENDS, BackendUnavailable, Machine, Policy, packages
+from attention import BACKENDS, BackendUnavailable, Machine, Policy
 from core import loss as loss_module
 from core.loss import IGNORE, linear_cross_entropy
 from core.settings import UserError
@@ -363,7 +363,7 @@ def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
 
 # --- every backend ---
 
-HERE = Machine.here("cpu", packages())
+HERE = Machine.here("cpu")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa": {"n_kv_head": 2},

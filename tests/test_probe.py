@@ -22,7 +22,6 @@ from attention import (
     Spec,
     announce,
     manual,
-    packages,
     probe,
     select,
 )
@@ -45,11 +44,12 @@ SPECS = [
     Spec(4, 2, 32, "float32", window=1), Spec(2, 2, 16, "float32", window=1000),
     Spec(2, 2, 32, "float64", segments=True), Spec(2, 2, 32, "float32", dropout=0.2),
     Spec(4, 1, 64, "bfloat16", window=16, segments=True, grad=False)]  # fmt: skip
-HERE = Machine.here("cpu", packages())
+HERE = Machine.here("cpu")
 
 
 @pytest.mark.parametrize("name, spec", [
-    pytest.param(name, spec, id=f"{name}-{n}") for name, b in BACKENDS.items()
+    pytest.param(name, spec, id=f"{name}-{n}", marks=[pytest.mark.slow] * (name == "flex"))
+    for name, b in BACKENDS.items()
     for n, spec in enumerate(SPECS) if not b.why_not(spec, HERE)])  # fmt: skip
 def test_a_backend_that_may_run_here_passes(name, spec) -> None:
     tried = probe(BACKENDS[name], spec, "cpu")

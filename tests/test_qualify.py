@@ -149,7 +149,7 @@ class OnH200(in_process.InProcess):
 
     def begin(self, job: Any) -> in_process.InProcess:
         self.job = job
-        here = attention.Machine.here("cpu", attention.packages())
+        here = attention.Machine.here("cpu")
         name = job["name"]
         spec = attention.Spec(2, 2, 16, "bfloat16")
         known = name in attention.BACKENDS and not attention.BACKENDS[name].why_not(spec, here)

@@ -105,10 +105,11 @@ def test_a_beta_comes_before_its_release_and_after_earlier_betas() -> None:
 
 
 def test_this_machine() -> None:
-    here = Machine.here("cpu", ["numpy", "no_such_package_anywhere", "no_such_parent.child"])
+    here = Machine.here("cpu")
     assert here.device == "cpu" and here.name and here.capability is None
     assert here.torch == sys.modules["torch"].__version__
-    assert here.packages == {"numpy": sys.modules["numpy"].__version__}
+    assert here.version_of("numpy") == sys.modules["numpy"].__version__
+    assert here.version_of("no_such_package_anywhere") is None
 
 
 def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
@@ -119,16 +120,16 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
     (tmp_path / "plain_kernels.py").write_text("")
     (tmp_path / "no_driver.py").write_text("raise RuntimeError('no driver')\n")
     (tmp_path / "like_kernels.py").write_text("import like\n")
-    names = ["broken_kernels", "half_kernels", "plain_kernels", "like_kernels", "no.kernels",
-             "no_driver"]  # fmt: skip
-    here = Machine.here("cpu", names)
-    assert here.packages == {
+    here = Machine.here("cpu")
+    expected = {
         "broken_kernels": f"ImportError: {text}",
         "half_kernels": "ModuleNotFoundError: No module named 'no_such_package_anywhere'",
         "plain_kernels": "unknown version",
         "like_kernels": "ModuleNotFoundError: No module named 'like'",
         "no_driver": "RuntimeError: no driver",
+        "no.kernels": None,
     }
+    assert {name: here.version_of(name) for name in expected} == expected
     for name, reason in (("broken_kernels", text), ("half_kernels", "No module named")):
         [got] = made_up(Caps(packages=(name,))).why_not(ANY, here)
         assert f"'{name}' is installed but does not import" in got and reason in got

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="package 'triton' is not installed")
-from attention.machine.gpus import SHARED
 from attention.triton.flash_kernels import KERNELS, default_tile
 
+# Kilobytes of shared memory for a thread block, by compute capability (CUDA C++ Programming Guide).
+SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 # Compiled to machine code: capability, dtype, D, kernel, features.
 Compiled = tuple[int, str, int, str, str]
 QUICK: list[Compiled] = [
@@ -143,7 +144,7 @@ def test_the_kernels_compile_for_real_gpus(cases) -> None:
         capability, dtype, head_dim, kernel, _ = case
         at = divmod(capability, 10)
         tile = default_tile(kernel, at, head_dim, 4 if dtype == "fp32" else 2)
-        assert 0 < got["shared"] <= SHARED[at], (capability, dtype, head_dim, kernel, got)
+        assert 0 < got["shared"] <= SHARED[at] << 10, (capability, dtype, head_dim, kernel, got)
         assert got["cubin"] and not got["atomics"]
         assert bool(got["tensor_cores"]) == (dtype != "fp32" and capability >= 80), (at, dtype)
         registers, spilled = got["ptxas"]

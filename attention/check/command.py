@@ -1,9 +1,8 @@
 """python -m attention check my_kernel.py: run every correctness test on one backend.
 
-Outputs and gradients are compared with the float64 oracle (matrix.py) and properties are tested
-(properties.py), on each device here and in each dtype that the backend's Caps declare. Prints a
-script that reproduces the first failure. Exit code: 0 if all passed, 1 if a test failed or all were
-refused, 2 for a mistake in the command line.
+Compares outputs and gradients with float64 (matrix.py) and tests properties (properties.py), on
+each device here and in each declared dtype. Prints a script that reproduces the first failure. Exit
+code: 0 if all passed, 1 if a test failed or all were refused, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from ..caps import Backend, Refusal
 from ..machine.system import first_line
-from ..select import get, packages
+from ..machine.timing import aligned
+from ..select import get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case
@@ -33,6 +34,7 @@ FEATURES = (
     *("scale", "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients"),
     *("dropout", "determinism", "torch.compile", "caches", "parts"),
 )
+VERDICTS = ("passed", "failed", "refused")
 FIRST = {f"causality, {phase}" for phase in PHASES}  # without windows and grouped heads
 # Kinds of refusal that concern a dtype on a device, whatever the feature.
 GENERAL = {"device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels"}
@@ -89,13 +91,6 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Answer
 
 
 @dataclass
-class Count:
-    passed: int = 0
-    failed: int = 0
-    refused: int = 0
-
-
-@dataclass
 class Report:
     """Results of a check; --json prints them as a dict."""
 
@@ -105,19 +100,18 @@ class Report:
     machine: dict[str, str]  # device -> its name
     torch: str
     quick: bool = False
-    total: Count = field(default_factory=Count)
-    features: dict[str, Count] = field(default_factory=dict)
-    refusals: dict[str, int] = field(default_factory=dict)  # reason -> number of tests
+    # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
+    features: dict[str, dict[str, int]] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
     failures: list[dict[str, str]] = field(default_factory=list)
     script: str = ""  # reproduces the first failure
     seconds: float = 0.0
 
     def add(self, item: Item, device: str, answer: Answer) -> None:
-        kind = {"right": "passed", "wrong": "failed", "refused": "refused"}[answer.verdict]
+        kind = dict(zip(("right", "wrong", "refused"), VERDICTS, strict=True))[answer.verdict]
         rows = [*item.features, *["gradients"] * answer.grad]
         if answer.verdict == "refused":
-            for why in answer.why:
-                self.refusals[why] = self.refusals.get(why, 0) + 1
+            self.refusals.update(map(str, answer.why))
             if any(isinstance(w, Refusal) and w.kind in GENERAL for w in answer.why):
                 rows = []
         elif answer.verdict == "wrong":
@@ -125,17 +119,13 @@ class Report:
             self.script = self.script or script(self.name, item, device, why)
             found = {"what": item.name, "dtype": item.dtype, "device": device, "why": why}
             self.failures.append(found | {"features": ", ".join(rows)})
-        for count in (self.total, *map(self._row, [f"{item.dtype}, {device}", *rows])):
-            setattr(count, kind, getattr(count, kind) + 1)
-
-    def _row(self, name: str) -> Count:
-        return self.features.setdefault(name, Count())
+        for row in ("total", f"{item.dtype}, {device}", *rows):
+            counts = self.features.setdefault(row, dict.fromkeys(VERDICTS, 0))
+            counts[kind] += 1
 
     def _blamed(self, item: Item, device: str) -> list[str]:
-        """Features of the simplest failed case that has no feature besides this item's.
-
-        If a plain case fails, a case with a window proves nothing about windows.
-        """
+        """Features of the simplest failed case without further features: if a plain case fails, a
+        case with a window proves nothing about windows."""
         if item.case is None:
             return [*item.features]
         here = (item.dtype, device)
@@ -147,7 +137,7 @@ class Report:
     @property
     def code(self) -> int:
         """Exit code. A backend that refuses everything fails."""
-        return 1 if self.failures or not self.total.passed else 0
+        return 1 if self.failures or not self.features["total"]["passed"] else 0
 
 
 def check(
@@ -170,7 +160,7 @@ def check(
         ValueError: unknown backend, or a file that defines none.
     """
     backend, began = get(name), time.monotonic()
-    here = {device: Machine.here(device, packages(name)) for device in devices}
+    here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
     report = Report(name, backend.name, backend.title, machine_names, torch.__version__, quick)
     tests = [(device, item) for device in devices for item in items(dtypes, quick)]
@@ -193,75 +183,42 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     """Return a short script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
-    lines = [f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()]
-    lines.append(f"from {package} import get")
-    if item.case is None:
-        lines += [
-            f"from {package}.check.properties import properties",
-            "",
-            f"test = next(p for p in properties({item.dtype!r}) if p.name == {item.name!r})",
-            "print(test.spec)",
-            f"test.ask(get({name!r}), test.spec, {device!r})",
-        ]
-        return "\n".join(lines)
-    given = {f.name: getattr(item.case, f.name) for f in fields(Case)}
-    changed = ", ".join(f"{k}={v!r}" for k, v in given.items() if v != getattr(Case, k, None))
-    sinks = f", sinks=matrix.sinks(case, dtype, {device!r})" * item.case.sinks
-    lines += [
-        f"from {package}.check import matrix",
+    return "\n".join([
+        *(f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()),
+        f"from {package} import get",
+        f"from {package}.check.command import items",
         "",
-        f"dtype, backend = {item.dtype!r}, get({name!r})",
-        f"case = matrix.Case({changed})",
-        f"q, k, v, dout = matrix.draw(case, dtype, {device!r})  # (B, T, H, D)",
-        f"seg = matrix.segments(case, {device!r})",
-        f"out = backend.attend(q, k, v, case.spec(dtype, grad=False), segments=seg{sinks})",
-        "error = (out.cpu().double() - matrix.truth(case, dtype).out).abs()",
-        'print("the largest error of each query:", error.amax(dim=(0, 2, 3)))',
-        f"matrix.check(backend, case, dtype, {device!r})  # gradients too",
-    ]
-    return "\n".join(lines)
+        f"test = next(t for t in items([{item.dtype!r}]) if t.name == {item.name!r})",
+        "print(test.case or test.spec)  # matrix.draw(test.case, test.dtype): its inputs",
+        f"test.ask(get({name!r}), test.spec, {device!r})",
+    ])  # fmt: skip
 
 
 def text(report: Report) -> str:
     """Return the report as a table, then refusals, failures and the script."""
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
-    rows = [f for f in FEATURES if f in report.features]
-    rows += [f for f in report.features if f not in FEATURES]
-    width = max(map(len, rows))
-    lines.append(f"{'':{width}}  passed  failed  refused")
-    for row in (*rows, "total"):
-        c = report.features.get(row, report.total)
-        passed, failed, refused = (str(n or "-") for n in (c.passed, c.failed, c.refused))
-        lines.append(f"{row:{width}}  {passed:>6}  {failed:>6}  {refused:>7}")
+    others = [row for row in report.features if row not in (*FEATURES, "total")]
+    rows = [row for row in (*FEATURES, *others, "total") if row in report.features]
+    cells = [[row, *(str(n or "-") for n in report.features[row].values())] for row in rows]
+    lines += aligned([["", *VERDICTS], *cells], ">")
     if report.refusals:
         lines += ["", "Refused, as its Caps declare:"]
         lines += [f"  {n:>4}  {why}" for why, n in report.refusals.items()]
-    failures, total = report.failures, report.total
+    failures, total = report.failures, report.features["total"]
     if not failures:
-        end = "Everything it declares is right." if total.passed else "It refused every test."
+        end = "Everything it declares is right." if total["passed"] else "It refused every test."
         end += " (--quick: a sample of the cases.)" * report.quick
         return "\n".join([*lines, "", f"{end} {report.seconds:.0f} s."])
-    lines += ["", f"{len(failures)} of {total.passed + total.failed} failed:"]
+    lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
     lines += [f"  {f['what']}, {f['dtype']}, {f['device']}: {f['why']}" for f in failures[:10]]
     lines += [f"  and {len(failures) - 10} more (--json lists all)"] * (len(failures) > 10)
     return "\n".join([*lines, "", "Script for the first failure:", "", report.script])
 
 
-def progress() -> Callable[[int, int, str], None]:
-    """Return a progress bar on stderr; without a terminal, a line every ten seconds."""
-    last = time.monotonic()
-
-    def watch(done: int, of: int, what: str) -> None:
-        nonlocal last
-        if sys.stderr.isatty():
-            bar = f"[{'#' * (30 * done // of):30}] {done}/{of} {what:.40}" if done < of else ""
-            print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - last > 10:
-            last = time.monotonic()
-            print(f"{done} of {of}: {what}", file=sys.stderr, flush=True)
-
-    return watch
+def progress(done: int, of: int, what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{done}/{of} {what:.60}", end="", file=sys.stderr, flush=True)
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
@@ -294,9 +251,9 @@ def main(argv: Sequence[str]) -> int:
     options = read(argv)
     try:
         how = {"quick": options.quick, "first": options.first}
-        report = check(options.backend, options.devices, options.dtypes, watch=progress(), **how)
+        report = check(options.backend, options.devices, options.dtypes, watch=progress, **how)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(report)) if options.json else text(report))
+    print(json.dumps(vars(report)) if options.json else text(report))
     return report.code

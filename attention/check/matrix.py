@@ -39,10 +39,15 @@ class Case:
     sinks: bool = False
     kind: str = "noise"  # Gaussian; "equal": all keys equal; "dominant": one key takes all
 
-    def spec(self, dtype: str, **changes: Any) -> Spec:
-        changes |= {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-        changes |= {"window": self.window, "segments": self.segments is not None}
-        return Spec(self.H, self.Hkv, self.D, dtype, **changes)
+    def spec(
+        self, dtype: str, grad: bool = True, cache: str = "none", compiled: bool = False,
+        lse: bool = False,
+    ) -> Spec:  # fmt: skip
+        return Spec(
+            self.H, self.Hkv, self.D, dtype, self.window, segments=self.segments is not None,
+            grad=grad, cache=cache, compiled=compiled, scale=self.scale, softcap=self.softcap,
+            sinks=self.sinks, lse=lse,
+        )  # fmt: skip
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -63,13 +68,9 @@ class Case:
         return tuple(name for name, there in has.items() if there) or ("causal",)
 
 
-def _square(T: int, **changes: Any) -> Case:
-    return Case(f"{T}", T, T, **changes)
-
-
 CASES = [
-    *(_square(T) for T in (1, 2, 17, 64, 97, 192)),
-    _square(1025, B=1, H=1, Hkv=1, D=64),
+    *(Case(f"{T}", T, T) for T in (1, 2, 17, 64, 97, 192)),
+    Case("1025", 1025, 1025, B=1, H=1, Hkv=1, D=64),
     *(Case(f"{Tq}x{Tk}", Tq, Tk)
       for Tq, Tk in ((113, 203), (128, 217), (1, 97), (2, 97), (63, 64),
                      (203, 113), (64, 17), (97, 1), (65, 64))),
@@ -224,26 +225,27 @@ def compare(got: oracle.Result, case: Case, dtype: str, device: str) -> None:
 
 
 def check(
-    backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True, **more: Any
-) -> None:
+    backend: Backend, case: Case, dtype: str, device: str = "cpu", *, grad: bool = True,
+    cache: str = "none", compiled: bool = False,
+) -> None:  # fmt: skip
     """Run the case with gradients, then without: a library may use another kernel there.
 
     Args:
         grad: False for a backend without a backward pass.
-        more: further fields of the Spec.
+        cache, compiled: as in Spec.
 
     Raises:
         AssertionError: a larger error than oracle.check() allows, a fully masked row that is not
             zero, or an input that the kernel overwrote.
     """
-    spec = case.spec(dtype, **more)
+    spec = case.spec(dtype, cache=cache, compiled=compiled)
     q, k, v, dout = (t.detach() for t in draw(case, dtype, device))  # detach() keeps the strides
     before = [t.clone() for t in (q, k, v, dout)]
     leaves = [t.requires_grad_(grad) for t in (q, k, v)]
-    given: dict[str, Any] = {"segments": segments(case, device)}
-    if case.sinks:
-        given["sinks"] = sinks(case, dtype, device)
-        leaves.append(given["sinks"].requires_grad_(grad))
+    given: dict[str, Tensor | None] = {"segments": segments(case, device)}
+    if (learned := sinks(case, dtype, device)) is not None:
+        given["sinks"] = learned
+        leaves.append(learned.requires_grad_(grad))
     masked = max(case.Tq - case.Tk, 0)  # fully masked rows: the first queries precede all keys
     if grad:
         out = backend.attend(q, k, v, spec, **given)

@@ -49,9 +49,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 
     `condition` holds for each tensor the largest rounding error to first order, in units of eps:
     (a) of each score s_j relative to its terms |q||k|, of a capped score and a sink relative to
-    themselves; it is a relative error of p_j, doubled in the backward pass, which recomputes
-    exp(s_j - logsumexp); (b) of dp and sum p dp relative to their terms: it stays in ds even if the
-    difference is zero (a row with one visible key); (c) of 1 - (s / c)^2, from the error of s.
+    themselves: a relative error of p_j, doubled in the backward pass; (b) of dp and sum p dp
+    relative to their terms, even if the difference is zero (a row with one visible key); (c) of
+    1 - (s / c)^2, from the error of s.
 
     Args:
         q, dout: (B, Tq, H, D); k, v: (B, Tk, Hkv, D).
@@ -152,8 +152,7 @@ def check(got: Result, plain: Result, truth: Result, dtype: torch.dtype, factor:
                             + eps(compute) * condition
 
     with m = 2 for the output and 3 for gradients: attention.probing.allowed_error(). The condition
-    matters where plain PyTorch is exact by luck: with one visible key, P is x / x there, but
-    exp(s - logsumexp) in the backward pass of a FlashAttention kernel.
+    matters where plain PyTorch is exact by luck, as P with one visible key.
 
     Args:
         factor: scales the tolerance; below 1 it shows the margin.

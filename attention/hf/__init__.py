@@ -1,11 +1,9 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer: it builds the mask that
-transformers' own SDPA would get, and proves what it is (mask.py). It calls `_attend` in each layer:
-that builds a Spec, selects a kernel and runs it. Arguments it does not know are refused.
-
-A model that computes its attention itself is refused when it is built (OWN_CLASSES), or at its
-first mask, which cannot be computed with, or, if it uses none, by `report()`.
+transformers calls `_mask` once a forward pass for each kind of layer: it builds SDPA's mask and
+proves what it is (mask.py). It calls `_attend` in each layer: that builds a Spec, selects a kernel
+and runs it. Unknown arguments are refused, and so are models that compute their attention
+themselves: when they are built (OWN_CLASSES), at their first mask, or by `report()`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +27,9 @@ from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
 from .mask import Mask, Proof, prove
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PREFIX = "nanoattn:"
 # transformers takes a name with one of these words for its own SDPA or flash-attn.
@@ -90,7 +91,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
                 classes[key] = partial(_refuse_model, key)
 
 
-def _refuse_model(name: str, config: Any, *_: Any, **__: Any) -> NoReturn:
+def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object) -> NoReturn:
     reason = "it computes its attention itself"
     raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
 
@@ -98,7 +99,7 @@ def _refuse_model(name: str, config: Any, *_: Any, **__: Any) -> NoReturn:
 # --- the mask, once a forward pass ---
 
 
-def _mask(name: str, sdpa_mask: Callable[..., Any], **asked: Any) -> Mask:
+def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> Mask:
     """transformers' mask for SDPA, proved. No mask is built if it is causal."""
     B, Tk = asked["batch_size"], asked["kv_length"]
     Tq = asked["q_length"] if "q_length" in asked else len(asked["cache_position"])
@@ -122,7 +123,7 @@ def _tokens(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     kv_length: int = 0,
-    **_: Any,
+    **_: object,
 ) -> Tensor | None:
     """Bool (B, Tq), True for tokens and False for padding, from the caller's 2-D mask."""
     if attention_mask is None:
@@ -187,7 +188,7 @@ def _attend(
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
-    position_ids: Tensor | None = None, **others: Any,
+    position_ids: Tensor | None = None, **others: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer, as AttentionInterface calls it.
 
@@ -246,7 +247,7 @@ def _attend(
     ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
     # Views: a static cache is longer than its contents.
     k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
-    options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
         options["segments"] = proof.segments.to(device).expand(B, -1)
     with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
@@ -280,14 +281,10 @@ class Layer:
     def __str__(self) -> str:
         lines = []
         for spec, chosen, calls in self.ran:
-            asked = [spec.dtype, "training" if spec.grad else "inference"]
-            asked += ["with a cache"] * (spec.cache != "none") + ["segments"] * spec.segments
-            asked += [f"{n} {x:g}" for n in ("window", "scale", "softcap", "dropout")
-                      if (x := getattr(spec, n))] + ["sinks"] * spec.sinks  # fmt: skip
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             what = f"{chosen.backend.name} (kernel: {kernels})"
-            lines.append(f"{self.name}: {what}, {calls} calls, {', '.join(asked)}{lost}")
+            lines.append(f"{self.name}: {what}, {calls} calls, {spec}{lost}")
         return "\n".join(lines) or f"{self.name}: NOT CALLED"
 
 

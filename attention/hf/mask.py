@@ -7,6 +7,7 @@ entry. Any other mask is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +52,10 @@ class Mask(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Sequence[Any] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:  # fmt: skip
         called, others = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         # Writes (fill_, __setitem__, __ior__, but not __invert__) would not be in the proof.
         in_place = called.startswith("__i") and len(others) > 1

@@ -1,7 +1,6 @@
-"""The flash kernel behind PyTorch's scaled_dot_product_attention on CUDA: --sdpa_flash_impl.
+"""--sdpa_flash_impl: since torch 2.11 FlashAttention-3 or -4 can be PyTorch's flash kernel on CUDA.
 
-Since torch 2.11 FlashAttention-3 and -4 can replace it for the whole process. They do not support
-dropout. PyTorch calls private functions of the packages, which change between releases.
+They have no dropout. PyTorch calls private functions of the packages, which change often.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def use_flash_impl(impl: str) -> None:
     """Activate "FA2", "FA3" or "FA4" for the whole process.
 
     Raises:
-        BackendUnavailable: it cannot run here, in the words of PyTorch or of the package.
+        BackendUnavailable: it cannot run here.
     """
     if impl == flash_impl():
         return

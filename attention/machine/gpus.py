@@ -1,32 +1,19 @@
-"""Table of GPUs: name, compute capability, peak rates, memory bandwidth, shared memory.
+"""Table of GPUs: name, compute capability, peak rates, memory bandwidth.
 
-Capabilities are from NVIDIA's lists (developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus); the
-A800, H800 and H20 are export versions of the A100 and H100. Rates are dense, from the datasheet in
-the row. The rate of a GPU that is not here is measured (core/flops.py).
+Capabilities are from developer.nvidia.com/cuda-gpus and /cuda-legacy-gpus. Rates are dense, from
+the datasheet in the row; other rates are measured (core/peaks.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..caps import dotted
 from ..spec import UNKNOWN_VERSION, Machine
 
 Capability = tuple[int, int]
-
-# Bytes of shared memory that a thread block may use (CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability").
-SHARED: dict[Capability, int] = {
-    (7, 5): 64 << 10,
-    (8, 0): 163 << 10,
-    (8, 6): 99 << 10,
-    (8, 9): 99 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-    (12, 0): 99 << 10,
-}
 
 
 @dataclass(frozen=True)
@@ -51,28 +38,41 @@ class GPU:
         return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
 
 
-def _named(capability: Capability, names: str) -> list[GPU]:
-    return [GPU(name, capability) for name in names.split(", ")]
-
+# GPUs without rates: compute capability -> names
+UNRATED: dict[Capability, str] = {
+    (6, 0): "Tesla P100",
+    (6, 1): "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX 1080, "
+            "NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060",
+    (7, 0): "Tesla V100, NVIDIA TITAN V",
+    (7, 5): "Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce RTX 2080 Ti, NVIDIA GeForce RTX "
+            "2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce RTX 2060, NVIDIA GeForce GTX 1660, "
+            "NVIDIA GeForce GTX 1650",
+    (8, 0): "NVIDIA A100, NVIDIA A800",
+    (8, 6): "NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX A4000, NVIDIA RTX A2000, NVIDIA "
+            "GeForce RTX 3080, NVIDIA GeForce RTX 3070, NVIDIA GeForce RTX 3060, NVIDIA GeForce "
+            "RTX 3050",
+    (8, 7): "NVIDIA Jetson Orin",
+    (8, 9): "NVIDIA RTX 6000 Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX 4070, "
+            "NVIDIA GeForce RTX 4060",
+    (9, 0): "NVIDIA H100, NVIDIA H800, NVIDIA H20, NVIDIA GH200",
+    (10, 0): "NVIDIA GB200",
+    (10, 3): "NVIDIA B300, NVIDIA GB300",
+    (11, 0): "NVIDIA Jetson Thor",
+    (12, 0): "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5080, NVIDIA GeForce RTX 5070, "
+             "NVIDIA GeForce RTX 5060",
+    (12, 1): "NVIDIA GB10",
+}  # fmt: skip
 
 _A100, _H100, _H100_NVL = (312, 156, 19.5), (989.4, 494.7, 66.9), (835.5, 417.5, 60)
 _A100_SHEET, _H100_SHEET = "NVIDIA A100 datasheet", "NVIDIA H100 datasheet"
 
-GPUS: list[GPU] = [
-    *_named((6, 0), "Tesla P100"),
-    *_named((6, 1), "Tesla P40, NVIDIA TITAN Xp, NVIDIA GeForce GTX 1080 Ti, NVIDIA GeForce GTX "
-            "1080, NVIDIA GeForce GTX 1070, NVIDIA GeForce GTX 1060"),
-    *_named((7, 0), "Tesla V100, NVIDIA TITAN V"),
+RATED = [
     GPU("Tesla V100-SXM2-16GB", (7, 0), (125, None, 15.7), 900, "NVIDIA V100 datasheet",
         "V100-SXM2-(16|32)GB"),
     GPU("Tesla V100-PCIE-16GB", (7, 0), (112, None, 14), 900, "NVIDIA V100 datasheet",
         "V100-PCIE-(16|32)GB"),
     GPU("Tesla T4", (7, 5), (65, None, 8.1), 320, "NVIDIA T4 datasheet"),
     GPU("NVIDIA TITAN RTX", (7, 5), (130.5, None, 16.3), 672, "NVIDIA Turing whitepaper"),
-    *_named((7, 5), "Quadro RTX 8000, Quadro RTX 6000, NVIDIA GeForce RTX 2080 Ti, NVIDIA GeForce "
-            "RTX 2080, NVIDIA GeForce RTX 2070, NVIDIA GeForce RTX 2060, NVIDIA GeForce GTX 1660, "
-            "NVIDIA GeForce GTX 1650"),
-    *_named((8, 0), "NVIDIA A100, NVIDIA A800"),
     GPU("NVIDIA A100-SXM4-80GB", (8, 0), _A100, 2039, _A100_SHEET, "A[18]00-SXM4?-80GB"),
     GPU("NVIDIA A100 80GB PCIe", (8, 0), _A100, 1935, _A100_SHEET,
         "A[18]00(-PCIE)?[- ]80GB( PCIe)?"),
@@ -84,17 +84,10 @@ GPUS: list[GPU] = [
     GPU("NVIDIA RTX A6000", (8, 6), (154.8, 77.4, 38.7), 768, "NVIDIA RTX A6000 datasheet"),
     GPU("NVIDIA GeForce RTX 3090 Ti", (8, 6), (80, 40, 40), 1008, "NVIDIA GA102 whitepaper"),
     GPU("NVIDIA GeForce RTX 3090", (8, 6), (71, 35.6, 35.6), 936, "NVIDIA GA102 whitepaper"),
-    *_named((8, 6), "NVIDIA A16, NVIDIA A2, NVIDIA RTX A5000, NVIDIA RTX A4000, NVIDIA RTX A2000, "
-            "NVIDIA GeForce RTX 3080, NVIDIA GeForce RTX 3070, NVIDIA GeForce RTX 3060, NVIDIA "
-            "GeForce RTX 3050"),
-    *_named((8, 7), "NVIDIA Jetson Orin"),
     GPU("NVIDIA L40S", (8, 9), (362, 183, 91.6), 864, "NVIDIA L40S datasheet"),
     GPU("NVIDIA L40", (8, 9), (181, 90.5, 90.5), 864, "NVIDIA L40 datasheet"),
     GPU("NVIDIA L4", (8, 9), (121, 60, 30.3), 300, "NVIDIA L4 datasheet"),
     GPU("NVIDIA GeForce RTX 4090", (8, 9), (165.2, 82.6, 82.6), 1008, "NVIDIA Ada whitepaper"),
-    *_named((8, 9), "NVIDIA RTX 6000 Ada Generation, NVIDIA GeForce RTX 4080, NVIDIA GeForce RTX "
-            "4070, NVIDIA GeForce RTX 4060"),
-    *_named((9, 0), "NVIDIA H100, NVIDIA H800, NVIDIA H20, NVIDIA GH200"),
     GPU("NVIDIA H100 80GB HBM3", (9, 0), _H100, 3350, "NVIDIA H100 whitepaper and datasheet",
         "H100 80GB HBM3|H800"),
     GPU("NVIDIA H100 PCIe", (9, 0), (756, 378, 51.2), 2000, _H100_SHEET, "H[18]00 PCIe"),
@@ -105,18 +98,12 @@ GPUS: list[GPU] = [
     GPU("NVIDIA GH200 144G HBM3e", (9, 0), _H100, 4900, "NVIDIA GH200 datasheet",
         r"GH200 \d+GB? HBM3e"),
     GPU("NVIDIA B200", (10, 0), (2250, 1125, 75), 8000, "NVIDIA HGX and DGX B200 datasheets"),
-    *_named((10, 0), "NVIDIA GB200"),
-    *_named((10, 3), "NVIDIA B300, NVIDIA GB300"),
-    *_named((11, 0), "NVIDIA Jetson Thor"),
     GPU("NVIDIA GeForce RTX 5090", (12, 0), (209.5, 104.8, 104.8), 1792,
         "NVIDIA RTX Blackwell paper"),
-    *_named((12, 0), "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5080, NVIDIA GeForce RTX "
-            "5070, NVIDIA GeForce RTX 5060"),
-    *_named((12, 1), "NVIDIA GB10"),
     GPU("AMD Instinct MI300X", None, (1307.4, 653.7, 163.4), 5300, "AMD datasheet",
         "MI300X( OAM| VF)?"),
 ]  # fmt: skip
-RATED = [gpu for gpu in GPUS if gpu.tflops and gpu.bandwidth]
+GPUS = [*RATED, *(GPU(name, at) for at, names in UNRATED.items() for name in names.split(", "))]
 
 
 @dataclass(frozen=True)
@@ -168,44 +155,37 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 
 # --- machines by name: python -m attention --as="NVIDIA TITAN RTX" ---
 
-APPLE = "Apple M1, Apple M2, Apple M3, Apple M4, Apple M5"
+KNOWN = [
+    *(Machine("cuda", gpu.name, gpu.capability) for gpu in GPUS if gpu.capability),
+    *(Machine("mps", f"Apple {chip}") for chip in ("M1", "M2", "M3", "M4", "M5", "mps")),
+    Machine("cpu", "cpu"),
+]
 MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not distinctive
 
-Known = tuple[str, str, Capability | None]  # device, name, compute capability
-KNOWN: list[Known] = [
-    *(("cuda", gpu.name, gpu.capability) for gpu in GPUS if gpu.capability),
-    *(("mps", name, None) for name in APPLE.split(", ")),
-    ("mps", "Apple mps", None),
-    ("cpu", "cpu", None),
-]
 
+def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
+    """Return a known machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
 
-def find(text: str) -> Known:
-    """Find a machine by its name or a distinctive part of it: "titan rtx", "4090", "cpu".
+    Args:
+        torch: version of PyTorch there.
+        packages: import names of the packages there.
 
     Raises:
         ValueError: unknown, or several machines match; lists them.
     """
     words = _words(text)
-    fit = [k for k in KNOWN if _words(k[1]) - MAKERS <= words]
-    most = max((len(_words(k[1])) for k in fit), default=0)
-    fit = [k for k in fit if len(_words(k[1])) == most]
-    fit = fit or [k for k in KNOWN if words and words <= _words(k[1])]
+    fit = [m for m in KNOWN if _words(m.name) - MAKERS <= words]
+    most = max((len(_words(m.name)) for m in fit), default=0)
+    fit = [m for m in fit if len(_words(m.name)) == most]
+    fit = fit or [m for m in KNOWN if words and words <= _words(m.name)]
     if not fit:
-        known = ", ".join([*(gpu.short for gpu in GPUS if gpu.capability), APPLE, "cpu"])
-        raise ValueError(f"unknown machine {text!r}; known: {known}")
-    if len({(device, capability) for device, _, capability in fit}) > 1:
-        names = ", ".join(f"{name} ({dotted(at) if at else kind})" for kind, name, at in fit)
-        raise ValueError(f"{text!r} could be {names}; give more of the name")
-    kind, name, capability = min(fit, key=lambda k: len(k[1]))
-    return kind, text if words > _words(name) else name, capability
-
-
-def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """Return find()'s Machine with this version of PyTorch and these packages."""
-    kind, name, capability = find(text)
-    installed = dict.fromkeys(packages, UNKNOWN_VERSION)
-    return Machine(kind, name, capability, torch, packages=installed)
+        raise ValueError(f"unknown machine {text!r}; known: {', '.join(m.name for m in KNOWN)}")
+    if len({(m.device, m.capability) for m in fit}) > 1:
+        could = (f"{m.name} ({dotted(m.capability) if m.capability else m.device})" for m in fit)
+        raise ValueError(f"{text!r} could be {', '.join(could)}; give more of the name")
+    found = min(fit, key=lambda m: len(m.name))
+    name = text if words > _words(found.name) else found.name
+    return replace(found, name=name, torch=torch, packages=dict.fromkeys(packages, UNKNOWN_VERSION))
 
 
 def _words(text: str) -> set[str]:

@@ -1,7 +1,4 @@
-"""Processor, installed packages, cache folder, profiler.
-
-torch is imported inside the functions: attention/spec.py works without it.
-"""
+"""Processor, installed packages, cache folder, profiler. torch is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -12,32 +9,42 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ..spec import UNKNOWN_VERSION
+
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def cpu_name() -> str | None:
     """Return the processor's name as Linux reports it, None on other systems."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            found = re.search(r"^model name\s*:\s*(.+)$", f.read(), re.MULTILINE)
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    return found.group(1).strip() if found else None
+    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    return found[1].strip() if found else None
 
 
 def matrix_units() -> bool:
     """True if this processor has units for bfloat16 matrix products (AMX)."""
     import torch
 
-    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
-    return bool(has.get("amx_bf16"))
+    has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older releases
+    return has.get("amx_bf16", False)
 
 
+@cache
 def import_version(package: str) -> str | None:
-    """Import a package; return its version or "", its import error, or None if it is missing."""
+    """Import a package; return its version, its import error, or None if it is missing."""
     try:
         found = importlib.util.find_spec(package)
         if found is None or (found.origin is None and found.submodule_search_locations is not None):
@@ -51,7 +58,7 @@ def import_version(package: str) -> str | None:
     if re.match(r"[\d.]*[1-9]", version):
         return version
     # No version, or 0.0.0 from a package that looks itself up under its former name.
-    return _distribution_version(package) or ""
+    return _distribution_version(package) or UNKNOWN_VERSION
 
 
 def _distribution_version(package: str) -> str | None:
@@ -95,15 +102,15 @@ def first_line(e: BaseException) -> str:
     return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
-def own_code(f: Callable[..., Any], name: str) -> Any:
+def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
     """Copy f with its own code object: torch.compile allows 8 recompilations of each."""
     assert isinstance(f, FunctionType)
     code = f.__code__.replace(co_name=name)
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
 
 
-def synchronize(device: Any) -> None:
-    """Wait until the torch.device has finished all queued work."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
     import torch
 
     if device.type == "cuda":

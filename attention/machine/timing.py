@@ -1,0 +1,262 @@
+"""Time of one attention call as a model makes it, for `python -m attention` and for "fastest".
+
+The median of interleaved rounds in random order, after a warm-up; on CUDA by the device's clock.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..caps import Backend
+from ..probing import probe
+from ..ring import Ring
+from ..select import admit
+from ..spec import Machine, Policy, Spec
+from ..views import PagedView, StaticView, filled_cache
+from .system import first_line, own_code, synchronize
+
+Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
+
+BUDGET_S = 0.5  # samples of each call, in all
+SAMPLE_S = 0.005  # a sample is as many calls as fill this time, 20 at most
+
+
+@dataclass(frozen=True)
+class Row:
+    """A backend's row in the table."""
+
+    name: str
+    title: str
+    why: tuple[str, ...] = ()  # why it does not run; empty if it does
+    ms: tuple[float, ...] = ()  # median of each mode that it supports; empty: not timed
+    error: float | None = None  # max |out - float64| over max |float64|, from the probe
+    kernels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # why a mode was not timed
+
+
+def measure(
+    names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
+    device: torch.device, shape: Shape, too_slow: float = float("inf"),
+) -> list[Row]:  # fmt: skip
+    """Probe and time the backends. The random state is restored.
+
+    Args:
+        modes: without the backward pass, with it, or both in this order.
+        too_slow: do not time a backend whose last mode is so many times slower than the best yet.
+    """
+    rows: dict[str, Row] = {}
+    calls: dict[tuple[str, Spec], Callable[[], None]] = {}
+    once: dict[tuple[str, Spec], float] = {}  # seconds of one call
+    best = float("inf")
+    # The probe stores all scores in float64: only as long as needed to see the usual kernel.
+    tokens = min(max(shape[2], 64), 512)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        inputs = draw(modes[-1], device, shape)
+        for name in names:
+            backend, refused = admit(name, modes[-1], machine, policy)
+            able = [s for s in modes if not admit(name, s, machine, policy)[1]]
+            row = Row(name, backend.title, tuple(refused))
+            if able and interpreted(backend, able[-1], machine):
+                row = replace(row, why=("Triton's interpreter is for tests, not for speed",))
+            elif able:
+                tried = probe(backend, able[-1], device, tokens)
+                row = Row(name, backend.title, tried.why, (), tried.error, tried.kernels, row.why)
+            rows[name] = row
+            if row.why:
+                continue
+            try:
+                for spec in able:
+                    key = name, spec
+                    calls[key] = work(backend, spec, inputs)
+                    once[key] = warmed_up(calls[key], device)
+            except Exception as e:  # any failure, such as out of memory, is the reason
+                rows[name] = replace(row, why=(f"at this shape: {first_line(e)}",))
+                continue
+            best = min(best, once[key])
+            if once[key] > too_slow * best:
+                ratio = f"{once[key] * 1e3:.3g} ms, {once[key] / best:.1f} times the best so far"
+                rows[name] = replace(row, why=(ratio,))
+        calls = {key: call for key, call in calls.items() if not rows[key[0]].why}
+        for (name, _), s in race(calls, once, device).items():
+            rows[name] = replace(rows[name], ms=(*rows[name].ms, 1e3 * s))
+    if device.type == "cuda":  # the run reports its own peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return list(rows.values())
+
+
+def interpreted(backend: Backend, spec: Spec, machine: Machine) -> bool:
+    """True if it would run in Triton's interpreter, thousands of times slower than a GPU."""
+    rows = [c for c in backend.caps if not c.why_not(spec, machine)]
+    return bool(rows) and all(c.interpreted for c in rows)
+
+
+Key = tuple[str, Spec]
+
+
+def race(
+    calls: Mapping[Key, Callable[[], None]], once: Mapping[Key, float], device: torch.device
+) -> dict[Key, float]:
+    """Median seconds of each call, in interleaved rounds, each until its budget is spent.
+
+    Args:
+        once: roughly the seconds of one call, from warmed_up().
+    """
+    many = {n: min(20, max(1, round(SAMPLE_S / max(once[n], 1e-9)))) for n in calls}
+    taken: dict[Key, list[float]] = {name: [] for name in calls}
+
+    def wants_more(name: Key) -> bool:
+        spent = sum(taken[name]) * many[name]
+        return len(taken[name]) < 3 or (spent < BUDGET_S and len(taken[name]) < 100)
+
+    order = random.Random(0)
+    while going := [name for name in calls if wants_more(name)]:
+        order.shuffle(going)
+        for name in going:
+            taken[name].append(time_call(calls[name], device, many[name]))
+    return {name: statistics.median(samples) for name, samples in taken.items()}
+
+
+def warmed_up(call: Callable[[], None], device: torch.device) -> float:
+    """Roughly the seconds of a call: the least of 3, or of as many as fit the budget."""
+    time_call(call, device)  # compiles, loads, allocates
+    samples = [time_call(call, device)]
+    while len(samples) < 3 and sum(samples) < BUDGET_S:
+        samples.append(time_call(call, device))
+    return min(samples)
+
+
+def time_call(call: Callable[[], None], device: torch.device, n: int = 1) -> float:
+    """Seconds of one call, the mean of n in a row; on CUDA by the device's clock."""
+    synchronize(device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # events belong to the current device
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(n):
+                call()
+            end.record()
+            synchronize(device)
+        return start.elapsed_time(end) / 1e3 / n
+    began = perf_counter()
+    for _ in range(n):
+        call()
+    synchronize(device)
+    return (perf_counter() - began) / n
+
+
+# --- one attention call, as a model makes it ---
+
+
+class Inputs(NamedTuple):
+    """The arguments of an attention call in a model."""
+
+    qkv: Tensor  # (B, Tq, (H + 2 Hkv) D), the projection's output
+    past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: those in qkv
+    segments: Tensor | None  # (B, Tk) int32
+    view: PagedView | StaticView | None  # of a static or paged cache
+    sinks: Tensor | None  # (H,), a parameter of the layer
+    dout: Tensor  # (B, Tq, H D)
+
+
+def draw(spec: Spec, device: torch.device, shape: Shape) -> Inputs:
+    """Random inputs with the strides of a model's tensors."""
+    B, Tq, Tk = shape
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+
+    def tensor(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=getattr(torch, spec.dtype))
+
+    past = view = segments = None
+    if Tq != Tk or spec.cache in ("static", "paged"):
+        k, v = tensor(2, B, Tk, Hkv, D)
+        k, v, view_of = filled_cache(k, v, spec)
+        past, view = (k, v), view_of([Tk - Tq] * B, [Tq] * B)
+    if spec.segments:  # two documents
+        segments = (torch.arange(Tk, device=device) >= Tk // 2).int().expand(B, Tk).contiguous()
+    qkv, sinks = tensor(B, Tq, (H + 2 * Hkv) * D), tensor(H) if spec.sinks else None
+    return Inputs(qkv, past, segments, view, sinks, tensor(B, Tq, H * D))
+
+
+def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
+    """One attention call as the model makes it, with the backward if spec.grad."""
+    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+    attend = Ring().attend(backend) if spec.lse else backend.attend
+
+    def forward(given: Inputs) -> Tensor:
+        sizes = [H * D, Hkv * D, Hkv * D]
+        q, k, v = (t.unflatten(2, (-1, D)) for t in given.qkv.split(sizes, dim=2))
+        if given.past is not None:
+            k, v = given.past
+        more = {} if given.sinks is None else {"sinks": given.sinks}
+        out = attend(q, k, v, spec, segments=given.segments, cache=given.view, **more)
+        return out.flatten(2)
+
+    run = forward
+    if spec.compiled:
+        run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
+    names = ["qkv"] + ["sinks"] * spec.sinks
+    leaves = {name: getattr(inputs, name).detach().requires_grad_(spec.grad) for name in names}
+    given = inputs._replace(**leaves)
+
+    def call() -> None:
+        with torch.set_grad_enabled(spec.grad):
+            out = run(given)
+            if spec.grad:
+                torch.autograd.grad(out, [*leaves.values()], inputs.dout)
+
+    return call
+
+
+# --- the table ---
+
+
+def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
+    """A line for each backend that runs, fastest first, then notes and the reasons of the others.
+
+    Args:
+        modes: those of measure(); none: nothing was run.
+    """
+    able, lines = [row for row in rows if not row.why], []
+    if able and modes:
+        times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
+        cells = [["runs here", *times, "error", "kernel"]]
+        for row in sorted(able, key=lambda row: (-len(row.ms), row.ms[-1:])):
+            ms = [f"{t:.3f}" for t in row.ms] + ["-"] * (len(modes) - len(row.ms))
+            cells.append([row.name, *ms, f"{row.error:.1e}", ", ".join(row.kernels) or "-"])
+        lines += aligned(cells, ">")
+    elif able:
+        lines += aligned([["runs there", ""], *([row.name, row.title] for row in able)], "<")
+    notes: dict[str, list[str]] = {}
+    for row in able:
+        for note in row.notes:
+            notes.setdefault(note, []).append(row.name)
+    lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
+    if len(able) < len(rows):
+        lines += ["", "does not run"]
+    wide = max(len(row.name) for row in rows)
+    for row in rows:
+        for n, why in enumerate(row.why):
+            first = f"{row.name if n == 0 else '':{wide}}  "
+            lines += textwrap.wrap(why, 100, initial_indent=first, break_long_words=False,
+                                   subsequent_indent=" " * len(first))  # fmt: skip
+    return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
+    """The rows of a text table; `side`, < or >, aligns all columns but the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<"] + [side] * (len(widths) - 1)
+    return [
+        "  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
