@@ -22,3 +22,7 @@ plan/           a training step on many GPUs
 support.py      the support tables of README and docs; hf_table.py: the one of docs/HF.md
 against_nanogpt.py  whole runs of train.py against nanoGPT's
 """
+
+from typing import Any
+
+Json = dict[str, Any]  # a JSON object: a row, a record, a request, an answer

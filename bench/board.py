@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import records, tables
+from bench import Json, records, tables
 from bench.rows import Row
 from bench.verify import OLD, model_of, sequences_of, verify
 
@@ -26,7 +26,7 @@ INTRO = f"""All records in [bench/records](../bench/records), written by `python
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "{OLD}": a \
 record without errors and causality tests, of which little can be checked."""
-Part = dict[str, Any]  # a record, or a stage of one
+Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
 

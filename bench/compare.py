@@ -7,9 +7,8 @@ compared, and their spread is the noise. Without a baseline drift is part of the
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from bench import records, tables
+from bench import Json, records, tables
 from bench.rows import Row, where
 from bench.stats import Summary, exceeds_noise
 
@@ -18,7 +17,7 @@ Key = tuple[str, str, str]  # mode, backend, point in words
 Rows = dict[Key, Row]
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
+def compare(a: Json, b: Json) -> tuple[list[str], tables.Cells]:
     """Return notes and the table of B against A."""
     notes = []
     if apart := any(a["machine"].get(n) != b["machine"].get(n) for n in SAME):
@@ -81,7 +80,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
     return notes, (head, lines)
 
 
-def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any]) -> list[Key]:
+def baselines(key: Key, shared: list[Key], a: Json, b: Json) -> list[Key]:
     """Return the baselines of a row: third-party code at the same point, else at any point of the
     mode, else manual at the same point."""
     versions = [c["machine"]["packages"] for c in (a, b)]
@@ -93,7 +92,7 @@ def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any])
     return [k for k in others if k[2] == key[2]] or others or [plain] * (plain in shared)
 
 
-def _names(base: list[Key], a: dict[str, Any], b: dict[str, Any]) -> str:
+def _names(base: list[Key], a: Json, b: Json) -> str:
     names = " and ".join(dict.fromkeys(k[1] for k in base))
     same = a.get("source_sha256") and a.get("source_sha256") == b.get("source_sha256")
     return names + ", whose code may have changed" * (names == "manual" and not same)

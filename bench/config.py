@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import attention
 import data
+from bench import Json
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
 from train import TrainConfig, padded
@@ -95,7 +96,7 @@ class BenchConfig(Knobs):
         """Return train.py's settings at this batch size."""
         return replace(self.train, batch_size=batch_size, **changes)
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Json:
         """Return all options in one dict, as in a record."""
         mine = asdict(self)
         return {**mine.pop("train"), **mine, "records_dir": Path(self.records_dir).name}

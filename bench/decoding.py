@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import candidates, hf, machine
+from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import kernels_of
 from core.cpu import int8
@@ -31,7 +31,7 @@ class Decoding:
 
     keeps_memory = True  # between rounds, which have no warm-up of their own
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         compile = told["train"]["compile"] is True  # of single decode steps, not of the model
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, size = job.device, job.setup.dtype.itemsize
@@ -46,7 +46,7 @@ class Decoding:
             "token_bytes": token_numbers(sizes) * size,
         }
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
@@ -63,7 +63,7 @@ class Decoding:
             | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def warm_up(self, prompt: Tensor, new: int, cache: str) -> dict[str, Any]:
+    def warm_up(self, prompt: Tensor, new: int, cache: str) -> Json:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache)
         peak = machine.memory(self.device)
@@ -89,9 +89,7 @@ def token_numbers(sizes: Any) -> int:
     return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
 
 
-def mbu(
-    about: dict[str, Any], B: int, P: int, new: int, token_ms: float, bandwidth: float
-) -> float:
+def mbu(about: Json, B: int, P: int, new: int, token_ms: float, bandwidth: float) -> float:
     """Return the MBU at `bandwidth` bytes/s; see the module's docstring."""
     context = P + new / 2
     size = about["weight_bytes"] + B * context * about["token_bytes"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bench import Json
 from bench.process import Failure, Worker
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def following(good: list[tuple[int, Step]], slowest: float, memory: float) -> tu
     return int(min(*reach, LEAP * b)), "time" if reach[0] < reach[1] else "memory"
 
 
-def search(bench: Bench, name: str, baseline: str) -> dict[str, Any]:
+def search(bench: Bench, name: str, baseline: str) -> Json:
     """Run largest() for a backend or baseline in a worker; return the entry of the record."""
     job = bench.job("train", name, 1, baseline, gradient_accumulation_steps=1, compile=False)
     slowest = bench.config.slowest_step

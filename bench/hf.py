@@ -17,6 +17,7 @@ import torch
 
 from attention import Resolution, Spec
 from attention import hf as bridge
+from bench import Json
 from bench.job import Job
 from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
@@ -31,7 +32,7 @@ FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sink
 class Counted:
     """Sizes of a model, in place of GPTConfig."""
 
-    layers: list[dict[str, Any]]  # FIELDS of each attention layer's Spec
+    layers: list[Json]  # FIELDS of each attention layer's Spec
     parameters: int
     other_flops: float  # a token, forward and backward, without attention's products
     n_embd: int
@@ -56,7 +57,7 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
     return found
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> Json:
     """Return the config of the model's text part.
 
     Raises:
@@ -84,7 +85,7 @@ def rows_of(backends: list[str]) -> dict[str, str]:
     return ours | {f"hf_{name}": f"hf={name}" for name in IMPLEMENTATIONS}
 
 
-def build(job: Job, config: dict[str, Any], implementation: str) -> Any:
+def build(job: Job, config: Json, implementation: str) -> Any:
     """Return the model with random float32 weights on the job's device.
 
     Raises:

@@ -29,6 +29,7 @@ import torch
 import attention
 from attention.machine.system import cpu_name
 from attention.spec import Machine, Spec
+from bench import Json
 from bench.job import Job
 from core import peaks
 from core.runtime import describe, synchronize
@@ -169,7 +170,7 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
 class MachineProbe:
     """Describes this machine, and refuses backends that need not be tried here."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.job = job = Job(told)
         self.device = job.device
         self.about = look(job)
@@ -180,7 +181,7 @@ class MachineProbe:
             rate, source = bandwidth(self.device, told["memory_limit"])
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         """Return the backends among "names" that declare support for none of the "specs"."""
         config = self.job.config
         here = Machine.here(str(self.device), attention.packages(*request["names"]))
@@ -203,7 +204,7 @@ def reason(error: ValueError) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
-def look(job: Job) -> dict[str, Any]:
+def look(job: Job) -> Json:
     """Describe what affects a measurement on this machine."""
     device, name = job.device, cpu_name() or platform.machine()
     packages = {}
@@ -212,7 +213,7 @@ def look(job: Job) -> dict[str, Any]:
             packages[package] = metadata.version(package)
     free = free_memory(device)  # before the peak is measured, whose memory PyTorch keeps
     peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
-    own: dict[str, Any] = dict.fromkeys(("capability", "driver", "products_tflops"))
+    own: Json = dict.fromkeys(("capability", "driver", "products_tflops"))
     if device.type == "cuda":
         own = {
             "name": torch.cuda.get_device_name(device),
@@ -265,10 +266,10 @@ REASONS = {
 
 
 @contextmanager
-def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict[str, Any]]:
+def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[Json]:
     """Query the GPU every two seconds. At the end the dict has the reasons why its clock was
     throttled, and the highest temperature and power."""
-    seen: dict[str, Any] = {}
+    seen: Json = {}
     over = threading.Event()
     reasons, hot, watts = set[str](), list[float](), list[float]()
 

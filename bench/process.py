@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from typing import Any
 
+from bench import Json
 from bench.worker import serve
 from core.runtime import StopSignal
 
@@ -66,7 +67,7 @@ class Stop:
         return 128 + number if number else 0
 
 
-def result(answer: dict[str, Any]) -> dict[str, Any]:
+def result(answer: Json) -> Json:
     """Return the content of a worker's answer. Raises Failure for a refusal or an error."""
     if "unavailable" in answer:
         raise Failure("unavailable", answer["unavailable"])
@@ -78,7 +79,7 @@ def result(answer: dict[str, Any]) -> dict[str, Any]:
 class Worker:
     """A process and the pipe to it; it imports torch while it waits for its job."""
 
-    about: dict[str, Any]  # the answer to the job
+    about: Json  # the answer to the job
     setup_s: float
 
     def __init__(
@@ -109,7 +110,7 @@ class Worker:
         self.setup_s = time.perf_counter() - began
         return self
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> Json:
         """Send a request and return its answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
         try:
@@ -148,11 +149,11 @@ class Worker:
 class Outcome:
     """Results of one backend at one point."""
 
-    about: dict[str, Any] = field(default_factory=dict)  # the answer to the job
+    about: Json = field(default_factory=dict)  # the answer to the job
     setup_s: float = 0.0  # from the start of the process to that answer
-    warm: dict[str, Any] = field(default_factory=dict)  # the answer to the warm-up
+    warm: Json = field(default_factory=dict)  # the answer to the warm-up
     warm_up_s: float = 0.0
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[Json] = field(default_factory=list)
     failure: Failure | None = None
 
     @property

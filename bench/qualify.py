@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import data
-from bench import modes, proof, records, tables
+from bench import Json, modes, proof, records, tables
 from bench.bench import Bench
 from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
@@ -44,7 +44,7 @@ SHARES = {
     "converge": 0.10,
 }
 STAGES = tuple(SHARES)
-Content = dict[str, Any]
+Content = Json
 
 
 def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
@@ -53,7 +53,7 @@ def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
     return {name: seconds * SHARES[name] / total for name in wanted}
 
 
-def grid(cuda: bool) -> list[dict[str, Any]]:
+def grid(cuda: bool) -> list[Json]:
     """Return the points of attention alone, the most informative first.
 
     On a GPU width and tokens are the FlashAttention papers', 2048 and 16,384; elsewhere the width
@@ -115,7 +115,7 @@ def decoding(bench: Bench, box: float) -> Content:
 
 
 # A model for converge that learns something in a minute.
-SMALL: dict[str, Any] = {
+SMALL: Json = {
     "n_layer": 4,
     "n_head": 4,
     "n_embd": 128,

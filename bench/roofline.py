@@ -33,8 +33,8 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from bench import Json
 from core import flops
 from model import GPTConfig
 
@@ -92,7 +92,7 @@ def ceiling(
     tflops: float,
     bandwidth: float,
     peak: float,
-) -> dict[str, Any]:
+) -> Json:
     """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
 
     `mfu` counts masked keys, so it can exceed 1; then it is None.
@@ -107,7 +107,7 @@ def ceiling(
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
 
 
-def told(found: dict[str, Any], of: str) -> str:
+def told(found: Json, of: str) -> str:
     """Return a ceiling as text."""
     return (
         f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
@@ -115,7 +115,7 @@ def told(found: dict[str, Any], of: str) -> str:
     )
 
 
-def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:
+def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[Json]:
     """Return a line for each part with work, the longest first."""
     ms = {part: w.ms(tflops, bandwidth) for part, w in parts.items() if w.flops or w.bytes}
     made = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench import roofline
+from bench import Json, roofline
 from bench.decoding import mbu
 from bench.kernels import flops_of
 from bench.process import Failure, Outcome
@@ -17,20 +17,20 @@ from bench.stats import Summary
 from core import flops
 from model import GPTConfig
 
-Row = dict[str, Any]
+Row = Json
 QUICKER = {  # reasons for a time below the roofline
     "FLOPs": "more than the peak, which is too low",
     "bytes": "read from a cache, or the bandwidth is too low",
 }
 
 
-def where(point: dict[str, Any]) -> str:
+def where(point: Json) -> str:
     """Return the point as text, such as "B=1 P=64 cache=static"."""
     said = point.items()
     return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
-def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
+def begin(mode: str, backend: str, point: Json, outcome: Outcome) -> Row:
     """Return the fields that all modes have."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
@@ -55,12 +55,7 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
 
 
 def of_training(
-    row: Row,
-    outcome: Outcome,
-    config: Any,
-    sequences: int,
-    peak: flops.Peak,
-    reference: dict[str, Any],
+    row: Row, outcome: Outcome, config: Any, sequences: int, peak: flops.Peak, reference: Json
 ) -> Row:
     """Complete a row of train or converge; `reference`: loss and norm in float32, if known."""
     if row["status"] != "ok":
@@ -81,14 +76,14 @@ def of_training(
 
 
 def of_profile(
-    found: dict[str, Any],
+    found: Json,
     parts: dict[str, roofline.Work],
     config: GPTConfig,
     sequences: int,
     peak: flops.Peak,
     bandwidth: tuple[float, str],  # bytes a second, and its source
     products_tflops: float | None,  # of large matmuls, if known
-) -> dict[str, Any]:
+) -> Json:
     """Add rooflines to the result of Training.profile, the largest gap first."""
     if "why" in found:
         return found

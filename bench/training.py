@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-from bench import candidates, hf, machine
+from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
@@ -44,7 +44,7 @@ class Reference:
     """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
     one sequence at a time to save memory."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
         what = hf.rows_of(["manual"])["manual"] if job.hf else ""
@@ -80,7 +80,7 @@ class Reference:
 class Training:
     """Training steps of one backend or baseline."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.converge, baseline = told["job"] == "converge", told["baseline"]
         self.base = machine.memory(torch.device(told["device"]), peak=False)
         job = self.job = Job(told)
@@ -111,7 +111,7 @@ class Training:
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
-    def timed(self, steps: int) -> dict[str, Any]:
+    def timed(self, steps: int) -> Json:
         """Return the mean milliseconds of `steps` steps and of their parts, and the losses."""
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
@@ -126,7 +126,7 @@ class Training:
             stamps.append([])
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
-        answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
+        answer: Json = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         N, (B, T) = candidates.parameters(self.who), x.shape
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # as executed
         if self.clock.apart:
@@ -140,7 +140,7 @@ class Training:
             answer["losses"] = [float(loss) for loss in losses]
         return answer
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         if request.get("warm_up"):
             return self.warm_up(request)
         if "fits" in request:
@@ -153,9 +153,9 @@ class Training:
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
-    def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
+    def warm_up(self, request: Json) -> Json:
         """Compile, fill caches, time a step; return the first loss and the kernels' names."""
-        answer: dict[str, Any] = {}
+        answer: Json = {}
         if self.converge:  # every step counts: no step before the first
             if self.compiled:  # compile without an update
                 with self.setup.autocast:
@@ -189,7 +189,7 @@ class Training:
         machine.reset_peak(self.device)
         return {**candidates.evidence(self.who.chosen()), **answer}
 
-    def profile(self, steps: int) -> dict[str, Any]:
+    def profile(self, steps: int) -> Json:
         """Return milliseconds by part of steps of one micro-batch, with batches as in train.py."""
         config, device = self.config, self.device
         if device.type not in ("cuda", "cpu"):
@@ -237,7 +237,7 @@ class Training:
             },
         }
 
-    def fits(self, batch: int) -> dict[str, Any]:
+    def fits(self, batch: int) -> Json:
         """Run two steps of `batch` sequences; return time and memory of the second."""
         x, y = self.job.random_tokens(batch)
         small = slice(None) if self.compiled else slice(0, 1)  # makes AdamW's state

@@ -17,7 +17,7 @@ from typing import Any
 
 import attention
 from attention.machine.gpus import datasheet_tflops
-from bench import hf, records, rows, tables
+from bench import Json, hf, records, rows, tables
 from bench.candidates import HF
 from bench.decoding import token_numbers, weight_bytes
 from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
@@ -57,7 +57,7 @@ FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 OTHERS = {"nanogpt", *(f"hf_{name}" for name in HF)}
 
 
-def verify(content: dict[str, Any], folder: Path) -> list[str]:
+def verify(content: Json, folder: Path) -> list[str]:
     """Return the problems of a record, one sentence each."""
     if content.get("format") != records.FORMAT:
         digest = hashlib.sha256((folder / "record.json").read_bytes()).hexdigest()
@@ -72,7 +72,7 @@ def verify(content: dict[str, Any], folder: Path) -> list[str]:
         return [f"it is malformed ({type(e).__name__}: {e})"]
 
 
-def _problems(content: dict[str, Any]) -> Iterator[str]:
+def _problems(content: Json) -> Iterator[str]:
     if content["rounds_sha256"] != records.rounds_sha256(content):
         yield "its raw rounds do not match their hash"
     for part in records.parts(content):
@@ -86,7 +86,7 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
             yield from _convergence(part)
 
 
-def _peak(part: dict[str, Any]) -> Iterator[str]:
+def _peak(part: Json) -> Iterator[str]:
     m = part["machine"]
     known = datasheet_tflops(m["name"], m["dtype"], bool(part["settings"].get("tf32")))
     if not m["peak_source"]:
@@ -98,7 +98,7 @@ def _peak(part: dict[str, Any]) -> Iterator[str]:
 # ----------------------------------------------------------------------------- a row
 
 
-def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
+def _row(row: Row, part: Json) -> Iterator[str]:
     settings, mode = part["settings"], row["mode"]
     expected = settings["rounds"]
     if mode == "converge":
@@ -120,7 +120,7 @@ def _row(row: Row, part: dict[str, Any]) -> Iterator[str]:
             yield from _proof(row)
 
 
-def model_of(part: dict[str, Any]) -> GPTConfig | hf.Counted:
+def model_of(part: Json) -> GPTConfig | hf.Counted:
     """The model of the settings, or the counted one of transformers."""
     if "hf" in part:
         return hf.Counted(**part["hf"]["counted"])
@@ -129,7 +129,7 @@ def model_of(part: dict[str, Any]) -> GPTConfig | hf.Counted:
     return from_dict(TrainConfig, given).model(part["vocab_size"])
 
 
-def sequences_of(row: Row, part: dict[str, Any]) -> int:
+def sequences_of(row: Row, part: Json) -> int:
     """Sequences in a training step."""
     settings = part["settings"]
     if settings["batch_size"] == "auto":
@@ -137,7 +137,7 @@ def sequences_of(row: Row, part: dict[str, Any]) -> int:
     return settings["batch_size"] * settings["gradient_accumulation_steps"]
 
 
-def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
+def _work(row: Row, part: Json) -> Iterator[str]:
     """Compare the row's sizes with each round's."""
     model, sizes = model_of(part), dict(row["point"])
     if row["mode"] in ("train", "converge"):
@@ -155,11 +155,11 @@ def _work(row: Row, part: dict[str, Any]) -> Iterator[str]:
             yield f"a round ran {ran['parameters']:,} parameters, its settings give {least:,}"
 
 
-def figures(row: Row, part: dict[str, Any]) -> dict[str, Any]:
+def figures(row: Row, part: Json) -> Json:
     """Recompute medians, quartiles, rates and shares of the peak from rounds and sizes."""
     m, mode, model = part["machine"], row["mode"], model_of(part)
     first = ("first_step_s", "loss", "gradient_norm")
-    warm: dict[str, Any] = {k: row[k] for k in first if k in row}
+    warm: Json = {k: row[k] for k in first if k in row}
     outcome = Outcome(row, row["setup_s"], warm, row["warm_up_s"], row["rounds"])
     again = rows.begin(mode, row["backend"], row["point"], outcome)
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
@@ -219,7 +219,7 @@ def _proof(row: Row) -> Iterator[str]:
             yield f"its {grad}error is {error:.2g}, and {allowed:.2g} is allowed"
 
 
-def _convergence(part: dict[str, Any]) -> Iterator[str]:
+def _convergence(part: Json) -> Iterator[str]:
     """Check that each candidate's final loss is near its baseline's."""
     tolerance = part["settings"]["tolerance"]
     judged = [r for r in part["rows"] if r["mode"] == "converge" and r["status"] != "unavailable"]
