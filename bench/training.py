@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,6 @@ class Training:
         if self.device.type == "cpu" and not baseline:  # as train.py does
             keep_freed_memory()
         self.compiled = bool(job.setup.compile)
-        if told["profile"] and self.compiled:
-            from torch._inductor import config as inductor  # takes a second
-
-            inductor.cpp.enable_kernel_profile = True  # shows fused CPU kernels to the profiler
         scaler = self.scaler = job.setup.scaler()
         self.who = candidates.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
@@ -190,43 +186,51 @@ class Training:
         return {**candidates.evidence(self.who.chosen()), **answer}
 
     def profile(self, steps: int) -> Json:
-        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py."""
-        config, device = self.config, self.device
+        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
+
+        They run without torch.compile, so that each operator belongs to a module.
+        """
+        config, device, who = self.config, self.device, self.who
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {device.type}"}
         V, n = self.job.vocab_size, config.batch_size
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
-        scopes = Scopes(self.who.model)
+        scopes = Scopes(who.model)
 
-        def run(watching: Any) -> float:
+        def run(watching: AbstractContextManager[object]) -> float:
             ahead: Any = batches.prefetch(0, steps + 1)
             with closing(ahead):
                 x, y = next(ahead)
-                self.who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
+                who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
                         with record_function(RANGE + "data"):
                             x, y = next(ahead)
                         with record_function(RANGE + "head and loss"):
-                            self.who.step(x, y, 1, scopes.mark)
+                            who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
-        plain = run(nullcontext())
-        looking = profiler(device, shapes=True)
-        with nullcontext() if self.compiled else scopes.modules():
-            seen = run(looking)
-        kernels, rows = device.type == "cuda", n * config.block_size
-        found = read(looking.events(), config.model(V), rows, self.compiled, device.type)
+        looking, compiled = profiler(device), who.run
+        who.run = who.model
+        try:
+            plain = run(nullcontext())
+            with scopes.modules():
+                seen = run(looking)
+        except torch.OutOfMemoryError:
+            return {"why": "a step without torch.compile does not fit into memory"}
+        finally:
+            who.run = compiled
+        kernels, found = device.type == "cuda", read(looking.events(), device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
         parts = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
-            "by": "kernel names" if self.compiled else "modules",
+            "by": "modules" + ", not compiled" * self.compiled,
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
