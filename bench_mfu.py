@@ -123,7 +123,7 @@ OF_MODES = {  # options of some modes only
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
-    ("stages", "resume"): ("qualify",),
+    ("stages",): ("qualify",),
     ("gpu", "gpus", "gpus_per_node"): ("plan",),
     ("context_parallels", "nvlink_gbs", "network_gbs", "roofline_times"): ("plan",),
     ("rival",): ("train", "decode", "qualify"),

@@ -51,7 +51,6 @@ class Knobs:
     seeds: PositiveInt = 1  # converge: if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # converge: instead of backends
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = STAGES  # qualify
-    resume: bool = False  # qualify: add the missing stages to the newest record
     tolerance: PositiveFloat = 0.01  # converge: of the final loss, relative
     # --- what is planned ---
     gpu: str | None = None  # plan: "NVIDIA H200"

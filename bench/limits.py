@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bench import Json
 from bench.process import Key, Outcome
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # in a compiled step: mi
 SURE = 0.1  # seconds above which a call is bound by its work, not by launches
 
 
-def work(point: Mapping[str, Any]) -> int:
+def work(point: Json) -> int:
     """Return a number proportional to the time of a call."""
     heads = point["B"] * point["H"] * point["D"]
     return heads * point["T"] * min(point["T"], point["window"] or point["T"])
 
 
 def too_long(
-    bench: Bench, name: str, point: Mapping[str, Any], found: Mapping[Key, Outcome] | None = None
+    bench: Bench, name: str, point: Json, found: Mapping[Key, Outcome] | None = None
 ) -> str:
     """Return why a backend is not measured at a point, or "".
 

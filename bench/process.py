@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from typing import Any
 
 from bench import Json
 from bench.worker import serve
@@ -89,16 +87,10 @@ class Worker:
         self.errors = tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=target, args=(theirs, self.errors.name), daemon=True)
-        resource_tracker.ensure_running()  # its start unblocks SIGINT
-        # The process inherits the mask: Ctrl-C is for this process to handle.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+        self.process.start()
+        theirs.close()
 
-    def begin(self, job: Mapping[str, Any]) -> Worker:
+    def begin(self, job: Json) -> Worker:
         """Set up the job; the process ends if that fails."""
         began = time.perf_counter()
         try:
@@ -110,7 +102,7 @@ class Worker:
         self.setup_s = time.perf_counter() - began
         return self
 
-    def ask(self, request: Mapping[str, Any]) -> Json:
+    def ask(self, request: Json) -> Json:
         """Send a request and return its answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
         try:
@@ -121,6 +113,7 @@ class Worker:
                     raise Failure("died", [f"no answer within {self.timeout:g} s (--timeout)"])
             return result(self.pipe.recv())
         except (EOFError, OSError):
+            self.stop.check()  # Ctrl-C may have ended it, too
             raise self._died() from None
 
     def _died(self) -> Failure:
@@ -166,8 +159,8 @@ Key = tuple[str, str]  # name of the row, point
 
 
 def measure(
-    jobs: Mapping[str, Mapping[str, Any]],
-    points: Mapping[str, Mapping[str, Any]],
+    jobs: Mapping[str, Json],
+    points: Mapping[str, Json],
     rounds: int,
     outcomes: dict[Key, Outcome],
     *,

@@ -212,11 +212,11 @@ def test_a_record_is_complete(trained):
 
 def test_the_whole_command_with_real_processes():
     """What the other tests leave out: processes, pipes, and what libraries print."""
-    code, out = run([*SMALL, "--backends=sdpa", "--sweep=False", "--json"])
+    code, out = run(["kernel", *SMALL, "--backends=sdpa", "--lengths=16", "--batch_sizes=1",
+                     "--json"])  # fmt: skip
     (row,) = last_line(out)["rows"]
     assert code == 0 and row["status"] == "ok" and len(row["rounds"]) == 2
-    assert row["warm_up_s"] > row["first_step_s"] > 0 and row["setup_s"] > 0
-    assert row["memory_bytes"] >= row["base_bytes"] > 2**26
+    assert row["kernels"] == ["flash (CPU)"] and row["setup_s"] > 0 < row["warm_up_s"]
 
 
 @pytest.mark.slow
@@ -448,34 +448,27 @@ def test_the_vocabulary_is_the_datasets_where_there_is_one(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 16, 23, 64, 100, 1000])
-@pytest.mark.parametrize("curved", [0.0, 0.2])
-def test_the_largest_batch_is_found_to_an_eighth(most, curved):
-    """By what two sizes foretell; also where memory grows a little faster than it foretells."""
+@pytest.mark.parametrize("limit", ["memory", "time"])
+def test_the_largest_batch_is_found_to_an_eighth(most, limit):
     asked = []
 
-    def step(batch: int) -> tuple[float, float]:
+    def step(batch: int) -> float:
         asked.append(batch)
-        if batch > most:
+        if batch > most and limit == "memory":
             raise Failure("failed", ["out of memory"])
-        return 0.1, 1e9 + batch * 1e8 * (1 + curved * batch / most)
+        return batch / most
 
-    memory = step(most)[1] / fitting.SHARE
-    asked.clear()
-    batch, limit, tried = fitting.largest(step, 10.0, memory)
-    assert limit == "memory" and batch <= most <= batch + max(1, batch // 8)
-    assert tried[batch] == "0.1 s" and len(asked) == len(set(asked)) <= 10
+    batch, why, tried = fitting.largest(step, 1.0)
+    assert why == limit and batch <= most <= batch + max(1, batch // 8)
+    assert batch in tried and len(asked) == len(set(asked)) <= 15
 
 
-def test_the_search_ends_at_a_slow_step():
-    batch, limit, tried = fitting.largest(lambda b: (0.5 + b * 1.0, 1e6), 10.0, 1e9)
-    assert (batch, limit, list(tried)) == (9, "time", [1, 2, 9])
-    assert fitting.largest(lambda b: (11.0 * b, 1e6), 10.0, 1e9)[:2] == (1, "time")
-
-    def too_large(batch: int) -> tuple[float, float]:
+def test_not_even_one_sequence_fits():
+    def step(batch: int) -> float:
         raise Failure("failed", ["out of memory"])
 
-    with pytest.raises(Failure, match="out of memory"):  # not even one sequence fits
-        fitting.largest(too_large, 10.0, 1e9)
+    with pytest.raises(Failure, match="out of memory"):
+        fitting.largest(step, 10.0)
 
 
 def job(kind: str, name: str, **changes: Any) -> dict[str, Any]:
