@@ -24,7 +24,7 @@ PAGE = records.ROOT / "docs" / "BOARD.md"
 INTRO = f"""All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "{OLD}": an old \
-record without errors and causality tests. What was not measured, and why, is in the records."""
+record without errors and causality tests; peak "-": measured on that machine."""
 Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
@@ -122,14 +122,17 @@ def trust(row: Row, part: Part) -> list[str]:
     """Return the source of the peak, the error, and doubts about the record."""
     source = part["machine"]["peak_source"]
     peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
+    peak = peak.replace("measured", "-")
     error = tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
     doubts = ["incomplete"] * (not part.get("complete", True))
     doubts += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
     return [peak, error, ", ".join(doubts) if part["format"] == records.FORMAT else OLD]
 
 
-def board(found: dict[str, Part]) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables by mode and work, and links to records without rows."""
+def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], list[str]]:
+    """Return the tables by mode and work, short names of the machines, and links to records
+    without rows."""
+    machines: dict[str, str] = {}
     lines: dict[tuple[str, str], list[tuple[tuple[object, ...], list[str]]]] = {}
     others = []
     for number, (name, content) in enumerate(found.items(), 1):
@@ -137,7 +140,8 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], list[str]]:
             others.append(f"[{name}][{number}]")
             continue
         for part in records.parts(content):
-            machine = part["machine"]["about"]
+            about = part["machine"]["about"]
+            machine = machines.setdefault(about, f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
                 mode, at = row["mode"], work(row, part)
                 seen = f"{row['backend']}: {tables.kernel_names(row)}"
@@ -154,7 +158,7 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], list[str]]:
             if of_mode == mode:
                 sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
                 by_mode.setdefault(records.TITLES[mode], {})[what] = (head, sorted_)
-    return by_mode, others
+    return by_mode, machines, others
 
 
 def by_value(cell: str) -> tuple[float, str]:
@@ -165,8 +169,9 @@ def by_value(cell: str) -> tuple[float, str]:
 
 def page(found: dict[str, Part]) -> str:
     """Return the board as Markdown."""
-    sections, others = board(found)
-    text = ["# The board", INTRO]
+    sections, machines, others = board(found)
+    named = "; ".join(f"{short}: {about}" for about, short in machines.items())
+    text = ["# The board", INTRO, f"Machines: {named}."]
     for title, by_work in sections.items():
         text.append(f"## {title}")
         for what, cells in by_work.items():

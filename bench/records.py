@@ -217,5 +217,5 @@ def readme(content: Json, pictures: list[str]) -> str:
     for name, made in sections(content):
         parts += [f"## {name}", tables.markdown(made)]
     parts += [f"![{name}]({name}.png)" for name in pictures]
-    parts.append("Every round is in [record.json](record.json).")
+    parts.append("[Every round](record.json)")
     return "\n\n".join(parts) + "\n"

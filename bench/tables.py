@@ -131,17 +131,17 @@ def cells(mode: str, rows: list[Row]) -> Cells:
 
 def profile(found: Json) -> Cells:
     """Return the parts of a step, the largest gap first."""
-    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit", "mostly"]
+    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit"]
     lines = []
     for i, p in enumerate(found["parts"]):
-        mostly = ", ".join(f"{name[:40]} {number(ms)}" for name, ms in p["names"][:2])
         times = [number(p["ms"]), percent(p["share"]), number(p["roofline_ms"]), number(p["times"])]
-        over = number(p["over_ms"]) + " (largest gap)" * (i == 0)
-        lines.append([p["part"], *times, over, p["limit"], mostly])
+        lines.append(
+            [p["part"], *times, number(p["over_ms"]) + " (largest gap)" * (i == 0), p["limit"]]
+        )
     least = found["ceiling"]["ms"]
     times = found["ms"] / least
     whole = [number(found["ms"]), "100.0%", number(least), number(times if times >= 1 else None)]
-    lines.append(["the step", *whole, number(found["ms"] - least), "", ""])
+    lines.append(["the step", *whole, number(found["ms"] - least), ""])
     return head, lines
 
 

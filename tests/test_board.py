@@ -397,14 +397,14 @@ def test_the_heading_of_a_table_is_all_that_its_lines_have_in_common(content: Co
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:
     gpu, other = on_a_gpu(copy.deepcopy(content)), copy.deepcopy(content)
     other["settings"]["block_size"] = 64
-    sections, _ = board.board({"a": content, "b": gpu, "c": other})
+    sections, names, _ = board.board({"a": content, "b": gpu, "c": other})
     ((_, (head, lines)),) = sections["Training steps"].items()
     work = [tuple(line[: head.index("machine")]) for line in lines]
     assert work == sorted(work) and {w[0] for w in work} == {"32", "64"}
     machines = [line[head.index("machine")] for line in lines if line[0] == "32"]
     assert machines == sorted(machines) and len(set(machines)) == 2
     peaks = {line[head.index("machine")]: line[head.index("peak")] for line in lines}
-    assert peaks["NVIDIA H200"] == "datasheet"
+    assert peaks[names["NVIDIA H200"]] == "datasheet"
 
 
 def test_every_backend_has_names_to_be_known_by() -> None:
