@@ -226,16 +226,6 @@ def test_what_is_no_record_is_refused(tmp_path):
 # ----------------------------------------------------------------------------- tables, pictures
 
 
-def test_a_row_that_is_noisy_or_missing_says_so():
-    noisy = row("sdpa", [50.0, 60, 70], noisy=True)
-    head, (line,) = tables.cells("train", [noisy])
-    assert "noisy" in line[head.index("quartiles")]
-    page = records.readme(content(TRAIN), [])
-    lines = {line.split("|")[1].strip(): line for line in page.splitlines() if line.count("|") > 2}
-    assert "failed" in lines["flex"] and "CUDA out of memory" in lines["flex"]
-    assert "unavailable" in lines["triton"] and "a <reason>" in lines["triton"]
-
-
 def test_the_pictures_of_a_record(tmp_path):
     records.write(tmp_path, content([*TRAIN, *KERNEL]))
     assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}

@@ -193,12 +193,3 @@ def test_a_rehearsal_for_cuda(tmp_path, on_h200) -> None:
 
 
 # --- what fits ---
-
-
-def test_the_grid_is_the_papers() -> None:
-    """FlashAttention's: 16k tokens and 2,048 numbers a token, at every length."""
-    points = qualify.grid(cuda=True)
-    assert all(p["B"] * p["T"] == 16384 and p["H"] * p["D"] == 2048 for p in points)
-    plain = {(p["T"], p["D"]) for p in points if p["window"] is None and p["Hkv"] == p["H"]}
-    assert plain == {(2**n, D) for n in range(9, 15) for D in (64, 128)}
-    assert any(p["window"] for p in points) and any(p["Hkv"] < p["H"] for p in points)
