@@ -166,7 +166,7 @@ class Bench:
         row: Callable[[str, str, Outcome], rows.Row],
         rounds: int | None = None,
         fresh: bool | None = None,
-        judge: Callable[[list[rows.Row]], Any] = lambda table: None,
+        judge: Callable[[list[rows.Row]], object] = lambda table: None,
     ) -> list[rows.Row]:
         """Run the rounds until the bench is stopped; return the rows.
 

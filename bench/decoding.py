@@ -14,7 +14,6 @@ with context the mean length of the text.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from bench.job import Job
 from bench.profiling import kernels_of
 from core.cpu import int8
 from core.runtime import synchronize
+from model import GPTConfig
 
 
 class Decoding:
@@ -39,7 +39,7 @@ class Decoding:
         self.who = who = candidate.for_decoding(compile, told["weights"])
         self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
         model = job.config.model(job.vocab_size)
-        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else model
+        sizes = hf.Counted(**told["hf"]["counted"]) if job.hf else model
         self.about = {
             "title": who.title,
             "weight_bytes": weight_bytes(self.parameters, self.int8, size),
@@ -82,7 +82,7 @@ def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
     return (parameters - int8_parameters) * itemsize + int8_parameters
 
 
-def token_numbers(sizes: Any) -> int:
+def token_numbers(sizes: GPTConfig | hf.Counted) -> int:
     """Return the numbers in the keys and values of a token, all layers."""
     if isinstance(sizes, hf.Counted):
         return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)

@@ -13,8 +13,8 @@ sequence and the first key/value head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from bench.profiling import kernels_of, profiler
 from core.flops import mean_keys
 from core.runtime import synchronize
 
+Call = Callable[[list[machine.Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
 
 
@@ -67,7 +68,7 @@ class Kernels:
         q, k, v, dout = self.tensors(request)
         clock = self.clock
 
-        def call(stamps: list[Any]) -> tuple[Tensor, ...]:
+        def call(stamps: list[machine.Stamp]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
             out = self.backend.attend(q, k, v, spec)
             stamps.append(clock.stamp())
@@ -78,7 +79,7 @@ class Kernels:
         if request.get("warm_up"):
             return self.warm_up(request, spec, (q, k, v, dout), call)
         calls = self.fill(call, request["seconds"])
-        stamps: list[Any] = []
+        stamps: list[machine.Stamp] = []
         start = clock.start()
         for _ in range(calls):
             call(stamps)
@@ -91,7 +92,7 @@ class Kernels:
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
 
-    def fill(self, call: Any, seconds: float) -> int:
+    def fill(self, call: Call, seconds: float) -> int:
         """Return the number of calls that fill the time, 1000 at most.
 
         On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
@@ -111,7 +112,7 @@ class Kernels:
                 took = ms(n)
         return min(max(round(1e3 * seconds * n / took), 1), 1000)
 
-    def warm_up(self, point: Json, spec: Spec, inputs: tuple[Tensor, ...], call: Any) -> Json:
+    def warm_up(self, point: Json, spec: Spec, inputs: tuple[Tensor, ...], call: Call) -> Json:
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
             self.backend = chosen.backend  # a prebuilt one, if that is allowed

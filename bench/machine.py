@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,6 +39,9 @@ CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator coun
 LARGEST_COPY = 2**30  # bytes, beyond the caches
 
 
+Stamp = float | torch.cuda.Event  # seconds, or an event
+
+
 class Clock:
     """Time stamps that need no synchronization, and the milliseconds between them."""
 
@@ -47,25 +49,28 @@ class Clock:
         self.device = device
         self.apart = device.type != "mps"  # stamps within a step are meaningful
 
-    def stamp(self) -> Any:
+    def stamp(self) -> Stamp:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.perf_counter()
 
-    def start(self) -> Any:
+    def start(self) -> Stamp:
         synchronize(self.device)
         return self.stamp()
 
-    def stop(self) -> Any:
+    def stop(self) -> Stamp:
         """Stamp the end of all work; earlier stamps can be read after it."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
 
-    def ms(self, a: Any, b: Any) -> float:
-        return a.elapsed_time(b) if self.device.type == "cuda" else (b - a) * 1e3
+    def ms(self, a: Stamp, b: Stamp) -> float:
+        if isinstance(a, float) or isinstance(b, float):
+            assert isinstance(a, float) and isinstance(b, float)
+            return (b - a) * 1e3
+        return float(a.elapsed_time(b))
 
 
 # --- memory ---

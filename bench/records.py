@@ -12,7 +12,6 @@ import re
 import subprocess
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from bench import Json, pictures, tables
 from core.settings import UserError
@@ -29,8 +28,7 @@ SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seco
 def git(*words: str, text: str | None = None) -> str | None:
     """Return git's output, with `text` as its input; None if it fails."""
     try:
-        how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": text}
-        done = subprocess.run(["git", *words], **how)
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, input=text)
     except OSError:
         return None
     return done.stdout.strip("\n") if done.returncode == 0 else None
@@ -74,7 +72,7 @@ def seal(content: Json) -> Json:
     return content
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

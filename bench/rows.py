@@ -7,10 +7,10 @@ skipped, stopped with `why`), every round, and figures computed from them.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from bench import Json, roofline
 from bench.decoding import mbu
+from bench.hf import Counted
 from bench.kernels import flops_of
 from bench.process import Failure, Outcome
 from bench.stats import Summary
@@ -55,7 +55,12 @@ def begin(mode: str, backend: str, point: Json, outcome: Outcome) -> Row:
 
 
 def of_training(
-    row: Row, outcome: Outcome, config: Any, sequences: int, peak: flops.Peak, reference: Json
+    row: Row,
+    outcome: Outcome,
+    config: GPTConfig | Counted,
+    sequences: int,
+    peak: flops.Peak,
+    reference: Json,
 ) -> Row:
     """Complete a row of train or converge; `reference`: loss and norm in float32, if known."""
     if row["status"] != "ok":

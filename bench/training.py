@@ -112,7 +112,7 @@ class Training:
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
-        stamps: list[list[Any]] = []  # of each step: each forward and backward, update, end
+        stamps: list[list[machine.Stamp]] = []  # of a step: each forward, backward, update, end
         losses = []
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):

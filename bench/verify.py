@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from attention.machine.gpus import datasheet_tflops
 from bench import Json, hf, records, rows, tables
@@ -178,7 +177,7 @@ def figures(row: Row, part: Json) -> Json:
     return {k: v for k, v in again.items() if k not in skip}
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Compare; the last digits of floats may differ between processors."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
