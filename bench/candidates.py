@@ -1,12 +1,10 @@
 """Candidates: our model with one backend, and baselines of the same size in the same rounds.
 
-    --rival nanogpt=PATH    karpathy/nanoGPT: model.py of a checkout in PATH, imported from there
-    --rival hf              transformers' GPT2LMHeadModel with its own attention: hf_eager, hf_sdpa
-                            and, if installed, hf_flash_attention_2, trained as its Trainer does
-                            (fused AdamW, clipped gradients)
+    --rival nanogpt=PATH    model.py of a nanoGPT checkout
+    --rival hf              transformers' GPT2LMHeadModel: hf_eager, hf_sdpa, hf_flash_attention_2
 
-In the mode decode each uses its own generate(): transformers greedily, nanoGPT by sampling and
-without a cache. transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
+In the mode decode each uses its own generate(); nanoGPT's has no cache. transformers' GPT-2 always
+has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generated tokens, timed: the job "decode".
 
-The model is cast to the dtype and decodes greedily. Time is the host's, when a token reaches its
-reader: `first` from the call to the first token, the rate from all later ones.
+Decoding is greedy. Time is the host's: `first` from the call to the first token, the rate from all
+later ones.
 
 MBU, model bandwidth utilization: every token reads all weights but the position embeddings (with
 --weights=int8 linear layers and head take a byte each) and the keys and values of every sequence:

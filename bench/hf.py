@@ -1,9 +1,7 @@
 """--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
 
-Modes train and decode run it with every backend and, as baselines, with transformers' eager and
-sdpa attention. FLOPs are counted by FlopCounterMode with eager attention; the 12 H D T of attention
-for each token and layer are replaced by core/flops.py's, with each layer's window in mfu_causal.
-Experts count as routed for random tokens.
+It runs with every backend and, as baselines, with transformers' eager and sdpa attention. FLOPs are
+counted by FlopCounterMode; those of attention are core/flops.py's, with each layer's window.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Worker processes and interleaved rounds: A B C A B C.
 
-Each backend runs in a process of its own, which keeps memory and compile caches separate. After the
-warm-ups each measures one round in turn while the others sleep, so that a drifting clock or a busy
-neighbour affects all alike. A sleeping worker keeps its weights; if they do not all fit into
-memory, every round gets new processes ("fresh").
-
-Ctrl-C and SIGTERM end a bench at once, its deadline ends it after the current round.
+Each backend has a process of its own, with its own memory and compile caches. After the warm-ups
+each measures one round in turn, so that a drifting clock affects all alike. If the sleeping workers
+do not fit into memory together, every round gets new processes ("fresh").
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ LOOK = 0.2  # seconds between two checks for signals while a worker works
 
 
 class Failure(Exception):
-    """No result, of kind "unavailable", "failed" (an exception), "died" (the process is lost),
-    "skipped" (it would take too long) or "stopped" (the bench ends)."""
+    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
         super().__init__("; ".join(why))
@@ -179,12 +175,11 @@ def measure(
     Args:
         jobs: name -> the worker's job; points: name -> the request of a round.
         outcomes: results of each pair, filled in as they come.
-        ahead: start all processes at the beginning, so that they import in parallel.
+        ahead: start all processes at the beginning.
         fresh: new processes in every round; None: only if they do not all fit into `budget`.
         budget: bytes for all workers together; 0: unlimited.
-        skip: returns why a pair is not measured, or "". Called before its warm-up.
+        skip: returns why a pair is not measured, or "".
         known: called for each pair after its last round or its failure.
-        after_round: called after the warm-up too.
 
     Returns:
         True if rounds had fresh processes.

@@ -1,7 +1,6 @@
 """bench_mfu.py qualify: all modes in a row on a new machine, as one record.
 
-Six stages at fixed sizes. Each ends at its share of --minutes; unused time goes to the later
-stages. The record is rewritten after every stage.
+Six stages at fixed sizes, each with its share of --minutes. The record is rewritten after each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.train_step; a baseline has the step of its own loop. Tokens are random and on the
-device already, in converge the dataset's. Our model computes the gradients of head and loss in the
-forward pass (linear_cross_entropy): compare only whole steps with baselines' models.
+A step is train.train_step; a baseline has the step of its own loop. Tokens are random, in converge
+the dataset's. Our model computes the gradients of head and loss in the forward pass: compare only
+whole steps with other models.
 """
 
 from __future__ import annotations
