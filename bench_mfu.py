@@ -164,15 +164,14 @@ class Progress:
 
     def __init__(self) -> None:
         self.began = self.last = time.monotonic()
-        self.doing = ""
 
     def tell(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def watch(self, what: str) -> None:
-        """Print each new round, otherwise at most every two seconds."""
-        if (of := what.partition(":")[0]) != self.doing or time.monotonic() - self.last >= 2:
-            self.doing, self.last = of, time.monotonic()
+        """Print at most every two seconds."""
+        if time.monotonic() - self.last >= 2:
+            self.last = time.monotonic()
             self.tell(what)
 
 

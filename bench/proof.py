@@ -86,14 +86,13 @@ def prove(bench: Bench, dtypes: list[str]) -> list[Json]:
 
 
 def row(name: str, answers: list[Json], asked: int, seconds: float) -> Json:
-    by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
+    verdicts = [a["verdict"] for a in answers]
     heard = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
     return {
         "backend": name,
-        **{verdict: len(found) for verdict, found in by.items()},
+        **{verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")},
         "not_reached": asked - len(answers),
         "canary": "wrong" not in heard if heard else None,
-        "failures": by["wrong"],
-        "reached": [f"{a['what']} {a['dtype']}" for a in answers],
+        "failures": [a for a in answers if a["verdict"] == "wrong"],
         "seconds": seconds,
     }

@@ -18,10 +18,6 @@ from core import flops
 from model import GPTConfig
 
 Row = Json
-QUICKER = {  # reasons for a time below the roofline
-    "FLOPs": "more than the peak, which is too low",
-    "bytes": "read from a cache, or the bandwidth is too low",
-}
 
 
 def where(point: Json) -> str:
@@ -100,8 +96,8 @@ def of_profile(
             line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
             line |= {"times": ms / least if least else None, "over_ms": ms - least}
             line["limit"] = w.limit(peak.tflops, bandwidth[0])
-            if ms < least:  # 0: attributed to another part
-                line |= {"times": None, "times_why": QUICKER[line["limit"]] if ms else "not seen"}
+            if ms < least:  # attributed to another part, or read from a cache
+                line["times"] = None
             lines.append({**line, "names": found["names"].get(part, [])})
     lines.sort(key=lambda line: -line["over_ms"])
     made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}

@@ -232,10 +232,7 @@ def _profiled(p: Json) -> str:
     if "reachable" in p:
         of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
         told += "; " + roofline.told(p["reachable"], of)
-    told += f"; the largest gap: {worst['part']}, {worst['share']:.0%} of a step under the profiler"
-    for why, names in _by_reason(p["parts"], "times_why").items():
-        told += f"; {names}: beyond the roofline: {why}"
-    return told
+    return f"{told}; the largest gap: {worst['part']}, {worst['share']:.0%} of a step"
 
 
 def _by_reason(lines: list[Json], why: str) -> dict[str, str]:
