@@ -48,7 +48,6 @@ def kernels_of(looking: torch.profiler.profile) -> dict[str, list[str]]:
     named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
     return {
         "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
-        "events": [e.key for e in named],
         "device_kernels": [e.key for e in named if e.device_type != DeviceType.CPU],
     }
 

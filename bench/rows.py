@@ -33,7 +33,7 @@ def begin(mode: str, backend: str, point: Json, outcome: Outcome) -> Row:
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
         status = "failed" if failure.kind == "died" else failure.kind
         return row | {"status": status, "why": list(failure.why)}
-    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "events", "device_kernels")}
+    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "device_kernels")}
     row |= {
         "title": outcome.about.get("title", ""),
         "proof": outcome.warm.get("proof"),

@@ -173,7 +173,7 @@ def figures(row: Row, part: Json) -> Json:
     else:
         raise ValueError(f"unknown mode {mode!r}")
     # They include the warm-up, which a record keeps only as a sum.
-    skip = {"memory_bytes", "kernels", "events", "device_kernels", "title", "proof"}
+    skip = {"memory_bytes", "kernels", "device_kernels", "title", "proof"}
     return {k: v for k, v in again.items() if k not in skip}
 
 

@@ -143,7 +143,6 @@ def test_train_gives_a_row_for_every_backend_and_baseline(trained):
         assert row["memory_bytes"] > 2**26 < row["base_bytes"]
         assert row["warm_up_s"] > row["first_step_s"] > 0 and row["setup_s"] > 0
     assert table["sdpa"]["kernels"] == ["flash (CPU)"] and table["manual"]["kernels"] == []
-    assert any("flash_attention_for_cpu" in e for e in table["sdpa"]["events"])
     assert abs(table["manual"]["loss_difference"]) < 1e-5 > abs(table["sdpa"]["loss_difference"])
     assert abs(table["sdpa"]["gradient_norm_difference"]) < 1e-4
     assert "loss_difference" not in table["nanogpt"]  # other weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,12 @@ from bench import (
     modes,
     records,
     rows,
-    tables,
     training,
 )  # fmt: skip
 from bench.config import BenchConfig
 from bench.job import Job
 from bench.process import Outcome
 from core.flops import Peak
-from inference import engine
 from train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -100,12 +97,6 @@ def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monke
     assert machine.free_memory(CPU) == 5_000_000 * 1024
 
 
-def test_a_pipe_in_a_cell_begins_no_column():
-    text = tables.markdown((["backend", "kernel"], [["a|b", "x"], ["c", "void f<int|long>"]]))
-    assert [line.count("|") for line in text.splitlines()] == [3, 3, 3, 3]
-    assert "a/b" in text
-
-
 def committed() -> list[Path]:
     """The records of bench_mfu.py; some others have a form of their own."""
     files = sorted((records.ROOT / "bench" / "records").glob("*/record.json"))
@@ -117,31 +108,6 @@ def test_every_record_that_was_ever_committed_can_still_be_compared(folder, caps
     assert bench_mfu.main(["compare", str(folder), str(folder)]) == 0
     lines = [s for s in capsys.readouterr().out.splitlines() if "within noise" in s]
     assert lines and all("1.000" in line for line in lines)
-
-
-def test_a_text_is_the_likeliest(monkeypatch):
-    """Twice the same, and every token the largest logit of the model that is read whole."""
-    worker = decoding.Decoding(job("decode", "sdpa"))
-    drawn, there = list[Any](), list[float]()
-    stream = engine.stream
-
-    def noted(*given: Any, **how: Any) -> Any:
-        for token in stream(*given, **how):
-            drawn.append(token)
-            there.append(time.perf_counter())
-            yield token
-
-    monkeypatch.setattr(engine, "stream", noted)
-    prompt = torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(3))
-    first, last, _ = worker.who.write(prompt, 6, "dynamic")
-    assert there[0] <= first <= there[1] < there[-1] <= last
-    text, model = prompt, worker.who.model
-    for tokens in drawn:
-        with torch.no_grad():
-            best = model(text)[0][:, -1].argmax(-1)
-        assert [*map(int, torch.as_tensor(tokens).flatten())] == best.tolist()
-        text = torch.cat((text, best[:, None]), dim=1)
-    assert len(drawn) == 6
 
 
 def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token():

@@ -296,7 +296,7 @@ def test_generation_by_hand_is_accepted_and_no_figure_of_it_can_be_edited(conten
     keys = B * (P + new / 2) * 2 * L * C * 4  # bytes of keys and values, of a mean text
     made = {
         "mode": "decode", "backend": "sdpa", "point": where, "status": "ok", "title": "x",
-        "kernels": ["math"], "events": [], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
+        "kernels": ["math"], "device_kernels": [], "setup_s": 1.0, "warm_up_s": 1.0,
         "proof": {k: v for k, v in PROOF.items() if not k.startswith("grad")}, "rounds": rounds,
         "ms": 3.0, "first_ms": 30.0, "q1_ms": 2.5, "q3_ms": 3.5, "spread": 1 / 3, "noisy": True,
         "tokens_per_s": B / 0.003, "cache_bytes": 200, "mbu": (4 * N + keys) / 0.003 / 8e9,
@@ -373,25 +373,6 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert len(told) == 3 and told[0].startswith("empty: cannot read record.json")
     assert told[1].startswith("list: cannot read record.json (not an object)")
     assert told[2].startswith("mine: train sdpa: mfu is 0.6")
-
-
-def test_the_heading_of_a_table_is_all_that_its_lines_have_in_common(content: Content) -> None:
-    point = {"B": 1, "T": 16, "H": 8, "Hkv": 2, "D": 64, "window": None}
-    alone: Content = {"mode": "kernel", "point": point}
-    assert board.heading(alone, content) == "8 heads of 64 (2 for keys), float32"
-    point |= {"Hkv": 8, "window": 128}
-    assert board.heading(alone, content) == "8 heads of 64, window 128, float32"
-    row: Content = {"mode": "train", "point": {}}
-    said = "2 layers, 32 wide, 2 heads, vocabulary 64, float32"
-    assert board.heading(row, content) == said
-    content["settings"] |= {
-        "n_kv_head": 1, "attention_window": 5, "bias": True, "dropout": 0.1, "steps": 70,
-        "gradient_checkpointing": True, "residual_dtype": "autocast",
-    }  # fmt: skip
-    said = ("2 layers, 32 wide, 2 heads (1 for keys), vocabulary 64, window 5, float32, biases, "
-            "dropout 0.1, gradient checkpointing, residual in autocast")  # fmt: skip
-    assert board.heading(row, content) == said
-    assert board.heading({**row, "mode": "converge"}, content) == said + ", 70 steps"
 
 
 def test_machines_stand_together_only_where_they_did_the_same(content: Content) -> None:

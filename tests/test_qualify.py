@@ -155,7 +155,6 @@ class OnH200(in_process.InProcess):
         if name and "kernels" in answer:
             answer["kernels"] = [SHOWN[name]] if name in SHOWN else []
             answer["device_kernels"] = [ON_DEVICE[name]] if name in ON_DEVICE else []
-            answer["events"] = []
         if "machine" in answer:
             answer["machine"] = f"NVIDIA H200, run {self.job['run']}"
         return answer

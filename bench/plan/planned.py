@@ -51,12 +51,8 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
         said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    computing = "at its roofline, which is the least time that it can take"
-    if at.slower != 1:
-        computing = f"{at.slower:g} times its roofline (--roofline_times)"
-    if at.products != peak.tflops:
-        computing += f", matmuls at {at.products:,.4g} TFLOP/s"
-    return at, [*said, f"computing: {computing}"]
+    matmuls = f"matmuls at {at.products:,.4g} TFLOP/s"
+    return at, [*said, f"computing: {at.slower:g} times its roofline, {matmuls}"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
