@@ -25,9 +25,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from bench import candidates, hf, modes, qualify, records, rows, tables
+from bench import Json, candidates, hf, modes, qualify, records, rows, tables
 from bench.bench import Bench
 from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
@@ -53,7 +52,7 @@ def run(mode: str, argv: list[str]) -> int:
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
     vocab_size, source = vocabulary(config)
-    theirs: dict[str, Any] = {}
+    theirs: Json = {}
     if config.hf:
         theirs = {"name": config.hf, "config": hf.read(config.hf)}
         vocab_size, source = theirs["config"]["vocab_size"], f"--hf={config.hf}"
@@ -85,7 +84,7 @@ def run(mode: str, argv: list[str]) -> int:
     stop = Stop(time.monotonic() + 60 * config.minutes if config.minutes and not whole else None)
     shown = Progress()
     with signals() as stop.signals:
-        how: dict[str, Any] = {"hf": theirs, "stop": stop, "tell": shown.tell, "keep": keep}
+        how: Json = {"hf": theirs, "stop": stop, "tell": shown.tell, "keep": keep}
         bench = Bench(mode, config, str(device), vocab_size, backends, limit, shown.watch, **how)
         try:
             if whole:
@@ -124,7 +123,7 @@ OF_MODES = {  # options of some modes only
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
-    ("stages", "resume"): ("qualify",),
+    ("stages",): ("qualify",),
     ("gpu", "gpus", "gpus_per_node"): ("plan",),
     ("context_parallels", "nvlink_gbs", "network_gbs", "roofline_times"): ("plan",),
     ("rival",): ("train", "decode", "qualify"),
@@ -165,19 +164,18 @@ class Progress:
 
     def __init__(self) -> None:
         self.began = self.last = time.monotonic()
-        self.doing = ""
 
     def tell(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def watch(self, what: str) -> None:
-        """Print each new round, otherwise at most every two seconds."""
-        if (of := what.partition(":")[0]) != self.doing or time.monotonic() - self.last >= 2:
-            self.doing, self.last = of, time.monotonic()
+        """Print at most every two seconds."""
+        if time.monotonic() - self.last >= 2:
+            self.last = time.monotonic()
             self.tell(what)
 
 
-def show(content: dict[str, Any]) -> None:
+def show(content: Json) -> None:
     """Print the tables and the conclusions."""
     print(records.title(content))
     if "incomplete" in content:

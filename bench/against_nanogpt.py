@@ -3,9 +3,8 @@
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python bench/against_nanogpt.py --nanogpt=../nanoGPT
 
-Each run is a new process on the same tokens and sizes, A B A B ... nanoGPT has float32 only on the
-CPU; --dtype is ours. Printed are medians of tokens/s and of the peak resident memory, and the
-median, lowest and highest ratio of pairs. The checkout is only read.
+Each run is a new process on the same tokens and sizes, A B A B ... --dtype is ours: nanoGPT has
+float32 only on the CPU.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench import candidates, hf, limits, rows, tables
+from bench import Json, candidates, hf, limits, rows, tables
 from bench.config import BenchConfig
 from bench.process import Failure, Key, Outcome, Stop, Worker, measure
 from core import flops
@@ -28,16 +28,16 @@ class Bench:
     backends: list[str]
     memory_limit: int | None  # bytes per worker; None: unlimited
     watch: Callable[[str], None]
-    machine: dict[str, Any] = field(default_factory=dict)  # set by begin()
+    machine: Json = field(default_factory=dict)  # set by begin()
     refused: dict[str, list[str]] = field(default_factory=dict)  # with reasons
-    hf: dict[str, Any] = field(default_factory=dict)  # --hf: name, config, counted
+    hf: Json = field(default_factory=dict)  # --hf: name, config, counted
     fresh: bool = False  # rounds had new processes
-    reference: dict[str, Any] = field(default_factory=dict)  # loss, gradient norm
+    reference: Json = field(default_factory=dict)  # loss, gradient norm
     earlier: list[rows.Row] = field(default_factory=list)  # rows of earlier parts
     stop: Stop = field(default_factory=Stop)
     tell: Callable[[str], None] = lambda line: None  # prints a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
-    points: list[dict[str, Any]] = field(default_factory=list)  # kernel: instead of the settings'
+    points: list[Json] = field(default_factory=list)  # kernel: instead of the settings'
     run: str = field(default_factory=lambda: secrets.token_hex(4))  # id
     began: float = field(default_factory=time.perf_counter)
 
@@ -52,7 +52,7 @@ class Bench:
             return hf.Counted(**self.hf["counted"])
         return self.config.train.model(self.vocab_size)
 
-    def content(self, table: list[rows.Row], why: str = "") -> dict[str, Any]:
+    def content(self, table: list[rows.Row], why: str = "") -> Json:
         """Return the content of the record; `why`: the reason if it is incomplete."""
         model, rounds = self.model, self.config.rounds
         none = sum(r["status"] == "stopped" for r in table)
@@ -83,7 +83,7 @@ class Bench:
 
     def job(
         self, kind: str, name: str, batch_size: int = 1, baseline: str = "", **changes: Any
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Return a worker's job.
 
         Args:
@@ -137,7 +137,7 @@ class Bench:
             raise UserError(f"--hf={config.hf}: {e}") from None
         self.hf["counted"] = self.reference.pop("counted")
 
-    def ask_once(self, kind: str, batch_size: int = 1) -> dict[str, Any]:
+    def ask_once(self, kind: str, batch_size: int = 1) -> Json:
         """Set up a job in a worker, end it and return its answer."""
         self.watch(f"the {kind}")
         worker = Worker(self.config.timeout, self.stop).begin(self.job(kind, "", batch_size))
@@ -161,12 +161,12 @@ class Bench:
     def measure(
         self,
         found: dict[Key, Outcome],
-        jobs: dict[str, dict[str, Any]],
-        points: dict[str, dict[str, Any]],
+        jobs: dict[str, Json],
+        points: dict[str, Json],
         row: Callable[[str, str, Outcome], rows.Row],
         rounds: int | None = None,
         fresh: bool | None = None,
-        judge: Callable[[list[rows.Row]], Any] = lambda table: None,
+        judge: Callable[[list[rows.Row]], object] = lambda table: None,
     ) -> list[rows.Row]:
         """Run the rounds until the bench is stopped; return the rows.
 

@@ -14,9 +14,8 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from bench import records, tables
+from bench import Json, records, tables
 from bench.rows import Row
 from bench.verify import OLD, model_of, sequences_of, verify
 
@@ -24,15 +23,16 @@ FOLDER = records.ROOT / "bench" / "records"
 PAGE = records.ROOT / "docs" / "BOARD.md"
 INTRO = f"""All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
-compare the same work where heading and columns left of "machine" are equal. "{OLD}": a \
-record without errors and causality tests, of which little can be checked."""
-Part = dict[str, Any]  # a record, or a stage of one
+compare the same work where heading and columns left of "machine" are equal. "{OLD}": an old \
+record without errors and causality tests; peak "-": measured on that machine."""
+Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
 
 def main(argv: list[str]) -> int:
-    how: Any = {"description": __doc__, "formatter_class": argparse.RawTextHelpFormatter}
-    parser = argparse.ArgumentParser(prog="python -m bench.board", **how)
+    parser = argparse.ArgumentParser(
+        "python -m bench.board", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="verify, write nothing")
     check = parser.parse_args(argv).check
     found, problems = load(FOLDER)
@@ -119,71 +119,66 @@ FIGURES = {
 
 
 def trust(row: Row, part: Part) -> list[str]:
-    """Return the source of the peak, the error, and the state of the record."""
+    """Return the source of the peak, the error, and doubts about the record."""
     source = part["machine"]["peak_source"]
     peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
+    peak = peak.replace("measured", "-")
     error = tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
-    state = "checked" + ", incomplete" * (not part.get("complete", True))
-    if part["dirty"] or not part["commit"]:
-        state += ", uncommitted code" if part["dirty"] else ", no commit"
-    return [peak, error, state if part["format"] == records.FORMAT else OLD]
+    doubts = ["incomplete"] * (not part.get("complete", True))
+    doubts += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
+    return [peak, error, ", ".join(doubts) if part["format"] == records.FORMAT else OLD]
 
 
-def board(found: dict[str, Part]) -> tuple[dict[str, Table], tables.Cells, list[str]]:
-    """Return the tables by mode and work, what was not measured, and records without rows."""
-    lines: dict[tuple[str, str], list[tuple[Any, list[str]]]] = {}
-    missing: dict[tuple[str, ...], list[str]] = {}
+def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], list[str]]:
+    """Return the tables by mode and work, short names of the machines, and links to records
+    without rows."""
+    machines: dict[str, str] = {}
+    lines: dict[tuple[str, str], list[tuple[tuple[object, ...], list[str]]]] = {}
     others = []
-    for name, content in found.items():
+    for number, (name, content) in enumerate(found.items(), 1):
         if not {"rows", "stages"} & content.keys():
-            others.append(link(name, name))
+            others.append(f"[{name}][{number}]")
             continue
         for part in records.parts(content):
-            machine = part["machine"]["about"]
-            for row in part["rows"]:
-                if row["status"] == "ok":
-                    mode, at = row["mode"], work(row, part)
-                    seen = f"{row['backend']}: {tables.kernel_names(row)}"
-                    columns = dict(tables.COLUMNS[mode])
-                    made = [columns[title](row) for title in FIGURES[mode]]
-                    order = ([number(cell) for cell in at], machine, row["ms"])
-                    line = [*at, machine, seen, *made, *trust(row, part)]
-                    line.append(link(part["date"][:10], name))
-                    lines.setdefault((mode, heading(row, part)), []).append((order, line))
-            for backend, status, why in tables.missing(part["rows"])[1]:
-                links = missing.setdefault((machine, backend, status, why), [])
-                links.append(link(str(len(links) + 1), name))
+            about = part["machine"]["about"]
+            machine = machines.setdefault(about, f"M{len(machines) + 1}")
+            for row in (r for r in part["rows"] if r["status"] == "ok"):
+                mode, at = row["mode"], work(row, part)
+                seen = f"{row['backend']}: {tables.kernel_names(row)}"
+                columns = dict(tables.COLUMNS[mode])
+                made = [columns[title](row) for title in FIGURES[mode]]
+                order = ([by_value(cell) for cell in at], machine, row["ms"])
+                link = f"[{part['date'][:10]}][{number}]"
+                line = [*at, machine, seen, *made, *trust(row, part), link]
+                lines.setdefault((mode, heading(row, part)), []).append((order, line))
     by_mode: dict[str, Table] = {}
     for mode, titles in WORK.items():
-        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "record", "date"]
+        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "doubts", "record"]
         for (of_mode, what), group in sorted(lines.items()):
             if of_mode == mode:
                 sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
                 by_mode.setdefault(records.TITLES[mode], {})[what] = (head, sorted_)
-    absent = [[*key, " ".join(links)] for key, links in sorted(missing.items())]
-    return by_mode, (["machine", "backend", "status", "why", "records"], absent), others
+    return by_mode, machines, others
 
 
-def number(cell: str) -> tuple[float, str]:
+def by_value(cell: str) -> tuple[float, str]:
     """Return a sort key for cells: numbers by value."""
     digits = cell.replace(",", "")
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
 
-def link(text: str, name: str) -> str:
-    return f"[{text}](../bench/records/{name}/README.md)"
-
-
 def page(found: dict[str, Part]) -> str:
     """Return the board as Markdown."""
-    sections, absent, others = board(found)
-    text = ["# The board", INTRO]
+    sections, machines, others = board(found)
+    named = "; ".join(f"{short}: {about}" for about, short in machines.items())
+    text = ["# The board", INTRO, f"Machines: {named}."]
     for title, by_work in sections.items():
         text.append(f"## {title}")
         for what, cells in by_work.items():
             text += [f"### {what}", tables.markdown(cells)]
-    text += ["## Not measured", tables.markdown(absent)] if absent[1] else []
     text += ["## Other records", "\n".join(f"- {one}" for one in others)] if others else []
+    links = (f"[{i}]: ../bench/records/{name}/README.md" for i, name in enumerate(found, 1))
+    text.append("\n".join(links))
     return "\n\n".join(text) + "\n"
 
 

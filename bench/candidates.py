@@ -1,12 +1,10 @@
 """Candidates: our model with one backend, and baselines of the same size in the same rounds.
 
-    --rival nanogpt=PATH    karpathy/nanoGPT: model.py of a checkout in PATH, imported from there
-    --rival hf              transformers' GPT2LMHeadModel with its own attention: hf_eager, hf_sdpa
-                            and, if installed, hf_flash_attention_2, trained as its Trainer does
-                            (fused AdamW, clipped gradients)
+    --rival nanogpt=PATH    model.py of a nanoGPT checkout
+    --rival hf              transformers' GPT2LMHeadModel: hf_eager, hf_sdpa, hf_flash_attention_2
 
-In the mode decode each uses its own generate(): transformers greedily, nanoGPT by sampling and
-without a cache. transformers' GPT-2 always has biases; its MFU uses the same FLOPs as all others.
+In the mode decode each uses its own generate(); nanoGPT's has no cache. transformers' GPT-2 always
+has biases; its MFU uses the same FLOPs as all others.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import Tensor
 import attention
 import train
 from attention import Resolution
-from bench import hf
+from bench import Json, hf
 from bench.job import Job
 from core.cpu import int8
 from core.optimizer import build_optimizer
@@ -75,7 +73,7 @@ def build(baseline: str, job: Job) -> Candidate:
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
 
 
-def evidence(chosen: list[Resolution]) -> dict[str, Any]:
+def evidence(chosen: list[Resolution]) -> Json:
     """Return the kernels of a model's layers, and the proof with the largest relative error."""
     proofs = [c.proof for c in chosen if c.proof]
     kernels = list(dict.fromkeys(name for c in chosen for name in c.kernels))
@@ -195,7 +193,7 @@ class Ours(Candidate):
 
     def write(self, prompt: Tensor, new: int, cache: str) -> tuple[float, float, int]:
         stats, compile = Stats(), self.compile and cache == "static"
-        how: dict[str, Any] = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
+        how: Json = {"temperature": 0.0, "kv_cache": cache, "compile": compile}
         texts = engine.stream(self.model, prompt, new, stats=stats, **how)
         times = [time.perf_counter() for _ in texts]
         assert len(times) == new, (len(times), new)
@@ -281,7 +279,7 @@ class HuggingFace(Candidate):
             return
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same: dict[str, Any] = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
+        same: Json = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
         same |= {"vocab_size": job.vocab_size, "n_positions": config.block_size}
         same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
         same |= {"bos_token_id": None, "eos_token_id": None, "model_type": "gpt2"}
@@ -305,7 +303,7 @@ class HuggingFace(Candidate):
             raise UserError(f"it has the caches dynamic and static, not {cache}")
         times: list[float] = []
         note = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
-        how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
+        how: Json = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
         how |= {"cache_implementation": cache, "disable_compile": not self.compile}
         how |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
         found = self.model.generate(prompt, streamer=note, **how)

@@ -7,9 +7,8 @@ compared, and their spread is the noise. Without a baseline drift is part of the
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from bench import records, tables
+from bench import Json, records, tables
 from bench.rows import Row, where
 from bench.stats import Summary, exceeds_noise
 
@@ -18,22 +17,10 @@ Key = tuple[str, str, str]  # mode, backend, point in words
 Rows = dict[Key, Row]
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cells]:
+def compare(a: Json, b: Json) -> tuple[list[str], tables.Cells]:
     """Return notes and the table of B against A."""
-    notes = []
-    if apart := any(a["machine"].get(n) != b["machine"].get(n) for n in SAME):
-        notes.append(
-            f"two machines ({a['machine']['about']}; {b['machine']['about']}): so each "
-            "backend's ratio to the baselines of both is compared instead of rates"
-        )
-    told = []
-    for part, names in (("settings", a.get("settings", ())), ("machine", ("dtype", "packages"))):
-        for name in names:
-            x, y = a[part][name], b[part].get(name, a[part][name])
-            if x != y and name not in ("record", "json"):
-                told.append("versions" if name == "packages" else f"{name} ({x} / {y})")
-    if told:
-        notes.append(f"not only the code differs: {', '.join(told)}")
+    apart = any(a["machine"].get(n) != b["machine"].get(n) for n in SAME)
+    notes = different(a, b, apart)
     of_a, of_b = (
         {_key(r): r for part in records.parts(c) for r in part["rows"] if r["status"] == "ok"}
         for c in (a, b)
@@ -41,47 +28,49 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], tables.Cel
     shared = [key for key in of_a if key in of_b]
     unit = " ratio" if apart else "/s"
     head = ["backend", "where", f"A{unit}", f"B{unit}", "B / A", "noise", "verdict"]
-    lines, drifts, unknown = [], dict[str, list[float]](), set[str]()
+    lines, drifts = [], dict[str, list[float]]()
     for key in shared:
         base = baselines(key, shared, a, b)
-        if apart and (not base or key in base):
-            continue
-        (x, by_x), (y, by_y) = (_ratios(key, rows, base) for rows in (of_a, of_b))
-        ratio = by_y.median / by_x.median
         if base and not apart:
             was, now = (statistics.median(_together(rows, base)) for rows in (of_a, of_b))
-            drifts.setdefault(f"{key[0]} by {_names(base, a, b)}", []).append(now / was)
-        elif not base:
-            unknown.add(key[0])
-        if key in base:  # its ratio is 1
+            names = " and ".join(dict.fromkeys(k[1] for k in base))
+            drifts.setdefault(f"{key[0]} by {names}", []).append(now / was)
+        if key in base or (apart and not base):  # its own ratio is 1
             continue
-        sure = exceeds_noise(by_x, by_y)
+        (x, by_x), (y, by_y) = (_ratios(key, rows, base) for rows in (of_a, of_b))
+        ratio, sure = by_y.median / by_x.median, exceeds_noise(by_x, by_y)
         faster = "B faster" if ratio > 1 else "B slower"
         word = {None: "noise unknown", False: "within noise", True: faster}[sure]
         noise = "-" if sure is None else f"{(by_x.spread or 0) + (by_y.spread or 0):.1%}"
         shown = [tables.number(s.median) for s in ((by_x, by_y) if apart else (x, y))]
         lines.append([key[1], tables.name_of(of_a[key]), *shown, f"{ratio:.3f}", noise, word])
-    told = []
     for mode, found in drifts.items():
         ends = dict.fromkeys(f"{drift:.3f}" for drift in (min(found), max(found)))
-        told.append(f"{' to '.join(ends)} in {mode}")
-    if told:
-        notes.append(f"the machine's drift, B / A, is divided out: {'; '.join(told)}")
-    if unknown:
-        notes.append(
-            f"the machine's drift is unknown in {', '.join(sorted(unknown))}: no "
-            "baseline and no manual is in both, so it is part of B / A"
-        )
+        notes.append(f"divided out: the machine's drift, {' to '.join(ends)} in {mode}")
     for name, mine, other in (("A", of_a, of_b), ("B", of_b, of_a)):
         if only := sorted({k[1] for k in mine} - {k[1] for k in other}):
             notes.append(f"only in {name}: {', '.join(only)}")
     if not lines:
-        why = " with a baseline or manual" if apart else " but the baselines" * bool(shared)
-        notes.append(f"no row is in both{why}: there is nothing to compare")
+        notes.append("no row and its baseline are in both: there is nothing to compare")
     return notes, (head, lines)
 
 
-def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any]) -> list[Key]:
+def different(a: Json, b: Json, apart: bool) -> list[str]:
+    """Return notes on machines, settings and versions that differ."""
+    found = []
+    for part, names in (("settings", a.get("settings", ())), ("machine", ("dtype", "packages"))):
+        for name in names:
+            x, y = a[part][name], b[part].get(name, a[part][name])
+            if x != y and name not in ("record", "json"):
+                found.append("versions" if name == "packages" else f"{name} ({x} / {y})")
+    notes = [f"not only the code differs: {', '.join(found)}"] if found else []
+    if apart:
+        about = "; ".join(c["machine"]["about"] for c in (a, b))
+        notes.insert(0, f"two machines ({about}): ratios to the baselines of both are compared")
+    return notes
+
+
+def baselines(key: Key, shared: list[Key], a: Json, b: Json) -> list[Key]:
     """Return the baselines of a row: third-party code at the same point, else at any point of the
     mode, else manual at the same point."""
     versions = [c["machine"]["packages"] for c in (a, b)]
@@ -91,12 +80,6 @@ def baselines(key: Key, shared: list[Key], a: dict[str, Any], b: dict[str, Any])
     others = [k for k in shared if k[0] == key[0] and k[1] in trusted]
     plain = (key[0], "manual", key[2])
     return [k for k in others if k[2] == key[2]] or others or [plain] * (plain in shared)
-
-
-def _names(base: list[Key], a: dict[str, Any], b: dict[str, Any]) -> str:
-    names = " and ".join(dict.fromkeys(k[1] for k in base))
-    same = a.get("source_sha256") and a.get("source_sha256") == b.get("source_sha256")
-    return names + ", whose code may have changed" * (names == "manual" and not same)
 
 
 def _ratios(key: Key, rows: Rows, base: list[Key]) -> tuple[Summary, Summary]:

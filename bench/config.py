@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import attention
 import data
+from bench import Json
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
 from train import TrainConfig, padded
@@ -50,7 +51,6 @@ class Knobs:
     seeds: PositiveInt = 1  # converge: if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # converge: instead of backends
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = STAGES  # qualify
-    resume: bool = False  # qualify: add the missing stages to the newest record
     tolerance: PositiveFloat = 0.01  # converge: of the final loss, relative
     # --- what is planned ---
     gpu: str | None = None  # plan: "NVIDIA H200"
@@ -95,7 +95,7 @@ class BenchConfig(Knobs):
         """Return train.py's settings at this batch size."""
         return replace(self.train, batch_size=batch_size, **changes)
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Json:
         """Return all options in one dict, as in a record."""
         mine = asdict(self)
         return {**mine.pop("train"), **mine, "records_dir": Path(self.records_dir).name}

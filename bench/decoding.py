@@ -1,7 +1,7 @@
 """Generated tokens, timed: the job "decode".
 
-The model is cast to the dtype and decodes greedily. Time is the host's, when a token reaches its
-reader: `first` from the call to the first token, the rate from all later ones.
+Decoding is greedy. Time is the host's: `first` from the call to the first token, the rate from all
+later ones.
 
 MBU, model bandwidth utilization: every token reads all weights but the position embeddings (with
 --weights=int8 linear layers and head take a byte each) and the keys and values of every sequence:
@@ -14,16 +14,16 @@ with context the mean length of the text.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import candidates, hf, machine
+from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import kernels_of
 from core.cpu import int8
 from core.runtime import synchronize
+from model import GPTConfig
 
 
 class Decoding:
@@ -31,7 +31,7 @@ class Decoding:
 
     keeps_memory = True  # between rounds, which have no warm-up of their own
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         compile = told["train"]["compile"] is True  # of single decode steps, not of the model
         job = self.job = Job(told, dropout=0.0, gradient_checkpointing=False, compile=False)
         self.device, size = job.device, job.setup.dtype.itemsize
@@ -39,14 +39,14 @@ class Decoding:
         self.who = who = candidate.for_decoding(compile, told["weights"])
         self.parameters, self.int8 = candidates.parameters(who), int8.parameters(who.model)
         model = job.config.model(job.vocab_size)
-        sizes: Any = hf.Counted(**told["hf"]["counted"]) if job.hf else model
+        sizes = hf.Counted(**told["hf"]["counted"]) if job.hf else model
         self.about = {
             "title": who.title,
             "weight_bytes": weight_bytes(self.parameters, self.int8, size),
             "token_bytes": token_numbers(sizes) * size,
         }
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         B, P, new = request["B"], request["P"], request["new_tokens"]
         draw = torch.Generator().manual_seed(P)
         prompt = torch.randint(self.job.vocab_size, (B, P), generator=draw).to(self.device)
@@ -63,7 +63,7 @@ class Decoding:
             | ({"int8_parameters": self.int8} if self.int8 else {}),
         }
 
-    def warm_up(self, prompt: Tensor, new: int, cache: str) -> dict[str, Any]:
+    def warm_up(self, prompt: Tensor, new: int, cache: str) -> Json:
         machine.reset_peak(self.device)
         self.who.write(prompt, new, cache)
         peak = machine.memory(self.device)
@@ -82,16 +82,14 @@ def weight_bytes(parameters: int, int8_parameters: int, itemsize: int) -> int:
     return (parameters - int8_parameters) * itemsize + int8_parameters
 
 
-def token_numbers(sizes: Any) -> int:
+def token_numbers(sizes: GPTConfig | hf.Counted) -> int:
     """Return the numbers in the keys and values of a token, all layers."""
     if isinstance(sizes, hf.Counted):
         return 2 * sum(layer["n_kv_head"] * layer["head_dim"] for layer in sizes.layers)
     return 2 * sizes.n_layer * sizes.kv_heads * sizes.head_dim
 
 
-def mbu(
-    about: dict[str, Any], B: int, P: int, new: int, token_ms: float, bandwidth: float
-) -> float:
+def mbu(about: Json, B: int, P: int, new: int, token_ms: float, bandwidth: float) -> float:
     """Return the MBU at `bandwidth` bytes/s; see the module's docstring."""
     context = P + new / 2
     size = about["weight_bytes"] + B * context * about["token_bytes"]

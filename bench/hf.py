@@ -1,9 +1,7 @@
 """--hf=FOLDER_OR_NAME: benchmark a causal language model of transformers with random weights.
 
-Modes train and decode run it with every backend and, as baselines, with transformers' eager and
-sdpa attention. FLOPs are counted by FlopCounterMode with eager attention; the 12 H D T of attention
-for each token and layer are replaced by core/flops.py's, with each layer's window in mfu_causal.
-Experts count as routed for random tokens.
+It runs with every backend and, as baselines, with transformers' eager and sdpa attention. FLOPs are
+counted by FlopCounterMode; those of attention are core/flops.py's, with each layer's window.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 
 from attention import Resolution, Spec
 from attention import hf as bridge
+from bench import Json
 from bench.job import Job
 from core.flops import flops_per_token, mean_keys
 from core.hub import why_not_hub
@@ -31,7 +30,7 @@ FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sink
 class Counted:
     """Sizes of a model, in place of GPTConfig."""
 
-    layers: list[dict[str, Any]]  # FIELDS of each attention layer's Spec
+    layers: list[Json]  # FIELDS of each attention layer's Spec
     parameters: int
     other_flops: float  # a token, forward and backward, without attention's products
     n_embd: int
@@ -56,7 +55,7 @@ def _(config: Counted, T: int, causal: bool = False) -> float:
     return found
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> Json:
     """Return the config of the model's text part.
 
     Raises:
@@ -84,7 +83,7 @@ def rows_of(backends: list[str]) -> dict[str, str]:
     return ours | {f"hf_{name}": f"hf={name}" for name in IMPLEMENTATIONS}
 
 
-def build(job: Job, config: dict[str, Any], implementation: str) -> Any:
+def build(job: Job, config: Json, implementation: str) -> Any:
     """Return the model with random float32 weights on the job's device.
 
     Raises:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bench import Json
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: these are many tiny tensors
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 
@@ -38,7 +40,7 @@ _GROUPED = _PLAIN | {"num_key_value_heads": 2}
 _WINDOW = _GROUPED | {"sliding_window": 7}
 _SECOND = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}  # in layer 2
 _MIXED = _WINDOW | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {  # model_type -> config
+MODELS: dict[str, Json] = {  # model_type -> config
     "llama": _GROUPED,
     "mistral": _WINDOW,
     "qwen2": _SECOND,
@@ -97,7 +99,7 @@ def run(model: Any, case: str) -> dict[str, Tensor]:
                 return_dict_in_generate=True,
             )  # fmt: skip
         return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
-    asked: dict[str, Any] = {"use_cache": False}
+    asked: Json = {"use_cache": False}
     if case == "packed":
         at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
         asked["position_ids"] = at.expand(2, T)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import Json
 from core.runtime import dtype_name
 from core.settings import from_dict
 from model import GPT
@@ -17,7 +18,7 @@ from train import TrainConfig
 class Job:
     """train.py's settings and set-up, seeded; `told` is from Bench.job()."""
 
-    def __init__(self, told: dict[str, Any], **changes: Any) -> None:
+    def __init__(self, told: Json, **changes: Any) -> None:
         self.config = replace(from_dict(TrainConfig, told["train"]), **changes)
         self.vocab_size = told["vocab_size"]
         self.hf = told["hf"].get("config") if told.get("hf") else None  # a model of transformers

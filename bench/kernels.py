@@ -13,8 +13,8 @@ sequence and the first key/value head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,17 @@ import attention
 from attention import manual
 from attention.select import select
 from attention.spec import Spec
-from bench import machine
+from bench import Json, machine
 from bench.job import Job
 from bench.profiling import kernels_of, profiler
 from core.flops import mean_keys
 from core.runtime import synchronize
 
+Call = Callable[[list[machine.Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times
 
 
-def flops_of(point: dict[str, Any], causal: bool) -> float:
+def flops_of(point: Json, causal: bool) -> float:
     """Return the FLOPs of a forward call; a backward has twice as many."""
     B, T, H, D, window = (point[name] for name in ("B", "T", "H", "D", "window"))
     return 4 * B * H * D * T * (mean_keys(T, window) if causal else T)
@@ -41,15 +42,15 @@ def flops_of(point: dict[str, Any], causal: bool) -> float:
 class Kernels:
     """Calls of one backend at the points of the grid."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.job, self.name = Job(told), told["name"]
         self.config, self.device = self.job.config, self.job.device
         self.clock = machine.Clock(self.device)
         self.backend = attention.get(self.name)
         self.about = {"title": self.backend.title}
-        self.kernels: dict[Spec, dict[str, Any]] = {}  # what ran, and how exact it was
+        self.kernels: dict[Spec, Json] = {}  # what ran, and how exact it was
 
-    def tensors(self, point: dict[str, Any]) -> list[Tensor]:
+    def tensors(self, point: Json) -> list[Tensor]:
         """Return q, k, v and the output's gradient, (B, T, H or Hkv, D), equal for all backends."""
         B, T, H, Hkv, D = (point[name] for name in ("B", "T", "H", "Hkv", "D"))
         draw = torch.Generator(self.device).manual_seed(self.config.seed)
@@ -61,13 +62,13 @@ class Kernels:
             t.requires_grad_()
         return made
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         heads = (request["H"], request["Hkv"], request["D"])
         spec = Spec(*heads, self.job.dtype, window=request["window"])
         q, k, v, dout = self.tensors(request)
         clock = self.clock
 
-        def call(stamps: list[Any]) -> tuple[Tensor, ...]:
+        def call(stamps: list[machine.Stamp]) -> tuple[Tensor, ...]:
             stamps.append(clock.stamp())
             out = self.backend.attend(q, k, v, spec)
             stamps.append(clock.stamp())
@@ -78,20 +79,20 @@ class Kernels:
         if request.get("warm_up"):
             return self.warm_up(request, spec, (q, k, v, dout), call)
         calls = self.fill(call, request["seconds"])
-        stamps: list[Any] = []
+        stamps: list[machine.Stamp] = []
         start = clock.start()
         for _ in range(calls):
             call(stamps)
         ms = clock.ms(start, clock.stop()) / calls
         shape = dict(zip(("B", "T", "H", "D"), q.shape)) | {"Hkv": k.shape[2]}  # as executed
-        answer: dict[str, Any] = {"ms": ms, "calls": calls, "shape": shape}
+        answer: Json = {"ms": ms, "calls": calls, "shape": shape}
         if clock.apart:
             pairs = zip(stamps[0::3], stamps[1::3], strict=True)
             answer["forward_ms"] = sum(clock.ms(a, b) for a, b in pairs) / calls
             answer["backward_ms"] = ms - answer["forward_ms"]
         return answer
 
-    def fill(self, call: Any, seconds: float) -> int:
+    def fill(self, call: Call, seconds: float) -> int:
         """Return the number of calls that fill the time, 1000 at most.
 
         On CUDA the first call allocates memory: slow, so time others, for a tenth of the time.
@@ -111,9 +112,7 @@ class Kernels:
                 took = ms(n)
         return min(max(round(1e3 * seconds * n / took), 1), 1000)
 
-    def warm_up(
-        self, point: dict[str, Any], spec: Spec, inputs: tuple[Tensor, ...], call: Any
-    ) -> dict[str, Any]:
+    def warm_up(self, point: Json, spec: Spec, inputs: tuple[Tensor, ...], call: Call) -> Json:
         if spec not in self.kernels:
             chosen = select(self.name, spec, self.device, self.config.policy)
             self.backend = chosen.backend  # a prebuilt one, if that is allowed
@@ -123,7 +122,7 @@ class Kernels:
             proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
             self.kernels[spec] = kernels_of(looking) | proof
         got = call([])
-        answer: dict[str, Any] = dict(self.kernels[spec])
+        answer: Json = dict(self.kernels[spec])
         if point["T"] <= LONGEST_CHECKED:
             answer["error_out"], answer["error_grad"] = errors(got, inputs, spec)
         del got

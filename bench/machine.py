@@ -2,8 +2,7 @@
 
 Time: device events on CUDA, elsewhere the process's clock, synchronized only at the ends of an
 interval. Memory: on CUDA the peak of PyTorch's allocator, on the CPU the peak resident size of the
-process, which Linux can reset. Bandwidth: bytes read and written per second by copies of an array
-four times the last-level cache, at least 1 GB.
+process, which Linux can reset. Bandwidth: bytes read and written per second by copies of 1 GB.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import attention
 from attention.machine.system import cpu_name
 from attention.spec import Machine, Spec
+from bench import Json
 from bench.job import Job
 from core import peaks
 from core.runtime import describe, synchronize
@@ -37,9 +35,11 @@ PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "nu
 STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits
-CPUS = Path("/sys/devices/system/cpu")
 CONTEXT = 600_000_000  # bytes of a CUDA context, about, which no allocator counts
-LEAST_COPY = 2**30  # bytes, beyond any GPU's cache; a virtual machine hides its host's
+LARGEST_COPY = 2**30  # bytes, beyond the caches
+
+
+Stamp = float | torch.cuda.Event  # seconds, or an event
 
 
 class Clock:
@@ -49,25 +49,28 @@ class Clock:
         self.device = device
         self.apart = device.type != "mps"  # stamps within a step are meaningful
 
-    def stamp(self) -> Any:
+    def stamp(self) -> Stamp:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.perf_counter()
 
-    def start(self) -> Any:
+    def start(self) -> Stamp:
         synchronize(self.device)
         return self.stamp()
 
-    def stop(self) -> Any:
+    def stop(self) -> Stamp:
         """Stamp the end of all work; earlier stamps can be read after it."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
 
-    def ms(self, a: Any, b: Any) -> float:
-        return a.elapsed_time(b) if self.device.type == "cuda" else (b - a) * 1e3
+    def ms(self, a: Stamp, b: Stamp) -> float:
+        if isinstance(a, float) or isinstance(b, float):
+            assert isinstance(a, float) and isinstance(b, float)
+            return (b - a) * 1e3
+        return float(a.elapsed_time(b))
 
 
 # --- memory ---
@@ -129,26 +132,10 @@ def free_memory(device: torch.device) -> int:
 # --- bandwidth ---
 
 
-def last_level_cache() -> int:
-    """Return the total bytes of the last-level caches of this process's cores; 0 if unknown."""
-    if not hasattr(os, "sched_getaffinity"):
-        return 0
-    found: dict[tuple[int, str], int] = {}  # by level and the cores that share it
-    for cpu in os.sched_getaffinity(0):
-        for cache in (CPUS / f"cpu{cpu}" / "cache").glob("index*"):
-            with suppress(OSError, ValueError):
-                names = ("level", "shared_cpu_list", "size")  # "32768K"
-                level, shared, size = ((cache / n).read_text().strip() for n in names)
-                found[int(level), shared] = int(size.removesuffix("K")) * 2**10
-    last = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == last)
-
-
 def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, str]:
     """Return the memory bandwidth in bytes/s, the best of several copies, and its source."""
-    cache = 0 if device.type == "cuda" else last_level_cache()
     free = min(f for f in (free_memory(device), limit, 2**50) if f)
-    size = min(max(LEAST_COPY, 4 * cache), free // 4)
+    size = min(LARGEST_COPY, free // 4)
     a = torch.ones(size // 4, device=device)  # float32
     b = torch.ones_like(a)
     clock, rates, began = Clock(device), list[float](), time.perf_counter()
@@ -159,8 +146,7 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
         rates.append(2 * a.nbytes / (clock.ms(start, clock.stop()) / 1e3))
     del a, b
     reset_peak(device)
-    doubt = f", partly within a cache of {cache / 1e6:.0f} MB" * (size < 4 * cache)
-    return max(rates), f"measured: copies of {size / 1e9:.2g} GB{doubt}"
+    return max(rates), f"measured: copies of {size / 1e9:.2g} GB"
 
 
 # --- description ---
@@ -169,7 +155,7 @@ def bandwidth(device: torch.device, limit: int | None = None) -> tuple[float, st
 class MachineProbe:
     """Describes this machine, and refuses backends that need not be tried here."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.job = job = Job(told)
         self.device = job.device
         self.about = look(job)
@@ -180,7 +166,7 @@ class MachineProbe:
             rate, source = bandwidth(self.device, told["memory_limit"])
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         """Return the backends among "names" that declare support for none of the "specs"."""
         config = self.job.config
         here = Machine.here(str(self.device))
@@ -203,7 +189,7 @@ def reason(error: ValueError) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
-def look(job: Job) -> dict[str, Any]:
+def look(job: Job) -> Json:
     """Describe what affects a measurement on this machine."""
     device, name = job.device, cpu_name() or platform.machine()
     packages = {}
@@ -212,7 +198,7 @@ def look(job: Job) -> dict[str, Any]:
             packages[package] = metadata.version(package)
     free = free_memory(device)  # before the peak is measured, whose memory PyTorch keeps
     peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
-    own: dict[str, Any] = dict.fromkeys(("capability", "driver", "products_tflops"))
+    own: Json = dict.fromkeys(("capability", "driver", "products_tflops"))
     if device.type == "cuda":
         own = {
             "name": torch.cuda.get_device_name(device),
@@ -250,48 +236,6 @@ def nvidia_smi(query: str) -> list[list[str]]:
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     return [[word.strip() for word in line.split(",")] for line in lines]
-
-
-# --- disturbances ---
-
-# Bits of nvidia-smi's clocks_event_reasons that slow down a GPU.
-REASONS = {
-    0x4: "its power cap",
-    0x8: "a hardware slowdown",
-    0x20: "heat (software)",
-    0x40: "heat (hardware)",
-    0x80: "the power brake",
-}
-
-
-@contextmanager
-def watched(ask: Callable[[str], list[list[str]]] = nvidia_smi) -> Iterator[dict[str, Any]]:
-    """Query the GPU every two seconds. At the end the dict has the reasons why its clock was
-    throttled, and the highest temperature and power."""
-    seen: dict[str, Any] = {}
-    over = threading.Event()
-    reasons, hot, watts = set[str](), list[float](), list[float]()
-
-    def look() -> None:
-        while True:
-            for line in ask("clocks_event_reasons.active,temperature.gpu,power.draw"):
-                with suppress(ValueError):
-                    bits, celsius, power = int(line[0], 16), float(line[1]), float(line[2])
-                    reasons.update(text for bit, text in REASONS.items() if bits & bit)
-                    hot.append(celsius)
-                    watts.append(power)
-            if over.wait(2):
-                return
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join(timeout=12)
-        if hot:
-            seen |= {"held_down_by": sorted(reasons), "celsius": max(hot), "watts": max(watts)}
 
 
 def busy(device: str, ask: Callable[[str], list[list[str]]] = nvidia_smi) -> list[str]:

@@ -8,11 +8,10 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import data
 from attention.machine.gpus import RATED
-from bench import fitting, hf, roofline, rows, tables
+from bench import Json, fitting, hf, roofline, rows, tables
 from bench.bench import Bench
 from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
@@ -35,7 +34,7 @@ def train(bench: Bench) -> list[rows.Row]:
     everyone = bench.everyone()
     micro = config.train.gradient_accumulation_steps if batch else 1
     sizes = dict.fromkeys(everyone, batch or 1)
-    fits: dict[str, dict[str, Any]] = {}
+    fits: dict[str, Json] = {}
     found: dict[Key, Outcome] = {(name, ""): Outcome() for name in everyone}
     if batch is None:
         bench.reference = {"why": "with --batch_size=auto the batches differ"}
@@ -83,7 +82,7 @@ def train(bench: Bench) -> list[rows.Row]:
     return made
 
 
-def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int) -> dict[str, Any]:
+def beside_roofline(bench: Bench, found: Json, batch: int, micro: int) -> Json:
     """Add each part's roofline to a worker's profile of one micro-batch and the update."""
     config, m = bench.config, bench.machine
     parts = roofline.work(bench.model, batch, 1, m["dtype"], bool(config.train.grad_clip))
@@ -94,7 +93,7 @@ def beside_roofline(bench: Bench, found: dict[str, Any], batch: int, micro: int)
     return {**made, "micro_batches": micro}
 
 
-def grid(bench: Bench) -> list[dict[str, Any]]:
+def grid(bench: Bench) -> list[Json]:
     """Return the points of the mode kernel and of --sweep."""
     if bench.points:
         return bench.points
@@ -131,7 +130,7 @@ def kernel(bench: Bench) -> list[rows.Row]:
     return bench.measure({}, jobs, ask, row)
 
 
-def texts(bench: Bench) -> list[dict[str, Any]]:
+def texts(bench: Bench) -> list[Json]:
     """Return the points of the mode decode."""
     config = bench.config
     cuda, T = bench.device.startswith("cuda"), bench.model.block_size
@@ -171,10 +170,10 @@ def converge(bench: Bench) -> list[rows.Row]:
         raise UserError("converge needs a number as --batch_size, got auto")
     folder = Path(config.train.data_dir) / config.train.dataset
     data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
-    schedule: dict[str, Any] = {"max_iters": config.steps, "lr_decay_iters": config.steps}
+    schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
     schedule["warmup_iters"] = config.steps // 10
 
-    def jobs(seed: int) -> dict[str, dict[str, Any]]:
+    def jobs(seed: int) -> dict[str, Json]:
         more = {**schedule, "seed": config.train.seed + seed}
         if not config.paths:
             order = dict.fromkeys(["manual", *bench.backends])
@@ -204,7 +203,7 @@ def converge(bench: Bench) -> list[rows.Row]:
     made: list[rows.Row] = []
     for everyone in map(jobs, range(config.seeds)):
         # Not fresh: a training is one process.
-        how: dict[str, Any] = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
+        how: Json = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
         made = bench.measure(found, everyone, {"": {"steps": part}}, row, **how)
     return made
 
@@ -264,7 +263,7 @@ def only_roofline(config: BenchConfig, gpu: str) -> int:
     return 0
 
 
-def points(bench: Bench) -> list[dict[str, Any]]:
+def points(bench: Bench) -> list[Json]:
     """Return all points of the run, for the plan."""
     if bench.mode == "decode":
         return texts(bench)
@@ -272,7 +271,7 @@ def points(bench: Bench) -> list[dict[str, Any]]:
     return grid(bench) if alone else []
 
 
-def specs(bench: Bench) -> list[dict[str, Any]]:
+def specs(bench: Bench) -> list[Json]:
     """Return the fields of the Specs in this run; a backend that supports none is not started."""
     model = bench.model
     own = {"n_head": model.n_head, "n_kv_head": model.kv_heads, "head_dim": model.head_dim}

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from bench import Json
 from bench.rows import Row
 
 # Distinct for the colour-blind too.
@@ -18,7 +19,7 @@ STYLE: Any = {"font.size": 10, "axes.grid": True, "grid.linewidth": 0.6, "grid.c
 Look = dict[str, tuple[str, str]]  # backend -> colour, marker
 
 
-def draw(content: dict[str, Any]) -> dict[str, bytes]:
+def draw(content: Json) -> dict[str, bytes]:
     """Return {name: PNG} for the available data."""
     import matplotlib
 
@@ -46,7 +47,7 @@ def draw(content: dict[str, Any]) -> dict[str, bytes]:
     return made
 
 
-def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+def speed(plt: Any, rows: list[Row], look: Look, content: Json) -> Any:
     """Plot tokens/s and MFU by backend."""
     rows = sorted(rows, key=lambda r: r["tokens_per_s"])
     names, at = [r["backend"] for r in rows], range(len(rows))
@@ -70,7 +71,7 @@ def speed(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any
     return figure
 
 
-def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+def length(plt: Any, rows: list[Row], look: Look, content: Json) -> Any:
     """Plot time and memory of attention alone over the length, at the smallest batch."""
     same = {k: rows[0]["point"][k] for k in ("H", "D", "window")}
     same["B"] = min(r["point"]["B"] for r in rows)
@@ -96,7 +97,7 @@ def length(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> An
     return figure
 
 
-def loss(plt: Any, rows: list[Row], look: Look, content: dict[str, Any]) -> Any:
+def loss(plt: Any, rows: list[Row], look: Look, content: Json) -> Any:
     """Plot the loss of the first seed, and its distance from the baseline's."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     base = next((r["losses"] for r in rows if r.get("verdict") == "baseline"), None)

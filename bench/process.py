@@ -1,11 +1,8 @@
 """Worker processes and interleaved rounds: A B C A B C.
 
-Each backend runs in a process of its own, which keeps memory and compile caches separate. After the
-warm-ups each measures one round in turn while the others sleep, so that a drifting clock or a busy
-neighbour affects all alike. A sleeping worker keeps its weights; if they do not all fit into
-memory, every round gets new processes ("fresh").
-
-Ctrl-C and SIGTERM end a bench at once, its deadline ends it after the current round.
+Each backend has a process of its own, with its own memory and compile caches. After the warm-ups
+each measures one round in turn, so that a drifting clock affects all alike. If the sleeping workers
+do not fit into memory together, every round gets new processes ("fresh").
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from typing import Any
 
+from bench import Json
 from bench.worker import serve
 from core.runtime import StopSignal
 
@@ -32,8 +28,7 @@ LOOK = 0.2  # seconds between two checks for signals while a worker works
 
 
 class Failure(Exception):
-    """No result, of kind "unavailable", "failed" (an exception), "died" (the process is lost),
-    "skipped" (it would take too long) or "stopped" (the bench ends)."""
+    """No result: "unavailable", "failed", "died", "skipped" (too slow) or "stopped"."""
 
     def __init__(self, kind: str, why: Sequence[str]) -> None:
         super().__init__("; ".join(why))
@@ -66,7 +61,7 @@ class Stop:
         return 128 + number if number else 0
 
 
-def result(answer: dict[str, Any]) -> dict[str, Any]:
+def result(answer: Json) -> Json:
     """Return the content of a worker's answer. Raises Failure for a refusal or an error."""
     if "unavailable" in answer:
         raise Failure("unavailable", answer["unavailable"])
@@ -78,7 +73,7 @@ def result(answer: dict[str, Any]) -> dict[str, Any]:
 class Worker:
     """A process and the pipe to it; it imports torch while it waits for its job."""
 
-    about: dict[str, Any]  # the answer to the job
+    about: Json  # the answer to the job
     setup_s: float
 
     def __init__(
@@ -88,16 +83,10 @@ class Worker:
         self.errors = tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=target, args=(theirs, self.errors.name), daemon=True)
-        resource_tracker.ensure_running()  # its start unblocks SIGINT
-        # The process inherits the mask: Ctrl-C is for this process to handle.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+        self.process.start()
+        theirs.close()
 
-    def begin(self, job: Mapping[str, Any]) -> Worker:
+    def begin(self, job: Json) -> Worker:
         """Set up the job; the process ends if that fails."""
         began = time.perf_counter()
         try:
@@ -109,7 +98,7 @@ class Worker:
         self.setup_s = time.perf_counter() - began
         return self
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Json) -> Json:
         """Send a request and return its answer. Raises Failure, after `timeout` seconds too."""
         deadline = time.monotonic() + self.timeout
         try:
@@ -120,6 +109,7 @@ class Worker:
                     raise Failure("died", [f"no answer within {self.timeout:g} s (--timeout)"])
             return result(self.pipe.recv())
         except (EOFError, OSError):
+            self.stop.check()  # Ctrl-C may have ended it, too
             raise self._died() from None
 
     def _died(self) -> Failure:
@@ -148,11 +138,11 @@ class Worker:
 class Outcome:
     """Results of one backend at one point."""
 
-    about: dict[str, Any] = field(default_factory=dict)  # the answer to the job
+    about: Json = field(default_factory=dict)  # the answer to the job
     setup_s: float = 0.0  # from the start of the process to that answer
-    warm: dict[str, Any] = field(default_factory=dict)  # the answer to the warm-up
+    warm: Json = field(default_factory=dict)  # the answer to the warm-up
     warm_up_s: float = 0.0
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[Json] = field(default_factory=list)
     failure: Failure | None = None
 
     @property
@@ -165,8 +155,8 @@ Key = tuple[str, str]  # name of the row, point
 
 
 def measure(
-    jobs: Mapping[str, Mapping[str, Any]],
-    points: Mapping[str, Mapping[str, Any]],
+    jobs: Mapping[str, Json],
+    points: Mapping[str, Json],
     rounds: int,
     outcomes: dict[Key, Outcome],
     *,
@@ -185,12 +175,11 @@ def measure(
     Args:
         jobs: name -> the worker's job; points: name -> the request of a round.
         outcomes: results of each pair, filled in as they come.
-        ahead: start all processes at the beginning, so that they import in parallel.
+        ahead: start all processes at the beginning.
         fresh: new processes in every round; None: only if they do not all fit into `budget`.
         budget: bytes for all workers together; 0: unlimited.
-        skip: returns why a pair is not measured, or "". Called before its warm-up.
+        skip: returns why a pair is not measured, or "".
         known: called for each pair after its last round or its failure.
-        after_round: called after the warm-up too.
 
     Returns:
         True if rounds had fresh processes.

@@ -1,26 +1,22 @@
 """Time of a training step by its parts (bench/roofline.py), from PyTorch's profiler.
 
-Not compiled: hooks put a record_function range around each module (Scopes), and an operator belongs
-to the innermost range. A backward operator is linked to its forward operator by autograd's sequence
-number. Compiled: by name and, for a matmul, by sizes; the names of Inductor's kernels list what was
-fused (triton_per_fused_add_native_layer_norm_3), and the first match in NAMES counts. The update
-and the wait for data have ranges in both cases. Adding gradients over micro-batches counts as
-optimizer. The rest is the row "unattributed", with its names in the record.
+Hooks put a record_function range around each module, and an operator belongs to the innermost
+range. A backward operator is linked to its forward operator by autograd's sequence number. So the
+profiled steps run without torch.compile. The update and the wait for data have ranges, too; adding
+gradients over micro-batches counts as optimizer. The rest is the row "unattributed".
 
-On CUDA the times are of kernels, linked to their operators by CUPTI's correlation ids, and
-`gaps` is the rest of a step without the profiler, which slows down the host but no kernel. On the
-CPU the times are of operators without their children, and `gaps` is Python's own.
+On CUDA the times are of kernels, and `gaps` is the rest of a step without the profiler, which slows
+down the host but no kernel. On the CPU the times are of operators without their children, and
+`gaps` is Python's own.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,7 +25,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import record_function
 
 from attention.probing import KERNELS
-from model import GPTConfig
 
 # In the names of attention kernels: flash_fwd_kernel, fmha_cutlassF_bf16,
 # cudnn_generated_fort_native_sdpa, triton_tem_fused_flex_attention,
@@ -39,30 +34,12 @@ RANGE = "part of a step: "
 ENGINE = "autograd::engine::evaluate_function: "
 BACKWARD, USER = 1, 7  # at::RecordScope
 
-MATMUL = re.compile(r"^aten::(add)?mm$|(triton|cpp)_.*fused_.*(?<![a-z])(add)?mm(?![a-z])")
-FUSED = "(triton|cpp)_.*fused_.*"
-NAMES = [  # parts of a compiled model
-    ("attention", ATTENTION),
-    ("attention", re.compile(r"^aten::(baddb|b)mm$")),  # the only batched matmuls
-    ("head and loss", re.compile(r"aten::(scatter|gather|_log_softmax|nll_loss)")),
-    ("embedding", re.compile(r"aten::embedding")),
-    ("head and loss", re.compile(FUSED + "(log_softmax|nll_loss|cross_entropy|logsumexp)")),
-    ("head and loss", re.compile(FUSED + "(gather|scatter|(?<![a-z])ne(?![a-z]))")),  # != IGNORE
-    ("attention", re.compile(FUSED + "(softmax|(?<![a-z])cat(?![a-z]))")),  # gradients of q, k, v
-    ("embedding", re.compile(FUSED + "embedding_dense_backward")),
-    ("norms and elementwise", re.compile(FUSED + "(norm|gelu|dropout)")),
-    ("embedding", re.compile(FUSED + "embedding")),
-    ("norms and elementwise", re.compile(FUSED)),
-]
-# Python of compiled code, not an operator's time.
-HOST = re.compile(r"TorchDynamo|Torch-Compiled|Pregraph|AOTDispatcher|CompiledFunction|## Call")
 
-
-def profiler(device: torch.device, shapes: bool = False) -> torch.profiler.profile:
+def profiler(device: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, record_shapes=shapes)
+    return torch.profiler.profile(activities=activities)
 
 
 def kernels_of(looking: torch.profiler.profile) -> dict[str, list[str]]:
@@ -71,7 +48,6 @@ def kernels_of(looking: torch.profiler.profile) -> dict[str, list[str]]:
     named = [e for e in ran if ATTENTION.search(e.key) and not e.key.startswith("autograd::")]
     return {
         "kernels": list(dict.fromkeys(KERNELS[e.key] for e in ran if e.key in KERNELS)),
-        "events": [e.key for e in named],
         "device_kernels": [e.key for e in named if e.device_type != DeviceType.CPU],
     }
 
@@ -150,23 +126,21 @@ def part_of(name: str, module: nn.Module) -> str | None:
     return "norms and elementwise"  # norms, GELU, dropout, and what MLPs and blocks add
 
 
-def read(
-    events: Iterable[FunctionEvent], config: GPTConfig, rows: int, compiled: bool, device: str
-) -> Found:
-    """Attribute the profiler's events, recorded with shapes.
-
-    Args:
-        rows: tokens in a micro-batch.
-        compiled: attribute by names and sizes, not by modules.
-        device: "cuda": time of kernels; else time of operators.
-    """
+def read(events: Iterable[FunctionEvent], device: str) -> Found:
+    """Attribute the profiler's events. On "cuda" times are of kernels, else of operators."""
     events = list(events)
     on_host = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async]
-    owner, found = Owner(on_host, config, rows, compiled), Found()
+    # The operator that makes an autograd node is the last one to begin with its number.
+    forward = {
+        (e.thread, e.sequence_nr): e
+        for e in sorted(on_host, key=lambda e: e.time_range.start)
+        if e.sequence_nr >= 0 and not is_node(e)
+    }
+    found = Found()
     if device != "cuda":
         for e in on_host:
-            if e.name == RANGE + "data" or not (e.scope == USER or HOST.search(e.name)):
-                found.add(owner.of(e), e.name, e.self_cpu_time_total)
+            if e.scope != USER or e.name == RANGE + "data":
+                found.add(part_of_event(e, forward), e.name, e.self_cpu_time_total)
         found.busy_ms = sum(found.ms.values())
         return found
     # A range also appears on the device, from its first kernel to its last.
@@ -178,13 +152,11 @@ def read(
     for e in on_host:
         for launched in e.kernels:
             if launched.name not in ranges:
-                part = owner.of(e) or owner.by_name(launched.name)
-                found.add(part, launched.name, launched.duration)
+                found.add(part_of_event(e, forward), launched.name, launched.duration)
                 left[launched.name] -= launched.duration
     for name, microseconds in left.items():
         if microseconds > 0.5:
-            part = "data" if "Memcpy HtoD" in name else owner.by_name(name)
-            found.add(part, name, microseconds)
+            found.add("data" if "Memcpy HtoD" in name else None, name, microseconds)
     found.busy_ms = union((e.time_range.start, e.time_range.end) for e in kernels) / 1e3
     return found
 
@@ -198,64 +170,23 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-class Owner:
-    """The parts that events belong to."""
-
-    def __init__(
-        self, events: list[FunctionEvent], config: GPTConfig, rows: int, compiled: bool
-    ) -> None:
-        self.compiled, self.rows = compiled, rows
-        C, K = config.n_embd, config.kv_heads * config.head_dim
-        self.linear = [(C, C + 2 * K), (C, C), (C, 4 * C)]
-        self.head = (C, config.vocab_size)
-        # The operator that makes an autograd node is the last one to begin with its number.
-        self.forward: dict[tuple[int | None, int], FunctionEvent] = {}
-        for e in sorted(events, key=lambda e: e.time_range.start):
-            if e.sequence_nr >= 0 and not is_node(e):
-                self.forward[e.thread, e.sequence_nr] = e
-
-    def of(self, event: FunctionEvent) -> str | None:
-        part = self._by_range(event)
-        if not self.compiled or part in ("optimizer", "data"):
-            return part
-        parts = (self.by_name(e.name, e.input_shapes) for e in with_parents(event))
-        return next(filter(None, parts), None)
-
-    def _by_range(self, event: FunctionEvent) -> str | None:
-        for e in with_parents(event):
-            if e.name.startswith(RANGE):
-                return e.name.removeprefix(RANGE)
-            if is_node(e):
-                if "AccumulateGrad" in e.name:
-                    return "optimizer"
-                made_by = self.forward.get((e.fwd_thread, e.sequence_nr))
-                if made_by is not None:
-                    return self._by_range(made_by)
-                if "GraphRoot" not in e.name:
-                    return None
-        return None
-
-    def by_name(self, name: str, shapes: Sequence[Any] = ()) -> str | None:
-        if MATMUL.search(name) and not ATTENTION.search(name):
-            return self.by_sizes(shapes)
-        return next((part for part, names in NAMES if names.search(name)), None)
-
-    def by_sizes(self, shapes: Sequence[Any]) -> str | None:
-        """Return the part of a matmul by its three sizes; None if both parts match."""
-        pairs = pairwise(s for s in shapes if len(s) == 2)
-        sizes = next((sorted((*a, b[1])) for a, b in pairs if a[1] == b[0]), None)
-        if sizes is None:
-            return None
-        linear = any(sorted((self.rows, *w)) == sizes for w in self.linear)
-        rest = Counter(sizes) - Counter(self.head)  # the head takes its rows in chunks
-        head = rest.total() == 1 and next(iter(rest)) <= self.rows
-        return None if linear == head else "linear" if linear else "head and loss"
+Forward = dict[tuple[int, int], FunctionEvent]  # thread, sequence number -> operator
 
 
-def with_parents(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+def part_of_event(event: FunctionEvent | None, forward: Forward) -> str | None:
+    """Return the part of the innermost range around an operator or around its forward."""
     while event is not None:
-        yield event
+        if event.name.startswith(RANGE):
+            return event.name.removeprefix(RANGE)
+        if is_node(event):
+            if "AccumulateGrad" in event.name:
+                return "optimizer"
+            if made_by := forward.get((event.fwd_thread or 0, event.sequence_nr)):
+                return part_of_event(made_by, forward)
+            if "GraphRoot" not in event.name:
+                return None
         event = event.cpu_parent
+    return None
 
 
 def is_node(event: FunctionEvent) -> bool:

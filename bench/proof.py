@@ -6,11 +6,12 @@ All backends share one process and the references; after a crash a new process c
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attention
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
+from bench import Json
 from bench.job import Job
 from bench.process import Failure, Worker
 
@@ -23,12 +24,12 @@ Item = dict[str, str]  # a case or a property, its feature, and a dtype
 class Proof:
     """Tests one backend on one item."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.device = Job(told).device
         self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
-        self.about: dict[str, Any] = {}
+        self.about: Json = {}
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         """Return {"verdict": "right", "refused" or "wrong", "why": ...}.
 
         Errors of a kernel are not caught here, since they may break the process.
@@ -51,10 +52,10 @@ def items(dtypes: list[str]) -> list[Item]:
     ]
 
 
-def prove(bench: Bench, dtypes: list[str]) -> list[dict[str, Any]]:
+def prove(bench: Bench, dtypes: list[str]) -> list[Json]:
     """Test until the time is up, always the backend that has used the least; return their rows."""
     asked, job = items(dtypes), bench.job("proof", "")
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.backends}
+    answers: dict[str, list[Json]] = {name: [] for name in bench.backends}
     spent = dict.fromkeys(bench.backends, 0.0)
     worker = None
     try:
@@ -84,15 +85,14 @@ def prove(bench: Bench, dtypes: list[str]) -> list[dict[str, Any]]:
     return [row(name, answers[name], len(asked), spent[name]) for name in bench.backends]
 
 
-def row(name: str, answers: list[dict[str, Any]], asked: int, seconds: float) -> dict[str, Any]:
-    by = {v: [a for a in answers if a["verdict"] == v] for v in ("right", "wrong", "refused")}
+def row(name: str, answers: list[Json], asked: int, seconds: float) -> Json:
+    verdicts = [a["verdict"] for a in answers]
     heard = {a["verdict"] for a in answers if a["feature"] == "causality"} - {"refused"}
     return {
         "backend": name,
-        **{verdict: len(found) for verdict, found in by.items()},
+        **{verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")},
         "not_reached": asked - len(answers),
         "canary": "wrong" not in heard if heard else None,
-        "failures": by["wrong"],
-        "reached": [f"{a['what']} {a['dtype']}" for a in answers],
+        "failures": [a for a in answers if a["verdict"] == "wrong"],
         "seconds": seconds,
     }

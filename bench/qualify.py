@@ -1,7 +1,6 @@
 """bench_mfu.py qualify: all modes in a row on a new machine, as one record.
 
-Six stages at fixed sizes. Each ends at its share of --minutes; unused time goes to the later
-stages. The record is rewritten after every stage.
+Six stages at fixed sizes, each with its share of --minutes. The record is rewritten after each.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import data
-from bench import modes, proof, records, tables
+from bench import Json, modes, proof, records, tables
 from bench.bench import Bench
-from bench.compare import SAME
 from bench.config import CPU_CONFIG, BenchConfig, load_config, vocabulary
 from bench.limits import LONGEST
-from bench.machine import busy, watched
+from bench.machine import busy
 from bench.process import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
@@ -44,25 +42,22 @@ SHARES = {
     "converge": 0.10,
 }
 STAGES = tuple(SHARES)
-Content = dict[str, Any]
+Content = Json
 
 
-def boxes(seconds: float, wanted: Sequence[str]) -> dict[str, float]:
-    """Share the remaining seconds among the stages."""
-    total = sum(SHARES[name] for name in wanted)
-    return {name: seconds * SHARES[name] / total for name in wanted}
-
-
-def grid(cuda: bool) -> list[dict[str, Any]]:
+def grid(cuda: bool) -> list[Json]:
     """Return the points of attention alone, the most informative first.
 
     On a GPU width and tokens are the FlashAttention papers', 2048 and 16,384; elsewhere the width
     is 256, with one sequence.
     """
-    plain: Any = [(T, D, None, 1) for T in (1024, 4096, 16384, 512, 2048, 8192) for D in (64, 128)]
-    more = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
+    lengths, widths = (1024, 4096, 16384, 512, 2048, 8192), (64, 128)
+    sizes: list[tuple[int, int, int | None, int]] = [
+        (T, D, None, 1) for T in lengths for D in widths
+    ]
+    sizes[4:4] = [(4096, 64, 1024, 1), (4096, 128, None, 4)]
     made = []
-    for T, D, window, group in [*plain[:4], *more, *plain[4:], (16384, 128, 1024, 1)]:
+    for T, D, window, group in [*sizes, (16384, 128, 1024, 1)]:
         H = (2048 if cuda else 256) // D
         heads = {"H": H, "Hkv": max(1, H // group), "D": D}
         made.append({"B": max(1, 16384 // T) if cuda else 1, "T": T, **heads, "window": window})
@@ -115,7 +110,7 @@ def decoding(bench: Bench, box: float) -> Content:
 
 
 # A model for converge that learns something in a minute.
-SMALL: dict[str, Any] = {
+SMALL: Json = {
     "n_layer": 4,
     "n_head": 4,
     "n_embd": 128,
@@ -184,12 +179,10 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         given: names of the settings that the user gave.
     """
     config, cuda = bench.config, bench.device.startswith("cuda")
-    end = time.monotonic() + 60 * (config.minutes or MINUTES)
+    began, end = time.monotonic(), time.monotonic() + 60 * (config.minutes or MINUTES)
     wanted = [STAGES[n - 1] for n in sorted(set(config.stages))]
     others = busy(bench.device.partition(":")[0])
-    began = time.monotonic()
     probe = bench.begin()
-    first_look = time.monotonic() - began
     config = settled(config, given, cuda, bench.machine["free_memory"])
     config = replace(config, rounds=config.rounds if "rounds" in given else ROUNDS)
     bench.vocab_size, _ = vocabulary(config)
@@ -202,17 +195,13 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         "settings": config.flat(),
     }
     folder = records.folder_of(config.records_dir, config.record or "qualify", bench.machine)
-    if config.resume:
-        folder, record["stages"] = earlier(folder, record)
-        wanted = [name for name in wanted if name in undone(record)]
-        record["stages"] = [s for s in record["stages"] if s["name"] not in wanted]
     bench.tell(
         f"training: {config.train.n_layer} layers, {config.train.n_embd} wide, batch "
         f"{config.batch_size}, {config.train.block_size} tokens"
     )
     for i, name in enumerate(wanted):
-        stage, now = STAGE[name], time.monotonic()
-        box = boxes(end - now, wanted[i:])[name]
+        stage, now = STAGE[name], began if i == 0 else time.monotonic()
+        box = (end - now) * SHARES[name] / sum(SHARES[later] for later in wanted[i:])
         bench.backends = ranked(record, bench.backends)
         own = replace(
             bench,
@@ -226,23 +215,18 @@ def run(bench: Bench, told: Content, given: Container[str]) -> tuple[Content, Pa
         bench.tell(f"stage {1 + STAGES.index(name)}, {name}: {box:.0f} s at most")
         entry = attempt(name, own, box, probe)
         if name == "machine":
-            entry["seconds"] += first_look
             entry["record"]["busy"] = others
         record["stages"].append(entry)
-        record["stages"].sort(key=lambda s: STAGES.index(s["name"]))
         bench.stop.why = bench.stop.why or (own.stop.why if own.stop.code else "")
-        record.pop("incomplete", None)
-        if missing := undone(record):
-            record["incomplete"] = f"not done: {', '.join(missing)}"
+        done = {s["name"] for s in record["stages"] if s["status"] == "done"}
+        missing = [name for name in STAGES if name not in done]
+        record["incomplete"] = f"not done: {', '.join(missing)}"
         record |= {"complete": not missing, "answers": conclusions(record)}
+        if not missing:
+            del record["incomplete"]
         records.write(folder, record, whole=False)
     probe.close()
     return record, folder
-
-
-def undone(record: Content) -> list[str]:
-    done = {s["name"] for s in record["stages"] if s["status"] == "done"}
-    return [name for name in STAGES if name not in done]
 
 
 def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
@@ -253,8 +237,7 @@ def attempt(name: str, bench: Bench, box: float, probe: Worker) -> Content:
         bench.stop.check()
         asked = {"names": bench.backends, "specs": modes.specs(bench)}
         bench.refused = probe.ask(asked)["refused"]
-        with watched() as entry["watched"]:
-            entry["record"] = STAGE[name].run(bench, box)
+        entry["record"] = STAGE[name].run(bench, box)
         why = entry["record"].get("incomplete", bench.stop.why)
         entry |= {"status": "cut" if why else "done", "why": why}
     except (Failure, UserError) as e:
@@ -271,23 +254,6 @@ def ranked(record: Content, names: list[str]) -> list[str]:
     )
     ms = {row["backend"]: row["ms"] for row in short}
     return sorted(names, key=lambda name: ms.get(name, math.inf))
-
-
-def earlier(folder: Path, record: Content) -> tuple[Path, list[Content]]:
-    """Return the folder and the stages of the newest record of this device and name."""
-    tail = folder.name.partition("_")[2]
-    found = sorted(folder.parent.glob(f"*_{tail}/record.json"))
-    if not found:
-        raise UserError(f"--resume: no record *_{tail} in {folder.parent}")
-    old = records.read(found[-1])
-    if old.get("mode") != "qualify":
-        raise UserError(f"--resume: {found[-1]} is not a record of qualify")
-    for name, what in (("source_sha256", "source"), ("vocab_size", "vocabulary")):
-        if old.get(name) != record.get(name):
-            raise UserError(f"--resume: {found[-1].parent} was measured with another {what}")
-    if any(old["machine"].get(n) != record["machine"].get(n) for n in SAME):
-        raise UserError(f"--resume: {found[-1].parent} is of {old['machine']['about']}")
-    return found[-1].parent, old["stages"]
 
 
 # --- the conclusions ---
@@ -338,9 +304,6 @@ def doubts(record: Content) -> list[str]:
         )
     said += results(record, "machine").get("busy", [])
     for stage in record["stages"]:
-        if held := stage.get("watched", {}).get("held_down_by"):
-            why = " and ".join(held)
-            said.append(f"in the stage {stage['name']} the GPU's clock was held down by {why}")
         rows = ok_rows(record, stage["name"])
         noisy = [row for row in rows if row.get("noisy")]
         if len(noisy) > len(rows) / 2:

@@ -12,9 +12,8 @@ import re
 import subprocess
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from bench import pictures, tables
+from bench import Json, pictures, tables
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,14 +28,13 @@ SHARED = ("format", "command", "date", "commit", "dirty", "source_sha256", "seco
 def git(*words: str, text: str | None = None) -> str | None:
     """Return git's output, with `text` as its input; None if it fails."""
     try:
-        how: Any = {"cwd": ROOT, "capture_output": True, "text": True, "input": text}
-        done = subprocess.run(["git", *words], **how)
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, input=text)
     except OSError:
         return None
     return done.stdout.strip("\n") if done.returncode == 0 else None
 
 
-def git_state() -> dict[str, Any]:
+def git_state() -> Json:
     """Return commit, dirty and source_sha256, each None outside a checkout."""
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     dirty = None if status is None else bool(status)
@@ -52,7 +50,7 @@ def source_sha256() -> str | None:
     return _sha256(sorted(pairs)) if pairs else None
 
 
-def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+def parts(content: Json) -> list[Json]:
     """Return the contents of a qualify record's stages, or the record itself."""
     if content.get("mode") != "qualify":
         return [content]
@@ -61,25 +59,25 @@ def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**told, **record} for record in own if record.get("mode") in TITLES]
 
 
-def rounds_sha256(content: dict[str, Any]) -> str:
+def rounds_sha256(content: Json) -> str:
     """Return a hash of each row's mode, backend, point and raw rounds."""
     names = ("mode", "backend", "point", "rounds")
     found = [[row.get(n) for n in names] for part in parts(content) for row in part["rows"]]
     return _sha256(found)
 
 
-def seal(content: dict[str, Any]) -> dict[str, Any]:
+def seal(content: Json) -> Json:
     """Add the hash of the rounds, in place."""
     content["rounds_sha256"] = rounds_sha256(content)
     return content
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def device_slug(machine: dict[str, Any]) -> str:
+def device_slug(machine: Json) -> str:
     """Return the device for a folder's name: "cpu", "h100-80gb-hbm3"."""
     if machine["kind"] == "cpu":
         return "cpu"
@@ -87,11 +85,11 @@ def device_slug(machine: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def folder_of(records_dir: str | Path, slug: str, machine: dict[str, Any]) -> Path:
+def folder_of(records_dir: str | Path, slug: str, machine: Json) -> Path:
     return Path(records_dir) / f"{date.today()}_{device_slug(machine)}_{slug}"
 
 
-def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
+def write(folder: Path, content: Json, whole: bool = True) -> None:
     """Write record.json atomically; if `whole` also the pictures and README.md.
 
     Raises UserError if the folder cannot be written.
@@ -111,7 +109,7 @@ def write(folder: Path, content: dict[str, Any], whole: bool = True) -> None:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path) -> Json:
     """Read a record, given its folder or record.json. Raises UserError if it cannot."""
     path = Path(path)
     path = path / "record.json" if path.is_dir() else path
@@ -125,13 +123,13 @@ def read(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def title(content: dict[str, Any]) -> str:
+def title(content: Json) -> str:
     what = {**TITLES, "qualify": "What this machine can do"}[content["mode"]]
     title = f"{what}, {content['machine']['about']}"
     return title if content.get("complete", True) else f"INCOMPLETE: {title}"
 
 
-def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(content: Json) -> list[tuple[str, str]]:
     """Return machine, software and settings as (name, value)."""
     m, s, mode = content["machine"], content["settings"], content["mode"]
     software = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
@@ -180,7 +178,7 @@ def facts(content: dict[str, Any]) -> list[tuple[str, str]]:
     return [*found.items(), ("rounds", rounds + warm_up.get(mode, ""))]
 
 
-def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
+def sections(content: Json) -> list[tuple[str, tables.Cells]]:
     """Return the tables of a record or its stages, with titles."""
     found = []
     if content["mode"] == "qualify":
@@ -206,7 +204,7 @@ def sections(content: dict[str, Any]) -> list[tuple[str, tables.Cells]]:
     return found
 
 
-def readme(content: dict[str, Any], pictures: list[str]) -> str:
+def readme(content: Json, pictures: list[str]) -> str:
     """Return the README.md of a record."""
     parts = [f"# {title(content)}"]
     if "incomplete" in content:
@@ -217,5 +215,5 @@ def readme(content: dict[str, Any], pictures: list[str]) -> str:
     for name, made in sections(content):
         parts += [f"## {name}", tables.markdown(made)]
     parts += [f"![{name}]({name}.png)" for name in pictures]
-    parts.append("Every round is in [record.json](record.json).")
+    parts.append("[Every round](record.json)")
     return "\n\n".join(parts) + "\n"

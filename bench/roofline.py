@@ -18,23 +18,18 @@ inputs and outputs together are S = (2 C + 2 K) + 2 C + 5 C + 5 C wide. m: micro
     optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
     data, gaps             -               -
 
-- linear, head: one matmul forward and two backward, each reading two matrices and writing one.
-  Logits stay on the chip. GELU and biases are fused.
-- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward: 7 matmuls of 2 C FLOPs per
-  pair of query and key. `keys` is the mean number of keys per query. Exponentials are not counted.
-  Forward reads q, k, v and writes out; backward reads these and dout and writes three gradients.
-- norms and elementwise: 2 L + 1 norms with the addition before each; forward reads two tensors and
-  writes two, backward reads three and writes one.
+- linear, head: one matmul forward and two backward. Logits stay on the chip; GELU, biases fused.
+- attention: QK^T and PV forward; dV, dP, dQ, dK and QK^T again backward, of 2 C FLOPs per visible
+  pair. `keys` is the mean number of keys per query. Exponentials are not counted.
+- norms and elementwise: 2 L + 1 norms with the addition before each.
 - optimizer: AdamW reads weight, gradient and two moments, and writes all but the gradient.
-- embedding: rows are read, their sum is written; the gradient is read and added to the used rows.
-- data: the copy overlaps the computation. gaps: none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from bench import Json
 from core import flops
 from model import GPTConfig
 
@@ -92,7 +87,7 @@ def ceiling(
     tflops: float,
     bandwidth: float,
     peak: float,
-) -> dict[str, Any]:
+) -> Json:
     """Return ms, tokens_per_s, mfu and mfu_causal of a step at its roofline.
 
     `mfu` counts masked keys, so it can exceed 1; then it is None.
@@ -107,7 +102,7 @@ def ceiling(
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
 
 
-def told(found: dict[str, Any], of: str) -> str:
+def told(found: Json, of: str) -> str:
     """Return a ceiling as text."""
     return (
         f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
@@ -115,7 +110,7 @@ def told(found: dict[str, Any], of: str) -> str:
     )
 
 
-def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[dict[str, Any]]:
+def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[Json]:
     """Return a line for each part with work, the longest first."""
     ms = {part: w.ms(tflops, bandwidth) for part, w in parts.items() if w.flops or w.bytes}
     made = []

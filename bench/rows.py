@@ -7,37 +7,33 @@ skipped, stopped with `why`), every round, and figures computed from them.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from bench import roofline
+from bench import Json, roofline
 from bench.decoding import mbu
+from bench.hf import Counted
 from bench.kernels import flops_of
 from bench.process import Failure, Outcome
 from bench.stats import Summary
 from core import flops
 from model import GPTConfig
 
-Row = dict[str, Any]
-QUICKER = {  # reasons for a time below the roofline
-    "FLOPs": "more than the peak, which is too low",
-    "bytes": "read from a cache, or the bandwidth is too low",
-}
+Row = Json
 
 
-def where(point: dict[str, Any]) -> str:
+def where(point: Json) -> str:
     """Return the point as text, such as "B=1 P=64 cache=static"."""
     said = point.items()
     return " ".join(k if v is True else f"{k}={v}" for k, v in said if v not in (None, False))
 
 
-def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> Row:
+def begin(mode: str, backend: str, point: Json, outcome: Outcome) -> Row:
     """Return the fields that all modes have."""
     row: Row = {"mode": mode, "backend": backend, "point": point, "status": "ok"}
     failure = outcome.failure or Failure("stopped", ["no round was measured yet"])
     if not outcome.rounds or (outcome.failure and failure.kind != "stopped"):
         status = "failed" if failure.kind == "died" else failure.kind
         return row | {"status": status, "why": list(failure.why)}
-    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "events", "device_kernels")}
+    row |= {name: outcome.warm.get(name, []) for name in ("kernels", "device_kernels")}
     row |= {
         "title": outcome.about.get("title", ""),
         "proof": outcome.warm.get("proof"),
@@ -57,10 +53,10 @@ def begin(mode: str, backend: str, point: dict[str, Any], outcome: Outcome) -> R
 def of_training(
     row: Row,
     outcome: Outcome,
-    config: Any,
+    config: GPTConfig | Counted,
     sequences: int,
     peak: flops.Peak,
-    reference: dict[str, Any],
+    reference: Json,
 ) -> Row:
     """Complete a row of train or converge; `reference`: loss and norm in float32, if known."""
     if row["status"] != "ok":
@@ -81,14 +77,14 @@ def of_training(
 
 
 def of_profile(
-    found: dict[str, Any],
+    found: Json,
     parts: dict[str, roofline.Work],
     config: GPTConfig,
     sequences: int,
     peak: flops.Peak,
     bandwidth: tuple[float, str],  # bytes a second, and its source
     products_tflops: float | None,  # of large matmuls, if known
-) -> dict[str, Any]:
+) -> Json:
     """Add rooflines to the result of Training.profile, the largest gap first."""
     if "why" in found:
         return found
@@ -100,8 +96,8 @@ def of_profile(
             line = {"part": part, "ms": ms, "share": ms / total, "roofline_ms": least}
             line |= {"times": ms / least if least else None, "over_ms": ms - least}
             line["limit"] = w.limit(peak.tflops, bandwidth[0])
-            if ms < least:  # 0: attributed to another part
-                line |= {"times": None, "times_why": QUICKER[line["limit"]] if ms else "not seen"}
+            if ms < least:  # attributed to another part, or read from a cache
+                line["times"] = None
             lines.append({**line, "names": found["names"].get(part, [])})
     lines.sort(key=lambda line: -line["over_ms"])
     made = {k: v for k, v in found.items() if k != "names"} | {"parts": lines, "ms": total}

@@ -49,23 +49,23 @@ def table() -> str:
 
 def abilities(caps: Caps) -> dict[str, str]:
     """Return column title -> cell."""
-    yes = {True: "yes", False: "no"}
+    yes = {True: "yes", False: "-"}
     multiple = f", multiple of {caps.head_dim_multiple}" if caps.head_dim_multiple > 1 else ""
     step, unordered = caps.dropout_step, caps.grad and not caps.deterministic
-    caches = ", ".join(c for c in caps.caches if c != "none") or "no"
+    caches = ", ".join(c for c in caps.caches if c != "none") or "-"
     if caps.page_multiple > 1:
         caches = caches.replace("paged", f"paged (pages of {caps.page_multiple} n tokens)")
     return {
         "device": ", ".join(place(device, [caps]) for device in caps.devices),
-        "packages": ", ".join(p.replace(">=", " >= ") for p in caps.packages) or "none",
+        "packages": ", ".join(p.replace(">=", " >= ") for p in caps.packages) or "-",
         "dtypes": "all" if caps.dtypes == DTYPES else ", ".join(caps.dtypes),
         "head_dim": (f"up to {caps.head_dim_max}" if caps.head_dim_max else "any") + multiple,
         "window": yes[caps.window],
         "segments": yes[caps.segments],
-        "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "no",
+        "scores": ", ".join(n for n in ("scale", "softcap", "sinks") if getattr(caps, n)) or "-",
         "dropout": f"multiples of {step:g}" if step else yes[caps.dropout],
         "backward": yes[caps.grad] + ", not deterministic" * unordered,
-        "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "no",
+        "parts": "yes" if caps.lse and caps.lse_segments else "no segments" if caps.lse else "-",
         "caches": caches if "none" in caps.caches else f"only {caches}",
     }
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
 
-from bench import roofline
+from bench import Json, roofline
 from bench.rows import Row, where
 from bench.stats import differ
 from core import flops
@@ -130,23 +129,23 @@ def cells(mode: str, rows: list[Row]) -> Cells:
     return ["backend", *(title for title, _ in columns)], lines
 
 
-def profile(found: dict[str, Any]) -> Cells:
+def profile(found: Json) -> Cells:
     """Return the parts of a step, the largest gap first."""
-    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit", "mostly"]
+    head = ["part", "ms", "share", "roofline ms", "times", "over ms", "limit"]
     lines = []
     for i, p in enumerate(found["parts"]):
-        mostly = ", ".join(f"{name[:40]} {number(ms)}" for name, ms in p["names"][:2])
         times = [number(p["ms"]), percent(p["share"]), number(p["roofline_ms"]), number(p["times"])]
-        over = number(p["over_ms"]) + " (largest gap)" * (i == 0)
-        lines.append([p["part"], *times, over, p["limit"], mostly])
+        lines.append(
+            [p["part"], *times, number(p["over_ms"]) + " (largest gap)" * (i == 0), p["limit"]]
+        )
     least = found["ceiling"]["ms"]
     times = found["ms"] / least
     whole = [number(found["ms"]), "100.0%", number(least), number(times if times >= 1 else None)]
-    lines.append(["the step", *whole, number(found["ms"] - least), "", ""])
+    lines.append(["the step", *whole, number(found["ms"] - least), ""])
     return head, lines
 
 
-def rooflines(lines: list[dict[str, Any]]) -> Cells:
+def rooflines(lines: list[Json]) -> Cells:
     """Return the table of bench/roofline.py's lines()."""
     made = []
     for p in lines:
@@ -205,7 +204,7 @@ def markdown(content: Cells) -> str:
 EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
 
 
-def answers(content: dict[str, Any]) -> list[str]:
+def answers(content: Json) -> list[str]:
     """Return the sentences under the tables: fastest backends, MFU, doubts, agreement."""
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     said = [f"Fastest: {text}" for text in fastest(rows)]
@@ -226,20 +225,17 @@ def answers(content: dict[str, Any]) -> list[str]:
     return said
 
 
-def _profiled(p: dict[str, Any]) -> str:
+def _profiled(p: Json) -> str:
     if "why" in p:
         return p["why"]
     worst, told = p["parts"][0], roofline.told(p["ceiling"], "")
     if "reachable" in p:
         of = f", with matmuls at {p['products_tflops']:,.4g} TFLOP/s"
         told += "; " + roofline.told(p["reachable"], of)
-    told += f"; the largest gap: {worst['part']}, {worst['share']:.0%} of a step under the profiler"
-    for why, names in _by_reason(p["parts"], "times_why").items():
-        told += f"; {names}: beyond the roofline: {why}"
-    return told
+    return f"{told}; the largest gap: {worst['part']}, {worst['share']:.0%} of a step"
 
 
-def _by_reason(lines: list[dict[str, Any]], why: str) -> dict[str, str]:
+def _by_reason(lines: list[Json], why: str) -> dict[str, str]:
     """Return {reason: names of the backends or parts}."""
     found: dict[str, dict[str, None]] = {}
     for line in lines:
@@ -280,12 +276,12 @@ def winner(rows: list[Row]) -> str:
     return name(best) + f" (level: {others})" * bool(others)
 
 
-def exact(content: dict[str, Any]) -> str:
+def exact(content: Json) -> str:
     """Return the backend whose float32 results are the reference."""
     return "eager" if "hf" in content else "manual"
 
 
-def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
+def disagreeing(rows: list[Row], content: Json) -> list[str]:
     """Return a sentence per backend whose results differ by more than rounding."""
     dtype, found = content["machine"]["dtype"], []
     loss, norm = (1e-2, 5e-2) if dtype in ("float16", "bfloat16") else (1e-4, 1e-3)  # relative
@@ -306,7 +302,7 @@ def disagreeing(rows: list[Row], content: dict[str, Any]) -> list[str]:
     return found
 
 
-def verdict(rows: list[Row], content: dict[str, Any]) -> str:
+def verdict(rows: list[Row], content: Json) -> str:
     """Return the verdict of `converge`."""
     base = next((r["backend"] for r in rows if r.get("verdict") == "baseline"), "the baseline")
     within = f"{content['settings']['tolerance']:.2%}"

@@ -1,8 +1,8 @@
 """Training steps, timed: the jobs "train", "converge" and "reference".
 
-A step is train.train_step; a baseline has the step of its own loop. Tokens are random and on the
-device already, in converge the dataset's. Our model computes the gradients of head and loss in the
-forward pass (linear_cross_entropy): compare only whole steps with baselines' models.
+A step is train.train_step; a baseline has the step of its own loop. Tokens are random, in converge
+the dataset's. Our model computes the gradients of head and loss in the forward pass: compare only
+whole steps with other models.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
-from bench import candidates, hf, machine
+from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
@@ -44,7 +44,7 @@ class Reference:
     """Loss, gradient norm and counted FLOPs of the first batch by manual (--hf: eager) in float32,
     one sequence at a time to save memory."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
         job = Job(told, attention_backend="manual", gradient_checkpointing=False, **exact)
         what = hf.rows_of(["manual"])["manual"] if job.hf else ""
@@ -80,7 +80,7 @@ class Reference:
 class Training:
     """Training steps of one backend or baseline."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: Json) -> None:
         self.converge, baseline = told["job"] == "converge", told["baseline"]
         self.base = machine.memory(torch.device(told["device"]), peak=False)
         job = self.job = Job(told)
@@ -90,10 +90,6 @@ class Training:
         if self.device.type == "cpu" and not baseline:  # as train.py does
             keep_freed_memory()
         self.compiled = bool(job.setup.compile)
-        if told["profile"] and self.compiled:
-            from torch._inductor import config as inductor  # takes a second
-
-            inductor.cpp.enable_kernel_profile = True  # shows fused CPU kernels to the profiler
         scaler = self.scaler = job.setup.scaler()
         self.who = candidates.build(baseline, job).for_training(scaler)
         self.micro = config.gradient_accumulation_steps
@@ -111,12 +107,12 @@ class Training:
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
-    def timed(self, steps: int) -> dict[str, Any]:
+    def timed(self, steps: int) -> Json:
         """Return the mean milliseconds of `steps` steps and of their parts, and the losses."""
         numbers = range(self.done, self.done + steps)
         batches = [self.batches.get(n) for n in numbers] if self.converge else [self.batch] * steps
         self.done += steps
-        stamps: list[list[Any]] = []  # of each step: each forward and backward, update, end
+        stamps: list[list[machine.Stamp]] = []  # of a step: each forward, backward, update, end
         losses = []
         start = self.clock.start()
         for n, (x, y) in zip(numbers, batches, strict=True):
@@ -126,7 +122,7 @@ class Training:
             stamps.append([])
             losses.append(self.step(x, y, lambda _: stamps[-1].append(self.clock.stamp())))
         ms = self.clock.ms
-        answer: dict[str, Any] = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
+        answer: Json = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         N, (B, T) = candidates.parameters(self.who), x.shape
         answer["shape"] = {"B": B, "T": T, "parameters": N}  # as executed
         if self.clock.apart:
@@ -140,7 +136,7 @@ class Training:
             answer["losses"] = [float(loss) for loss in losses]
         return answer
 
-    def round(self, request: dict[str, Any]) -> dict[str, Any]:
+    def round(self, request: Json) -> Json:
         if request.get("warm_up"):
             return self.warm_up(request)
         if "fits" in request:
@@ -153,9 +149,9 @@ class Training:
             answer = self.timed(max(1, round(request["seconds"] / self.step_s)))
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
-    def warm_up(self, request: dict[str, Any]) -> dict[str, Any]:
+    def warm_up(self, request: Json) -> Json:
         """Compile, fill caches, time a step; return the first loss and the kernels' names."""
-        answer: dict[str, Any] = {}
+        answer: Json = {}
         if self.converge:  # every step counts: no step before the first
             if self.compiled:  # compile without an update
                 with self.setup.autocast:
@@ -189,44 +185,52 @@ class Training:
         machine.reset_peak(self.device)
         return {**candidates.evidence(self.who.chosen()), **answer}
 
-    def profile(self, steps: int) -> dict[str, Any]:
-        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py."""
-        config, device = self.config, self.device
+    def profile(self, steps: int) -> Json:
+        """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
+
+        They run without torch.compile, so that each operator belongs to a module.
+        """
+        config, device, who = self.config, self.device, self.who
         if device.type not in ("cuda", "cpu"):
             return {"why": f"the profiler does not support {device.type}"}
         V, n = self.job.vocab_size, config.batch_size
         draw = np.random.default_rng(config.seed)
         tokens = draw.integers(min(V, 2**16), size=(2 * n + 2) * config.block_size, dtype=np.uint16)
         batches = data.Batches(tokens, config.block_size, n, config.seed, device)
-        scopes = Scopes(self.who.model)
+        scopes = Scopes(who.model)
 
-        def run(watching: Any) -> float:
+        def run(watching: AbstractContextManager[object]) -> float:
             ahead: Any = batches.prefetch(0, steps + 1)
             with closing(ahead):
                 x, y = next(ahead)
-                self.who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
+                who.step(x, y, 1, lambda part: None)  # meanwhile batches are drawn
                 with watching:
                     start = self.clock.start()
                     for _ in range(steps):
                         with record_function(RANGE + "data"):
                             x, y = next(ahead)
                         with record_function(RANGE + "head and loss"):
-                            self.who.step(x, y, 1, scopes.mark)
+                            who.step(x, y, 1, scopes.mark)
                     return self.clock.ms(start, self.clock.stop())
 
-        plain = run(nullcontext())
-        looking = profiler(device, shapes=True)
-        with nullcontext() if self.compiled else scopes.modules():
-            seen = run(looking)
-        kernels, rows = device.type == "cuda", n * config.block_size
-        found = read(looking.events(), config.model(V), rows, self.compiled, device.type)
+        looking, compiled = profiler(device), who.run
+        who.run = who.model
+        try:
+            plain = run(nullcontext())
+            with scopes.modules():
+                seen = run(looking)
+        except torch.OutOfMemoryError:
+            return {"why": "a step without torch.compile does not fit into memory"}
+        finally:
+            who.run = compiled
+        kernels, found = device.type == "cuda", read(looking.events(), device.type)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
         gaps = max(0.0, (plain if kernels else seen) - found.busy_ms)
         parts = {**found.ms, "gaps": gaps}
         return {
             "steps": steps,
-            "by": "kernel names" if self.compiled else "modules",
+            "by": "modules" + ", not compiled" * self.compiled,
             "of": "kernels" if kernels else "operators",
             "plain_ms": plain / steps,
             "seen_ms": seen / steps,
@@ -237,7 +241,7 @@ class Training:
             },
         }
 
-    def fits(self, batch: int) -> dict[str, Any]:
+    def fits(self, batch: int) -> Json:
         """Run two steps of `batch` sequences; return time and memory of the second."""
         x, y = self.job.random_tokens(batch)
         small = slice(None) if self.compiled else slice(0, 1)  # makes AdamW's state

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from attention import BackendUnavailable
-from bench import machine
+from bench import Json, machine
 from core.runtime import describe
 from core.settings import UserError
 
@@ -47,7 +47,7 @@ class Handler:
     job: Any = None
     where = ""
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: Json) -> Json:
         try:
             if self.job is None:
                 self.job = begin(request)
@@ -73,7 +73,7 @@ class Handler:
         return False
 
 
-def begin(job: dict[str, Any]) -> Any:
+def begin(job: Json) -> Any:
     if job["memory_limit"] and sys.platform == "linux":
         import resource
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -32,6 +33,7 @@ class InProcess:
 
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Use such workers in every mode."""
+    gc.freeze()  # the bench collects garbage before each measurement: seconds in pytest
     for module in (fitting, bench, process, proof):
         patch.setattr(module, "Worker", kind)
     patch.setattr(training, "keep_freed_memory", lambda: None)

@@ -62,6 +62,7 @@ def test_a_row_for_every_backend_and_for_transformers_own(trained):
     assert "all agree with eager" in page
 
 
+@pytest.mark.slow
 def test_the_flops_are_counted_and_attentions_reckoned(trained):
     content, _ = trained
     full, causal = 2 * 12 * 4 * 8 * 32, 2 * 12 * 4 * 8 * 16.5

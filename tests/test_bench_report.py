@@ -23,7 +23,7 @@ def row(backend: str, times: list[float], mode: str = "train", **more: Any) -> d
     middle, q1, q3 = s[len(s) // 2], s[len(s) // 4], s[-1 - len(s) // 4]
     base = {
         "mode": mode, "backend": backend, "point": {}, "status": "ok", "title": backend,
-        "kernels": [], "events": [], "setup_s": 1.0, "warm_up_s": 2.0,
+        "kernels": [], "setup_s": 1.0, "warm_up_s": 2.0,
         "rounds": [{"ms": t} for t in times], "ms": middle, "q1_ms": q1, "q3_ms": q3,
         "spread": (q3 - q1) / middle if len(times) > 1 else None, "noisy": False,
         "forward_ms": middle / 3, "backward_ms": middle / 2, "memory_bytes": 2.5e9,
@@ -224,16 +224,6 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 
 # ----------------------------------------------------------------------------- tables, pictures
-
-
-def test_a_row_that_is_noisy_or_missing_says_so():
-    noisy = row("sdpa", [50.0, 60, 70], noisy=True)
-    head, (line,) = tables.cells("train", [noisy])
-    assert "noisy" in line[head.index("quartiles")]
-    page = records.readme(content(TRAIN), [])
-    lines = {line.split("|")[1].strip(): line for line in page.splitlines() if line.count("|") > 2}
-    assert "failed" in lines["flex"] and "CUDA out of memory" in lines["flex"]
-    assert "unavailable" in lines["triton"] and "a <reason>" in lines["triton"]
 
 
 def test_the_pictures_of_a_record(tmp_path):

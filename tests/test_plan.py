@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 import bench_mfu
 from bench.plan import scale
-from bench.plan.scale import Cluster, Job, Plan, Sent, collective
+from bench.plan.scale import Cluster, Job, Plan, Sent
 from core import flops, parallel
 from core.distributed import DistInfo
 from core.flops import Peak
@@ -360,34 +360,6 @@ def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) ->
 
 
 # --- over which link ---
-
-
-def walked(kind: str, size: int, ranks: int, node: int) -> tuple[set[int], set[int], int]:
-    """The bytes that the ranks send inside a node and between nodes, and the hops of a chunk,
-    message by message. As many rings as ranks in a node, each leaving a node at another rank."""
-    inside, between = [0] * ranks, [0] * ranks
-    here = min(node, ranks)
-    rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)
-    for ring in range(here):
-        order = [
-            start + (ring + 1 + i) % here for start in range(0, ranks, here) for i in range(here)
-        ]
-        for _ in range(rounds):
-            for place, rank in enumerate(order):
-                to = order[(place + 1) % ranks]
-                links = inside if rank // here == to // here else between
-                links[rank] += size // here // ranks
-    return set(inside), set(between), rounds
-
-
-@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter"])
-@pytest.mark.parametrize("ranks, node", [(2, 8), (8, 8), (16, 8), (12, 4), (4, 1)])
-def test_a_collective_goes_round_rings(kind: str, ranks: int, node: int) -> None:
-    size, at = 10_000 * 8 * ranks, cluster(nvlink=1e9, network=1e7, hops=(0, 0), node=node)
-    inside, between, _ = walked(kind, size, ranks, node)
-    got = collective(kind, size, ranks, max(1, ranks // node), at)
-    assert ({got.nvlink}, {got.network}) == (inside, between)
-    assert got.seconds == max(got.nvlink / 1e9, got.network / 1e7)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

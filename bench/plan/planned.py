@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from attention.machine.gpus import SERVERS, find_rated
-from bench import modes, tables
+from bench import Json, modes, tables
 from bench.config import BenchConfig, vocabulary
 from bench.fitting import SHARE
 from bench.plan.scale import KINDS, Cluster, Job, Plan, parameters
@@ -51,12 +51,8 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
         said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    computing = "at its roofline, which is the least time that it can take"
-    if at.slower != 1:
-        computing = f"{at.slower:g} times its roofline (--roofline_times)"
-    if at.products != peak.tflops:
-        computing += f", matmuls at {at.products:,.4g} TFLOP/s"
-    return at, [*said, f"computing: {computing}"]
+    matmuls = f"matmuls at {at.products:,.4g} TFLOP/s"
+    return at, [*said, f"computing: {at.slower:g} times its roofline, {matmuls}"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
@@ -95,7 +91,7 @@ def run(config: BenchConfig) -> int:
         f"vocabulary: {vocab_size:,} ({source})"
     )
     print(*said, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
-    content: list[dict[str, Any]] = []
+    content: list[Json] = []
     for n, ways in every.items():
         made = [row(p) for p in ways]
         content += made
@@ -111,9 +107,9 @@ def run(config: BenchConfig) -> int:
     return 0
 
 
-def row(plan: Plan) -> dict[str, Any]:
+def row(plan: Plan) -> Json:
     """Return a plan's figures, as in --json."""
-    row: dict[str, Any] = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
+    row: Json = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
     row |= {"context_parallel": plan.context, "shard_size": plan.shard}
     if plan.why_not:
         return {**row, "why": plan.why_not}
@@ -178,31 +174,31 @@ def most(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def sections(rows: list[dict[str, Any]]) -> list[tuple[str, tables.Cells]]:
+def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
     """Return the tables of one number of GPUs, with their titles."""
 
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
 
-    def table(head: list[str], cells: Callable[[dict[str, Any]], list[str]]) -> tables.Cells:
+    def table(head: list[str], cells: Callable[[Json], list[str]]) -> tables.Cells:
         lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]
         return ["planned", "context", *head], lines
 
-    def memory(r: dict[str, Any]) -> list[str]:
+    def memory(r: Json) -> list[str]:
         left = r["left_bytes"]
         fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
         return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
 
-    def sent(r: dict[str, Any]) -> list[str]:
+    def sent(r: Json) -> list[str]:
         return [str(r["micro_steps"]), *map(gb, (*r["sent"].values(), *r["links"].values()))]
 
-    def time(r: dict[str, Any]) -> list[str]:
+    def time(r: Json) -> list[str]:
         ms = [tables.number(r[f"{of}ms"]) for of in ("compute_", "communication_", "exposed_", "")]
         if r["left_bytes"] < 0:
             return [*ms[:3], "-", "-", "does not fit"]
         return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
 
-    def limits(r: dict[str, Any]) -> list[str]:
+    def limits(r: Json) -> list[str]:
         big, size = r["largest_model"], ["-", "none"]
         if big is not None:
             size = [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}"]
