@@ -26,7 +26,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,18 +35,19 @@ from torch import Tensor
 from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
-from inference.decode import Copy, Decoder, Launched, Row, next_logits, sample_step
-from inference.sampling import ENDED, Options, Uniform
+from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
+from inference.sampling import ENDED, Options, Prompt, Uniform
 
 if TYPE_CHECKING:
     from model import GPT
 
+T = TypeVar("T")
 PREFILL = 2048  # most tokens of a prefill, padding included, unless one prompt has more
 
 
 @torch.no_grad()
 def stream(
-    model: GPT, prompts: Iterable[Any], max_new_tokens: int | Iterable[int], **options: Any
+    model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
     """Continue many prompts, and yield each token as it comes.
 
@@ -73,10 +74,9 @@ def batch(
     model: GPT, prompts: Sequence[Tensor], max_new_tokens: int, **options: Any
 ) -> Iterator[Tensor]:
     """engine.stream() with kv_cache="paged"."""
-    options["slots"] = len(prompts)
-    options["n_pages"] = enough_pages(
-        model, map(len, prompts), max_new_tokens, len(prompts), options["page_size"]
-    )
+    B, page_size = len(prompts), options["page_size"]
+    n_pages = enough_pages(model, map(len, prompts), max_new_tokens, B, page_size)
+    options |= {"slots": B, "n_pages": n_pages}
     # A prompt that waited for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in prompts]
     for index, token in stream(model, prompts, max_new_tokens, **options):
@@ -119,7 +119,7 @@ class _Server(Decoder[_Row]):
     def __init__(
         self,
         model: GPT,
-        prompts: Iterable[Tensor | Sequence[int]],
+        prompts: Iterable[Prompt],
         max_new_tokens: int | Iterable[int],
         *,
         generator: torch.Generator | Iterable[torch.Generator] | None = None,
@@ -134,7 +134,7 @@ class _Server(Decoder[_Row]):
                 raise ValueError(f"{name} must be at least 1, got {n}")
         self.slots = slots
         if n_pages is None:
-            n_pages = 1 + slots * -(-self.block_size // page_size)
+            n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
         config, (_, spec) = model.config, model.attention(False, None, "paged", page_size)
         self.cache = PagedCache(
             config.n_layer,
@@ -147,11 +147,7 @@ class _Server(Decoder[_Row]):
         )
         self.pool, self.stats = self.cache.pool, self.options.stats
         self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
-        self.coming = enumerate(prompts)
-        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "generator": generator}
-        self.each = {  # one for each prompt, or the same for all
-            name: iter(of) if isinstance(of, Iterable) else repeat(of) for name, of in given.items()
-        }
+        self.coming = self.new_rows(prompts, max_new_tokens, generator)
         self.refused: ValueError | None = None  # error in the next prompt
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
@@ -193,48 +189,46 @@ class _Server(Decoder[_Row]):
     def pull(self) -> list[_Row]:
         """Take a prompt for each free slot; returns those without room for a token."""
         empty: list[_Row] = []
-        while len(self.rows) + len(self.waiting) + len(empty) < self.slots and not self.refused:
-            try:
-                coming = next(self.coming, None)
-                if coming is None:
+        try:
+            while len(self.rows) + len(self.waiting) + len(empty) < self.slots:
+                row = next(self.coming, None)
+                if row is None:
                     break
-                row = self.new_row(*coming)
-            except ValueError as e:
-                self.refused = e
-            else:
                 (self.waiting if row.room else empty).append(row)
+        except ValueError as e:
+            self.refused = e
         return empty
 
-    def new_row(self, index: int, prompt: Tensor | Sequence[int]) -> _Row:
-        ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        most, generator = (self.next_of(name, index) for name in self.each)
-        T, block_size = len(ids), self.block_size
-        room = self.options.room(index, T, most, block_size)
-        stored = T + room - 1  # the last token is never read
-        pages = self.pool.pages_for(min(stored, block_size))
-        if pages > self.pool.n_pages - 1:
-            raise UserError(
-                f"prompt {index} ({T} tokens, {room} new ones) needs {pages} pages of "
-                f"{self.pool.page_size} tokens, the pool has {self.pool.n_pages - 1}: raise n_pages"
+    def new_rows(
+        self,
+        prompts: Iterable[Prompt],
+        max_new_tokens: int | Iterable[int],
+        generator: torch.Generator | Iterable[torch.Generator] | None,
+    ) -> Iterator[_Row]:
+        each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
+        for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
+            ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+            T, block_size = len(ids), self.block_size
+            room = self.options.room(index, T, most, block_size)
+            stored = T + room - 1  # the last token is never read
+            pages = self.pool.pages_for(min(stored, block_size))
+            if pages > self.pool.n_pages - 1:
+                raise UserError(
+                    f"prompt {index} ({T} tokens, {room} new ones) needs {pages} pages of "
+                    f"{self.pool.page_size} tokens, the pool has {self.pool.n_pages - 1}: raise "
+                    "n_pages"
+                )
+            constraint = self.options.constraint
+            yield _Row(
+                index,
+                room,
+                ended=not room,
+                prompt=ids,
+                slides=stored > block_size,
+                max_pages=pages,
+                random=self.uniform(1, random),
+                state=None if constraint is None else constraint.start([room]),
             )
-        constraint = self.options.constraint
-        state = constraint.start([room]) if constraint is not None else None
-        random = self.uniform(1, generator)
-        return _Row(
-            index,
-            room,
-            ended=not room,
-            prompt=ids,
-            slides=stored > block_size,
-            max_pages=pages,
-            random=random,
-            state=state,
-        )
-
-    def next_of(self, name: str, index: int) -> Any:
-        for given in self.each[name]:
-            return given
-        raise ValueError(f"{name} has {index} entries for more prompts")
 
     def admit(self) -> None:
         """Start the texts whose pages are free, in order."""
@@ -263,7 +257,7 @@ class _Server(Decoder[_Row]):
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
         self.stats.shared_pages += len(self.pool.pages(row.seq))
 
-    def step(self) -> tuple[list[_Row], Copy]:
+    def step(self) -> Launched[_Row]:
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
@@ -280,7 +274,7 @@ class _Server(Decoder[_Row]):
             row.state = None if after is None else after[i : i + 1]
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
-        return rows, Copy(token, over)
+        return rows, to_host(token, over)
 
     def groups(self) -> list[list[_Row]]:
         """Batches of similar length: no row is padded to twice its length."""
@@ -321,3 +315,12 @@ class _Server(Decoder[_Row]):
 
     def to_device(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
+
+
+def _each(name: str, given: T | Iterable[T]) -> Iterator[T]:
+    """One entry for each prompt: the same for all, or the next one given."""
+    if not isinstance(given, Iterable):
+        yield from repeat(given)
+    else:
+        yield from given
+    raise ValueError(f"{name} has fewer entries than there are prompts")

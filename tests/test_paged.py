@@ -79,7 +79,7 @@ def poisoned(spec: Spec, n_pages: int, device: str = "cpu", n_layer: int = 1) ->
     assert spec.page_size is not None
     cache = PagedCache(n_layer, spec.n_kv_head, spec.head_dim, n_pages=n_pages, device=device,
                        page_size=spec.page_size, dtype=getattr(torch, spec.dtype))  # fmt: skip
-    for t in (cache.k, cache.v):
+    for t in (*cache.k, *cache.v):
         assert not t.any()
         t.fill_(torch.nan)
     taken = [cache.pool.new() for _ in range(n_pages - 1)]
@@ -107,7 +107,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
     """
     counts = [len(q) for q, _, _ in new]
     step = cache.reserve(rows, counts)
-    device, padded = cache.k.device, []
+    device, padded = cache.k[0].device, []
     for n, value in enumerate((pad[0], pad[1], pad[1])):
         shape = (len(rows), max(counts), *new[0][n].shape[1:])
         padded.append(torch.full(shape, value, dtype=new[0][n].dtype))

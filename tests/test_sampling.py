@@ -8,23 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.sampling import Options, SamplingParams, Uniform, sample_token
+from inference.sampling import Options, SamplingParams, sample_token
 
 
 def pick(logits: Tensor, u: Tensor | None, **params: Any) -> Tensor:
     return sample_token(logits, u, SamplingParams.on(logits.device, Options(**params)))
 
 
-def draw(logits: Tensor, generator: Any, **params: Any) -> Tensor:
-    """One token from each row of logits."""
-    greedy = params.get("temperature") == 0
-    u = None if greedy else Uniform(1, logits.device, generator, block=len(logits))
-    return pick(logits, None if u is None else torch.cat(u.left), **params)
-
-
 def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    drawn = draw(logits.expand(n, -1), generator, **sampling)
+    u = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drawn = pick(logits.expand(n, -1), u, **sampling)
     assert drawn.shape == (n,) and drawn.dtype == torch.int64
     return torch.bincount(drawn, minlength=logits.shape[-1]) / n
 

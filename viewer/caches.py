@@ -76,9 +76,10 @@ def step(kind: str, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     now = reserve(1)
     table = list(cache.pool.pages(rows[0])) if isinstance(cache, PagedCache) else []
     at, read = _cells(cache, now, n, table)
-    k, v = cache.k[0], cache.v[0]  # (pages or 1, places, Hkv, D) of layer 0
-    assert k is not None and v is not None
-    buffers = [t.flatten(0, 1) for t in (k, v)]  # (cells, Hkv, D)
+    # k and v of layer 0, (pages or 1, places, Hkv, D)
+    kv = cache.layers[0].kv if isinstance(cache, DynamicCache) else (cache.k[0], cache.v[0])
+    assert kv is not None
+    buffers = [t.flatten(0, 1) for t in kv]  # (cells, Hkv, D)
     before = [_bits(t) for t in buffers]
     logits = model.head(model.hidden(idx[:, n:], None, now))[0, -1]
     changed = [(old != _bits(t)).flatten(1).any(dim=1) for old, t in zip(before, buffers)]
@@ -128,7 +129,7 @@ def _cells(
         return dict(enumerate(read[: n + 1])), read
     if isinstance(cache, StaticCache):
         return {p: p for p in range(n + 1)}, list(range(now.length))
-    gone = cache.stored - cache.kept  # dropped: outside the window of later tokens
+    gone = cache.stored - cache.layers[0].kept  # dropped: outside the window of later tokens
     return {p: p - gone for p in range(gone, n + 1)}, None
 
 
