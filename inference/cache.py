@@ -205,15 +205,10 @@ class RowsStep(Step):
 
 # --- static: allocated once ---
 
-MIN_BUCKET = 128
-
 
 def bucket(n: int, limit: int) -> int:
-    """Length of a static cache that is read for n stored tokens: a power of two, at least 128.
-
-    This limits the compiled shapes to log2(limit / 128) + 1.
-    """
-    return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
+    """Length of a static cache that is read for n stored tokens: few, each is compiled."""
+    return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
 class StaticCache(Cache):
@@ -225,10 +220,6 @@ class StaticCache(Cache):
         row 0   a b c . . . . . | .     start 3
         row 1   d e f g h . . . | .     start 5
                 <-- max_len --->
-
-        cache = StaticCache(12, 2, 1024, 12, 64)
-        step = cache.reserve(5, (3, 5))                 prompts of 3 and 5 tokens, 5 columns
-        logits, _ = model(prompts, cache=step)          row 0 ends at logits[0, 2]
     """
 
     def __init__(
@@ -322,10 +313,6 @@ class PagedCache(Cache):
                                              page 2   row 0's tokens 4 .. 7
                                              page 3   row 1's tokens 4 .. 7
                                              page 5   tokens 0 .. 3 of both: a shared prompt
-
-        cache = PagedCache(12, 12, 64, n_pages=1025, page_size=4)
-        a, b = cache.pool.new(), cache.pool.new()       two sequences
-        step = cache.reserve([a, b], [6, 9])            their prompts have 6 and 9 tokens
     """
 
     def __init__(

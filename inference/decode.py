@@ -34,7 +34,9 @@ class Row:
     index: int
     room: int  # tokens that may be drawn
     new: list[int] = field(default_factory=list)
-    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.ended = not self.room
 
 
 R = TypeVar("R", bound=Row)

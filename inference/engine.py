@@ -3,9 +3,6 @@
     prefill   all tokens of the prompts at once; their keys and values go into the cache
     decode    one token of each row, with the cached keys and values
 
-Without a cache a token costs a pass over the whole text (GPT.generate). With one it costs reading
-the weights and the cache: for GPT-2 124M in float32, 497 MB and 74 kB a token of context.
-
 GPT-2 has learned vectors for block_size positions. A longer text slides as in nanoGPT: the model
 reads its last block_size tokens. This moves every position, so nothing can be cached.
 overflow="stop" ends the text instead.
@@ -141,7 +138,7 @@ class _Batch(Decoder[Row]):
         self.max_new_tokens, self.kv_cache, self.compile = max_new_tokens, kv_cache, compile
         lengths = [len(prompt) for prompt in prompts]
         room = [options.room(b, T, max_new_tokens, self.block_size) for b, T in enumerate(lengths)]
-        self.rows = [Row(b, n, ended=not n) for b, n in enumerate(room)]
+        self.rows = [Row(b, n) for b, n in enumerate(room)]
         self.B, self.T = len(prompts), max(lengths)
         self.pad = [self.T - T for T in lengths]
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
@@ -160,10 +157,8 @@ class _Batch(Decoder[Row]):
 
     def tokens(self) -> Iterator[Tensor]:
         for got in self.steps():
-            tokens = {row.index: row.new[-1] for row in got}
-            if not tokens:
-                return  # launched before the last row was known to have ended
-            yield torch.tensor([tokens.get(b, ENDED) for b in range(self.B)])
+            if got:  # else launched before the last row was known to have ended
+                yield torch.tensor([row.new[-1] if row in got else ENDED for row in self.rows])
 
     def launch(self) -> Iterator[Launched[Row]]:
         for n in range(self.T, self.T + self.max_new_tokens):
@@ -174,34 +169,32 @@ class _Batch(Decoder[Row]):
             if longest > self.block_size:  # a text slides: the cached positions are wrong
                 self.cache = None
             self.token, self.state, over = self._next(n, going)
-            if self.cache is not None:
-                stats = self.options.stats
-                stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes)
+            stats = self.options.stats
+            stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes if self.cache else 0)
             self.ids[:, n] = self.token
             yield self.rows, to_host(self.token, over)
 
     def _next(self, n: int, going: Sequence[bool]) -> Drawn:
-        def run(function: F) -> F:
-            graph = self.compile and not prefill
-            return compiled(function, self.device.type) if graph else function
-
-        prefill = self.cache is None or self.token is None
+        decode, decode_and_sample = next_logits, next_token
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
         else:
             step = self.cache.reserve(1, [int(on) for on in going])
             idx, last = self.token[:, None], None
+            if self.compile:
+                decode = compiled(next_logits, self.device.type)
+                decode_and_sample = compiled(next_token, self.device.type)
         u = None if self.random is None else self.random.next()
         how = self.params, self.options.constraint, u, self.state
         read = self.model, idx, last, step, self.options.vocab_size
         if self.options.logits_processor is None:
-            drawn = run(next_token)(read, how)
+            drawn = decode_and_sample(read, how)
         else:  # Python code, outside the graph
             texts: Tensor | list[Tensor | None] = self.ids[:, :n]
             if any(self.pad):  # without the padding
                 rows = zip(self.ids, self.pad, going, strict=True)
                 texts = [ids[pad:n] if on else None for ids, pad, on in rows]
-            drawn = sample_step(self.processed(run(next_logits)(*read), texts), *how)
+            drawn = sample_step(self.processed(decode(*read), texts), *how)
         if step is not None:
             step.advance()
         return drawn

@@ -1,9 +1,9 @@
 """The page pool: which pages of a paged KV cache belong to which sequence. No torch.
 
 The name of a full page is a hash of its token ids and of the previous page's name. Equal names mean
-equal prefixes: a new sequence shares the named pages of its prefix. Pages are reference-counted. A
-named page without holders keeps its content until it is reused: unnamed pages go first, then named
-ones in the order in which they were freed, the last page of a sequence before its first. ::
+equal prefixes: a new sequence shares the named pages of its prefix. A named page without holders
+keeps its content until it is reused: unnamed pages go first, then named ones in the order in which
+they were freed, the last page of a sequence before its first. ::
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -11,10 +11,9 @@ ones in the order in which they were freed, the last page of a sequence before i
     3   "ran to"                  B              h3 = hash(h1, "ran to")
     4   "a"                       B              none: it is not full
 
-Page 0 is the null page, for padding.
+Page 0 is the null page, for padding. Only full pages are shared, so none is copied.
 
-Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; hashes as in
-        vLLM's "automatic prefix caching". Only full pages are shared, so none is copied.
+Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; vLLM's hashes.
 """
 
 from __future__ import annotations
@@ -115,13 +114,10 @@ class PagePool:
             OutOfPages: nothing was changed.
             ValueError: no such sequence.
         """
-        # At most 0 if an earlier step reserved more than it used.
-        more = {
-            seq: self.pages_for(self.length(seq) + n) - len(self.pages(seq))
-            for seq, n in counts.items()
-        }
-        needed = sum(n for n in more.values() if n > 0)
-        if needed > self.n_free:
+        more = {}
+        for seq, n in counts.items():  # none if an earlier step reserved more than it used
+            more[seq] = max(0, self.pages_for(self.length(seq) + n) - len(self.pages(seq)))
+        if (needed := sum(more.values())) > self.n_free:
             raise OutOfPages(f"out of KV cache pages: {needed} needed, {self.n_free} free")
         for seq, n in more.items():
             self._held[seq].pages.extend(self._take() for _ in range(n))

@@ -1,19 +1,19 @@
 """Continuous batching: many prompts through a few rows of a paged KV cache, with shared pages.
 
-A new prompt replaces a finished text at once, where engine.py waits for the end of the batch
-("iteration-level scheduling": Yu et al. 2022, "Orca", OSDI, section 3):
+A new prompt replaces a finished text at once; engine.py waits for the end of the batch
+(Yu et al. 2022, "Orca", OSDI, section 3):
 
     step     1    2    3    4    5    6    7          step     1    2    3    4    5    6    7
     row 0    A    a    a    .    .    C    c          row 0    A    a    a    C    c    c    c
     row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
              a batch, then the next                            capitals: prefill
 
-A step runs the new prompts in groups of similar length, padded on the right, and the last token of
-every other row as one batch. Each text equals that of generate() for its prompt alone.
+A step runs the new prompts in groups of similar length, and one token of every other row. Each text
+equals that of generate() for its prompt alone.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
 for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error,
-raised after the texts before it have ended.
+raised after the earlier texts have ended.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -74,16 +74,16 @@ def batch(
     model: GPT, prompts: Sequence[Tensor], max_new_tokens: int, **options: Any
 ) -> Iterator[Tensor]:
     """engine.stream() with kv_cache="paged"."""
-    B, page_size = len(prompts), options["page_size"]
-    n_pages = enough_pages(model, map(len, prompts), max_new_tokens, B, page_size)
-    options |= {"slots": B, "n_pages": n_pages}
+    B, size = len(prompts), options["page_size"]
+    options["slots"] = B
+    options["n_pages"] = enough_pages(model, map(len, prompts), max_new_tokens, B, size)
     # A prompt that waited for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in prompts]
     for index, token in stream(model, prompts, max_new_tokens, **options):
         ready[index].append(token)
         while all(ready):
             tokens = [row[0] if row[0] == ENDED else row.popleft() for row in ready]
-            if all(token == ENDED for token in tokens):
+            if set(tokens) == {ENDED}:
                 return
             yield torch.tensor(tokens)
 
@@ -190,10 +190,8 @@ class _Server(Decoder[_Row]):
         """Take a prompt for each free slot; returns those without room for a token."""
         empty: list[_Row] = []
         try:
-            while len(self.rows) + len(self.waiting) + len(empty) < self.slots:
-                row = next(self.coming, None)
-                if row is None:
-                    break
+            free = self.slots - len(self.rows) - len(self.waiting)
+            for row in islice(self.coming, free):
                 (self.waiting if row.room else empty).append(row)
         except ValueError as e:
             self.refused = e
@@ -207,28 +205,20 @@ class _Server(Decoder[_Row]):
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
-            ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-            T, block_size = len(ids), self.block_size
-            room = self.options.room(index, T, most, block_size)
-            stored = T + room - 1  # the last token is never read
-            pages = self.pool.pages_for(min(stored, block_size))
-            if pages > self.pool.n_pages - 1:
+            row = _Row(index, self.options.room(index, len(prompt), most, self.block_size))
+            row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+            stored = len(prompt) + row.room - 1  # the last token is never read
+            row.slides = stored > self.block_size
+            row.max_pages = self.pool.pages_for(min(stored, self.block_size))
+            if row.max_pages > self.pool.n_pages - 1:
                 raise UserError(
-                    f"prompt {index} ({T} tokens, {room} new ones) needs {pages} pages of "
-                    f"{self.pool.page_size} tokens, the pool has {self.pool.n_pages - 1}: raise "
-                    "n_pages"
+                    f"prompt {index} ({len(prompt)} tokens, {row.room} new ones) needs "
+                    f"{row.max_pages} pages, the pool has {self.pool.n_pages - 1}: raise n_pages"
                 )
-            constraint = self.options.constraint
-            yield _Row(
-                index,
-                room,
-                ended=not room,
-                prompt=ids,
-                slides=stored > block_size,
-                max_pages=pages,
-                random=self.uniform(1, random),
-                state=None if constraint is None else constraint.start([room]),
-            )
+            row.random = self.uniform(1, random)
+            if self.options.constraint is not None:
+                row.state = self.options.constraint.start([row.room])
+            yield row
 
     def admit(self) -> None:
         """Start the texts whose pages are free, in order."""
@@ -245,9 +235,9 @@ class _Server(Decoder[_Row]):
             if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
                 self.pool.free(row.seq)
                 continue
+            self.waiting.remove(row)
             self.begin(row)
             admitted.append(row)
-        self.waiting = [row for row in self.waiting if row not in admitted]
 
     def begin(self, row: _Row) -> None:
         self.rows.append(row)
