@@ -10,8 +10,8 @@
     logits, _ = model(prompt, cache=step)     each layer calls step.layer(layer).append(k, v)
     step.advance()
 
-append() stores k and v (B, Tq, Hkv, D) and returns the keys, values and view (attention/views.py)
-for the kernel. It never waits for the device.
+append() stores k and v (B, Tq, Hkv, D) and returns what the kernel reads. It never waits for the
+device.
 """
 
 from __future__ import annotations

@@ -86,10 +86,9 @@ class Decoder(Generic[R]):
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
 
     def processed(self, logits: Tensor, texts: Tensor | Sequence[Tensor | None]) -> Tensor:
-        """Apply the logits processor to logits (B, V).
+        """Apply the logits processor to logits (B, V); texts: (B, T) int64, or one (T,) a row.
 
-        Args:
-            texts: (B, T) int64, or one (T,) a row; None for a text that has ended.
+        None is a text that has ended.
         """
         processor = self.options.logits_processor
         if processor is None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -81,14 +81,13 @@ class PagePool:
 
         length() tokens need no prefill; the last token always does, for its logits.
         """
-        held, name = _Held(), b""
-        for i in range((len(tokens) - 1) // self.page_size):
-            name = self._name(name, tokens, i)
+        held = _Held()
+        for name in self._names(tokens, (len(tokens) - 1) // self.page_size):
             if name not in self._page_named:
                 break
-            held.pages.append(self._page_named[name])
-        held.length = len(held.pages) * self.page_size
-        for page in held.pages:
+            page = self._page_named[name]
+            held.pages.append(page)
+            held.length += self.page_size
             self._free.pop(page, None)
             self._holders[page] += 1
         seq = self._next
@@ -126,18 +125,14 @@ class PagePool:
         """Count the tokens of grow(counts) as stored."""
         for seq, n in counts.items():
             held = self._of(seq)
-            assert 0 <= n <= len(held.pages) * self.page_size - held.length, "grow() comes first"
             held.length += n
 
     def remember(self, seq: int, tokens: Sequence[int]) -> None:
         """Name the full pages of a sequence, which has these token ids, for new()."""
-        held, name = self._of(seq), b""
-        for i in range(min(held.length, len(tokens)) // self.page_size):
-            name = self._name(name, tokens, i)
-            page = held.pages[i]
-            assert self._name_of.get(page, name) == name, "a named page was overwritten"
-            # The first of two equal pages is shared.
-            if name not in self._page_named:
+        held = self._of(seq)
+        names = self._names(tokens, min(held.length, len(tokens)) // self.page_size)
+        for page, name in zip(held.pages, names):
+            if name not in self._page_named:  # the first of two equal pages is shared
                 self._name_of[page], self._page_named[name] = name, page
 
     def _of(self, seq: int) -> _Held:
@@ -152,6 +147,10 @@ class PagePool:
         self._holders[page] = 1
         return page
 
-    def _name(self, before: bytes, tokens: Sequence[int], i: int) -> bytes:
-        ids = array("q", tokens[i * self.page_size : (i + 1) * self.page_size])
-        return hashlib.blake2b(before + ids.tobytes(), digest_size=16).digest()
+    def _names(self, tokens: Sequence[int], n: int) -> Iterator[bytes]:
+        """The names of the first n pages of these tokens."""
+        name = b""
+        for i in range(n):
+            ids = array("q", tokens[i * self.page_size : (i + 1) * self.page_size])
+            name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
+            yield name

@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, random numbers.
 
-Inverse transform sampling: one uniform random number a token selects an entry of the cumulative
-sum, in float64 for rare tokens. torch.multinomial and the Gumbel trick need one for each entry.
+One uniform random number a token selects an entry of the cumulative sum, in float64 for rare
+tokens. torch.multinomial needs a random number for each entry.
 """
 
 from __future__ import annotations
@@ -107,12 +107,10 @@ class SamplingParams:
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
-        top_p = options.top_p if options.top_p != 1 else None
-        return cls(
-            torch.tensor(float(options.temperature), device=device),
-            options.top_k,
-            None if top_p is None else torch.tensor(top_p, device=device),
-        )
+        temperature = torch.tensor(float(options.temperature), device=device)
+        if options.top_p in (None, 1):
+            return cls(temperature, options.top_k)
+        return cls(temperature, options.top_k, torch.tensor(options.top_p, device=device))
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
@@ -123,14 +121,12 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
     if u is None:
         return logits.argmax(dim=-1)
     logits = logits.float() / params.temperature
-    top_k, top_p, order = params.top_k, params.top_p, None
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits, order = logits.topk(top_k, dim=-1)  # sorted
-        probs = logits.softmax(dim=-1)
-    elif top_p is not None:
-        probs, order = _likeliest(logits.softmax(dim=-1), top_p)
-    else:
-        probs = logits.softmax(dim=-1)
+    top_p, order = params.top_p, None
+    if params.top_k is not None and params.top_k < logits.shape[-1]:
+        logits, order = logits.topk(params.top_k, dim=-1)  # sorted
+    probs = logits.softmax(dim=-1)
+    if top_p is not None and order is None:
+        probs, order = _likeliest(probs, top_p)
     upto = probs.cumsum(dim=-1, dtype=u.dtype)  # (B, V)
     total = upto[:, -1:]
     if top_p is not None:  # a token stays if the likelier ones sum to less than top_p

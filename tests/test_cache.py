@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=30), st.one_of(st.none(), st.integers(1, 12))
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_dynamic_cache_gives_back_what_later_tokens_can_see(counts, window) -> None:
     """Against all keys kept in one tensor, for chunks of any lengths, in two layers."""
     total = sum(counts)
@@ -122,13 +122,13 @@ ASKED = Spec(4, 2, 32, "float32", grad=False, cache="static")
 READERS = [name for name, b in BACKENDS.items() if not b.why_not(ASKED, HERE)]
 
 
-@pytest.mark.parametrize("Tq", [1, 4, 17])
-@pytest.mark.parametrize("window", [None, 1, 6, 500])
+@pytest.mark.parametrize("Tq", [1, 17])
+@pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("name", READERS)
 def test_attention_over_a_static_cache_is_each_rows_own(name, window, Tq) -> None:
     """Rows of different lengths, each against the oracle."""
     starts = [0, 30, 9]
-    for dtype, Hkv in itertools.product(DTYPES, (4, 2, 1)):
+    for dtype, Hkv in itertools.product(DTYPES, (4, 1)):
         spec = Spec(4, Hkv, 32, dtype, window=window, grad=False, cache="static")
         torch_dtype = getattr(torch, dtype)
         cache, k, v = filled(spec, starts, 300, torch_dtype, garbage=1e3)

@@ -97,14 +97,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_every_text_is_that_of_its_prompt_alone(shape, sampling, pools) -> None:
     """Up to the limit of 16 positions and beyond it; pools that hold all of the rows, or fewer."""
     model = lively(attention_backend="paged", attention_fallback=False, **SHAPES[shape])
-    plain, prompts = lively(**SHAPES[shape]), some_prompts()
+    plain, prompts = lively(**SHAPES[shape]), some_prompts()[1::2]
     for overflow, asked in (("slide", prompts), ("stop", prompts[:-1])):
         options = {**sampling, "overflow": overflow}
         want = [alone(plain, p, 14, i, **options) for i, p in enumerate(asked)]
-        for page_size, slots, n_pages in ((4, 3, None), (16, 8, 4), (3, 4, 9)):
+        for page_size, slots, n_pages in ((4, 3, None), (3, 4, 9)):
             sizes = {"page_size": page_size, "slots": slots, "n_pages": n_pages}
             assert texts_of(model, asked, 14, **sizes, **options) == want, sizes
-    assert all(pool.n_used == 0 for pool in pools) and len(pools) == 6
+    assert all(pool.n_used == 0 for pool in pools) and len(pools) == 4
 
 
 def test_a_number_of_tokens_for_each_prompt() -> None:
@@ -194,7 +194,7 @@ def test_samples_of_one_prompt_are_read_once(calls) -> None:
 # --- under random load ---
 
 
-BRIEF = settings(max_examples=60, deadline=None, derandomize=True, database=None,
+BRIEF = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                  phases=[Phase.generate])  # fmt: skip
 
 
