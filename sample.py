@@ -3,10 +3,8 @@
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out, in the order of their prompts; the speed goes to
-stderr. Ctrl-C writes the texts so far and exits with code 130.
-
-Text n has the seed --seed + n: it is the same alone, in a batch, as a stream and with any cache.
+Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
+exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
 """
 
 from __future__ import annotations

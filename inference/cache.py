@@ -84,7 +84,7 @@ class DynamicLayer:
         return seen[0], seen[1], None
 
     def _store(self, kv: Tensor) -> None:
-        """Begin a larger buffer, with those of these tokens that the next query sees."""
+        """Begin a larger buffer with the tokens that the next query sees."""
         n = kv.shape[2]
         capacity = min(1 << n.bit_length(), 2 * self.window, self.max_len)
         self.kept = min(n, self.window - 1)
@@ -131,7 +131,7 @@ class DynamicCache:
         """Begin a step of T tokens in each row.
 
         Args:
-            counts: 0 for a row whose text has ended.
+            counts: 0 for a row that has ended.
 
         Raises:
             ValueError: a text would exceed max_len.
@@ -193,7 +193,7 @@ class RowsStep(Step):
     count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
-        """Of T columns: position (B, T) int64, and bool (B, T), False for padding."""
+        """Position (B, T) int64, and bool (B, T), False for padding."""
         i = torch.arange(T, device=self.start.device)
         return self.start[:, None] + i, i < self.count[:, None]
 
@@ -214,8 +214,8 @@ def bucket(n: int, limit: int) -> int:
 class StaticCache(Cache):
     """Buffers that are allocated once, for `max_len` tokens of each row.
 
-    The lengths are on the device for compiled steps and CUDA graphs, and on the host for bucket().
-    The last slot of a row takes the padding on the right of a prompt and is never read. ::
+    The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
+    a row takes padding and is never read. ::
 
         row 0   a b c . . . . . | .     start 3
         row 1   d e f g h . . . | .     start 5
@@ -302,10 +302,9 @@ class StaticStep(RowsStep):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens, in any order, and a page table for each sequence.
+    """Pages of `page_size` tokens and a page table for each sequence (inference/pages.py).
 
-    inference/pages.py assigns the pages; a page number is one page in every layer.
-    Source: Kwon et al. 2023, "PagedAttention", arXiv 2309.06180. ::
+    A page number is one page in every layer. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there

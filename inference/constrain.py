@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NEVER = 2**31 - 1  # tokens to a match if there is none
 MAX_ENTRIES = 2**27  # of a table: 0.5 GB
-# An escape, a class in brackets, or any other character.
+# An escape, a class, or another character.
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
 
 
@@ -44,14 +44,14 @@ class Bytes(NamedTuple):
 
 
 class Automaton(nn.Module):
-    """An automaton over tokens. States are (B, 2) int64: the automaton's, and the tokens left."""
+    """An automaton over tokens. States (B, 2) int64: the automaton's, and the tokens left."""
 
     transition: Tensor  # (states, classes) int32: the next state
     token_class: Tensor  # (V,) int64
     least: Tensor  # (states,) int32: the fewest tokens to a match, 0 in an accepting state
     onward: Tensor  # (states,) int32: the fewest to a longer match
 
-    # The first state is the start, the last two are the end and the dead state.
+    # State 0 is the start; the last two are the end and the dead state.
     def __init__(
         self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray, has_eot: bool
     ) -> None:
@@ -76,7 +76,7 @@ class Automaton(nn.Module):
         return self._at(torch.zeros_like(room), room)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
-        """The logits (B, V) with -inf for forbidden tokens and padding; others become finite."""
+        """The logits (B, V) with -inf for forbidden tokens; others become finite."""
         after = self.least[self.transition[state[:, 0]]]  # (B, classes)
         forbidden = (after >= state[:, 1:]).index_select(1, self.token_class)  # (B, V)
         forbidden = F.pad(forbidden, (0, logits.shape[1] - forbidden.shape[1]), value=True)
@@ -96,8 +96,7 @@ def regex(pattern: str, tokenizer: Tokenizer) -> Automaton:
     """Texts that fully match a regular expression in Rust's syntax.
 
     Raises:
-        UserError: no text matches, or the pattern has look-around, back-references, or anchors
-            other than ^ at its start and $ at its end.
+        UserError: no text matches, or the pattern is not supported.
     """
     return over_tokens(compiled(pattern), tokenizer, f"the regex {_shortened(pattern)}")
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 
 class OutOfPages(RuntimeError):
-    """Not enough free pages; nothing was changed."""
+    """Not enough free pages."""
 
 
 @dataclass
@@ -62,11 +62,11 @@ class PagePool:
 
     @property
     def n_used(self) -> int:
-        """Pages that some sequence holds, each counted once."""
+        """Pages that some sequence holds."""
         return self.n_pages - 1 - len(self._free)
 
     def pages(self, seq: int) -> tuple[int, ...]:
-        """The pages of a sequence, in the order of its tokens."""
+        """The pages of a sequence, in order."""
         return tuple(self._of(seq).pages)
 
     def length(self, seq: int) -> int:
@@ -77,9 +77,9 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def new(self, tokens: Sequence[int] = ()) -> int:
-        """Begin a sequence with the named pages of the prefix of `tokens`; return its number.
+        """Begin a sequence with the named pages of a prefix of `tokens`; return its number.
 
-        length() tokens need no prefill; the last token always does, for its logits.
+        At least the last token needs a prefill, for its logits.
         """
         held = _Held()
         for name in self._names(tokens, (len(tokens) - 1) // self.page_size):

@@ -46,10 +46,10 @@ class Options:
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
         overflow: "slide" or "stop", when a text has block_size tokens.
-        logits_processor: (input_ids (B, T) int64, logits (B, V)) -> logits, called before each
-            token with prompt and text so far; row by row if prompts have different lengths.
+        logits_processor: (input_ids (B, T) int64, logits (B, V)) -> logits; called row by row if
+            prompts have different lengths.
         constraint: pattern of the new text, on the model's device; applied last.
-        stop: ends a row: a token, several, or a function (row number, its new tokens) -> bool.
+        stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
     Raises:
@@ -151,7 +151,7 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 class Uniform:
     """Random numbers in [0, 1), one for each row and step, from one generator a row or one for all.
 
-    64 steps are drawn at a time, so that a longer text begins like a shorter one.
+    64 steps are drawn at a time: a longer text begins like a shorter one.
     """
 
     def __init__(self, B: int, device: torch.device, generator: Generators | None) -> None:

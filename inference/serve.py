@@ -53,11 +53,10 @@ def stream(
 
     Args:
         prompts: (T,) token ids each; taken when there is room for one.
-        max_new_tokens: for all prompts, or one for each.
-        generator: one for all prompts, or one for each.
+        max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
-        n_pages: pages in the pool, page 0 is not used; None: enough for `slots` full contexts.
-        options: as sampling.Options; stop receives the number of the prompt.
+        n_pages: size of the pool; page 0 is not used; None: enough for `slots` full contexts.
+        options: as sampling.Options.
 
     Yields:
         Number of the prompt, and its next token; ENDED (-1) when its text has ended.
@@ -91,7 +90,7 @@ def batch(
 def enough_pages(
     model: GPT, lengths: Iterable[int], max_new_tokens: int, slots: int, page_size: int = 16
 ) -> int:
-    """The smallest n_pages with which prompts of these lengths never wait for pages."""
+    """The least n_pages with which prompts of these lengths never wait."""
     longest = (min(T + max_new_tokens, model.config.block_size) for T in lengths)
     return 1 + sum(-(-n // page_size) for n in sorted(longest)[-slots:])
 
