@@ -71,12 +71,12 @@ class DynamicLayer:
             self._store(self.kv)
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        seen = torch.stack([k, v])  # (2, B, T, Hkv, D)
         if self.kv is not None and k.shape[1] == 1:
-            self.kv[:, :, self.kept] = seen[:, :, 0]
+            self.kv[0, :, self.kept], self.kv[1, :, self.kept] = k[:, 0], v[:, 0]
             self.kept += 1
             seen = self.kv[:, :, max(0, self.kept - self.window) : self.kept]
         else:
+            seen = torch.stack([k, v])  # (2, B, T, Hkv, D)
             if self.kv is not None:  # the first query sees window - 1 earlier tokens
                 past = min(self.kept, self.window - 1)
                 seen = torch.cat([self.kv[:, :, self.kept - past : self.kept], seen], dim=2)
@@ -116,7 +116,8 @@ class DynamicCache:
         pad: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.max_len, self.window, self.device = max_len, window or max_len, device
+        self.max_len, self.window = max_len, min(window or max_len, max_len)
+        self.device = device
         self.layers = [DynamicLayer(self.window, max_len) for _ in range(n_layer)]
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)

@@ -86,13 +86,13 @@ class Decoder(Generic[R]):
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
 
     def processed(self, logits: Tensor, texts: Tensor | Sequence[Tensor | None]) -> Tensor:
-        """Apply the logits processor to logits (B, V); texts: (B, T) int64, or one (T,) a row.
+        """Apply the logits processor to logits (B, V).
 
-        None is a text that has ended.
+        Args:
+            texts: (B, T) int64, or one (T,) a row; None for a text that has ended.
         """
         processor = self.options.logits_processor
-        if processor is None:
-            return logits
+        assert processor is not None
         if isinstance(texts, Tensor):
             return processor(texts, logits)
         pairs = zip(texts, logits.split(1), strict=True)

@@ -266,7 +266,7 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("kv", CACHES)
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.5}])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
 def test_a_seed_gives_the_tokens_of_no_cache(sampling, kv) -> None:
     model = lively()
 
