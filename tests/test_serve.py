@@ -107,39 +107,6 @@ def test_every_text_is_that_of_its_prompt_alone(shape, sampling, pools) -> None:
     assert all(pool.n_used == 0 for pool in pools) and len(pools) == 4
 
 
-def test_a_number_of_tokens_for_each_prompt() -> None:
-    model, rooms = lively(), [3, 0, 14, 1, 5, 0, 2, 30, 7, 4]
-    for overflow, n in (("slide", 10), ("stop", 9)):
-        options = {"temperature": 0.0, "overflow": overflow}
-        got = texts_of(model, some_prompts()[:n], iter(rooms), slots=3, **options)
-        prompts = zip(some_prompts()[:n], rooms)
-        assert got == [alone(model, p, room, i, **options) for i, (p, room) in enumerate(prompts)]
-    assert texts_of(model, some_prompts(), 0, slots=2) == [p.tolist() for p in some_prompts()]
-    assert list(whole(model, [], 5)) == []
-
-
-def test_texts_end_with_stop(pools) -> None:
-    model, prompts = lively(), some_prompts()
-    full = [alone(model, p, 14, i) for i, p in enumerate(prompts)]
-    numbers = set()
-
-    def sums(index: int, new: list[int]) -> bool:
-        numbers.add(index)
-        assert new == full[index][len(prompts[index]) :][: len(new)]
-        return sum(new) > 60
-
-    for stop in (full[0][8], {full[0][8], full[3][6], full[2][20]}, sums):
-        calls: Any = stop if callable(stop) else lambda _, new, stop=stop: new[-1] in (
-            stop if isinstance(stop, set) else {stop})  # fmt: skip
-        got = texts_of(model, prompts, 14, stop=stop, slots=3, page_size=4)
-        for index, (text, prompt) in enumerate(zip(got, prompts)):
-            T = len(prompt)
-            ends = [n for n in range(1, 15) if calls(index, full[index][T : T + n])]
-            assert text == full[index][: T + min(ends, default=14)]
-    assert numbers == set(range(10))
-    assert all(pool.n_used == 0 for pool in pools)
-
-
 # --- continuous batching ---
 
 
