@@ -1,29 +1,25 @@
 """Generate text from prompts.
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
-python sample.py --init_from=gpt2 --start=FILE:prompt.txt --num_samples=3 --stream=True
-python sample.py --init_from=gpt2 --start="Call me at " --regex="[0-9]{3}-[0-9]{4}"
-python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --batch_size=16
 python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out, in the order of their prompts; the speed goes to
-stderr. Ctrl-C writes the texts so far and exits with code 130.
-
-Text n has the seed --seed + n: it is the same alone, in a batch, as a stream and with any cache.
+Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
+exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from core.settings import Texts, UserError, check_fields, exit_on_user_error, read, read_early
 
@@ -67,7 +63,7 @@ class SampleConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and arithmetic
     weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
     batch_size: PositiveInt = 8  # texts at a time
-    n_pages: int | None = None  # of 16 tokens, with --kv_cache=paged; none: enough for batch_size
+    n_pages: Annotated[int, Field(ge=2)] | None = None  # --kv_cache=paged; none: enough
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
 
@@ -76,11 +72,8 @@ class SampleConfig:
         Options(self.temperature, self.top_k, self.top_p)
         if self.compile and self.kv_cache != "static":
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
-        if self.n_pages is not None and (self.n_pages < 2 or self.kv_cache != "paged"):
-            raise ValueError(
-                f"n_pages must be at least 2 (page 0 is not used), with kv_cache=paged; got "
-                f"{self.n_pages}, {self.kv_cache}"
-            )
+        if self.n_pages is not None and self.kv_cache != "paged":
+            raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
         if self.stop == "":
             raise ValueError("stop must have at least one character, or be none")
         given = [n for n in ("regex", "choices", "json_schema", "stop") if getattr(self, n)]
@@ -102,11 +95,11 @@ from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from inference import constrain
 from inference.sampling import Options
-from inference.texts import Prompt, Text, Writer, before
+from inference.texts import Text, Writer, before
 from model import GPT
 
 
-def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
+def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
     """The model in evaluation mode and its tokenizer; `changes` go into the GPTConfig."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
@@ -118,11 +111,10 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
         if config.checkpoint == "best":
             folder = checkpoint.best_folder(source) or folder
         source = str(folder)
-    policy = attention.Policy(
-        config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
-    )
+    permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
-    model = setup.place(checkpoint.init_model(source, policy, **changes), cast=True).eval()
+    model = checkpoint.init_model(source, attention.Policy(*permitted), **changes)
+    model = setup.place(model, cast=True).eval()
     if config.weights == "int8":
         embedding = model.transformer.wte.weight
         if why := int8.why_not(model, embedding.device, embedding.dtype):
@@ -135,7 +127,7 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, Any]:
     return model, tokenizer_of(config, source, model.config.vocab_size)
 
 
-def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
+def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tokenizer:
     """The checkpoint's own tokenizer, else the dataset's, else GPT-2's."""
     meta = checkpoint.tokenizer_meta(source)
     if meta is None and config.dataset is not None:
@@ -153,6 +145,11 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> Any:
 # --- prompts ---
 
 
+class Prompt(NamedTuple):
+    text: str
+    where: str = ""  # "prompts.txt:3: ", for messages
+
+
 def prompts(config: SampleConfig) -> list[Prompt]:
     """The prompts of --start and --prompts."""
     starts = config.start or (("\n",) if config.prompts is None else ())
@@ -161,26 +158,23 @@ def prompts(config: SampleConfig) -> list[Prompt]:
 
 
 def prompt_lines(path: str) -> list[Prompt]:
-    """The prompts of a file: JSON lines if its first line is an object with "prompt"."""
-    lines = [(n, line) for n, line in enumerate(_read(path).splitlines(), 1) if line.strip()]
-    if not lines:
+    """The prompts of a file: JSON lines if it begins with a brace."""
+    text = _read(path)
+    found = [
+        Prompt(_prompt_of(line, f"{path}:{n}") if text[0] == "{" else line, f"{path}:{n}: ")
+        for n, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
+    if not found:
         raise UserError(f"no prompt in {path}")
-    is_json = _prompt_of(lines[0][1]) is not None
-    found = []
-    for n, line in lines:
-        text = _prompt_of(line) if is_json else line
-        if text is None:
-            raise UserError(f'{path}:{n}: expected an object with a text "prompt", as in line 1')
-        found.append(Prompt(text, f"{path}:{n}: "))
     return found
 
 
-def _prompt_of(line: str) -> str | None:
-    with suppress(ValueError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            return row["prompt"]
-    return None
+def _prompt_of(line: str, where: str) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        if isinstance(prompt := json.loads(line)["prompt"], str):
+            return prompt
+    raise UserError(f'{where}: expected a JSON object with a text "prompt"')
 
 
 def _text(given: str) -> str:
@@ -194,23 +188,23 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read {path} ({e})") from e
 
 
-def encode(given: Iterable[Prompt], tokenizer: Any, block_size: int, overflow: str) -> None:
-    """Encode each prompt. Raises UserError if one is empty or too long."""
-    for prompt in given:
-        try:
-            prompt.ids = tokenizer.encode(prompt.text)
-        except UserError as e:
-            raise UserError(f"{prompt.where}{e}") from None
-        if not prompt.ids:
-            raise UserError(f"{prompt.where}a prompt is empty")
-        if len(prompt.ids) > block_size:
-            too_long = f"{prompt.where}a prompt has {len(prompt.ids)} tokens, more than block_size"
-            if overflow == "stop":
-                raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
-            log.warning(f"{too_long}: only the last {block_size} are read")
+def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int, overflow: str) -> list[int]:
+    """The prompt's token ids. Raises UserError if it is empty or too long."""
+    try:
+        ids = tokenizer.encode(prompt.text)
+    except UserError as e:
+        raise UserError(f"{prompt.where}{e}") from None
+    if not ids:
+        raise UserError(f"{prompt.where}a prompt is empty")
+    if len(ids) > block_size:
+        too_long = f"{prompt.where}a prompt has {len(ids)} tokens, more than block_size"
+        if overflow == "stop":
+            raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
+        log.warning(f"{too_long}: only the last {block_size} are read")
+    return ids
 
 
-def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton | None:
+def constraint_of(config: SampleConfig, tokenizer: data.Tokenizer) -> constrain.Automaton | None:
     if config.regex:
         return constrain.regex(config.regex, tokenizer)
     if config.choices:
@@ -225,76 +219,83 @@ def constraint_of(config: SampleConfig, tokenizer: Any) -> constrain.Automaton |
 
 
 def main(argv: list[str]) -> int:
-    try:
-        return run(argv)
-    except attention.BackendUnavailable as e:
-        raise UserError(str(e)) from e
-
-
-def run(argv: list[str]) -> int:
     """Continue every prompt; returns the exit code."""
     show_log()
     config = read(SampleConfig, argv, aliases=ALIASES).settings
     given = prompts(config)
-    model, tokenizer = load(config)
-    encode(given, tokenizer, model.config.block_size, config.overflow)
-    constraint = constraint_of(config, tokenizer)
-    if constraint is not None:
-        constraint = constraint.to(model.transformer.wte.weight.device)
-    each = (prompt for prompt in given for _ in range(config.num_samples))
-    texts = [Text(prompt, config.seed + n) for n, prompt in enumerate(each)]
-    writer = Writer(model, tokenizer, texts, config, constraint)
+    try:
+        model, tokenizer = load(config)
+    except attention.BackendUnavailable as e:
+        raise UserError(str(e)) from e
+    writer = writer_of(config, model, tokenizer, given)
     code = written = 0
-    with _open(config.out) as out:
+    with _open(config.out or os.devnull) as out:
         steps = writer.steps()
         try:
-            for text in texts:
+            for text in writer.texts:
+                new = _new(steps, text)
                 if config.stream:
-                    _stream(steps, text, tokenizer, config)
-                while not text.done:
-                    next(steps)
-                _print(text, tokenizer, config, out)
+                    _stream(new, text, writer)
+                for _ in new:
+                    pass
+                _print(text, writer, out, config)
                 written += 1
         except KeyboardInterrupt:
             code = 130
         finally:
             steps.close()
-        for text in texts[written:]:
+        for text in writer.texts[written:]:
             if text.finish != "waiting":
-                _print(text, tokenizer, config, out)
+                _print(text, writer, out, config)
     print(writer.report(), file=sys.stderr)
     return code
 
 
-def _stream(steps: Iterator[None], text: Text, tokenizer: Any, config: SampleConfig) -> None:
-    print(text.prompt.text, end="", flush=True)
+def writer_of(
+    c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[Prompt]
+) -> Writer:
+    texts: list[Text] = []
+    for prompt in given:
+        ids = encode(prompt, tokenizer, model.config.block_size, c.overflow)
+        for _ in range(c.num_samples):
+            texts.append(Text(prompt.text, ids, c.seed + len(texts)))
+    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size, c.overflow)
+    if constraint := constraint_of(c, tokenizer):
+        options.constraint = constraint.to(model.transformer.wte.weight.device)
+    size = 1 if c.stream else c.batch_size
+    how = c.max_new_tokens, c.stop, size, c.kv_cache, c.compile, c.n_pages
+    return Writer(model, tokenizer, texts, options, *how)
+
+
+def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
+    """Generate a text; yields its tokens as they come."""
+    shown = 0
+    while not text.done:
+        next(steps)
+        yield from text.new[shown:]
+        shown = len(text.new)
+
+
+def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
+    print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-
-    def new() -> Iterator[int]:
-        shown = 0
-        while not text.done:
-            next(steps)
-            yield from text.new[shown:]
-            shown = len(text.new)
-
-    for piece in before(config.stop, tokenizer.stream_decode(new())):
+    for piece in before(writer.stop, writer.tokenizer.stream_decode(new)):
         print(piece, end="", flush=True)
 
 
-def _print(text: Text, tokenizer: Any, config: SampleConfig, out: IO[str] | None) -> None:
-    new = "".join(before(config.stop, [tokenizer.decode(text.new)]))
-    row = {"prompt": text.prompt.text, "text": new, "tokens": len(text.new), "seed": text.seed}
-    line = json.dumps({**row, "finish": text.finish}, ensure_ascii=False)
-    if out is not None:
-        print(line, file=out, flush=True)
-    if out is None or config.stream:
-        shown = "" if config.stream else text.prompt.text + new
-        print(f"{shown}\n---------------", flush=True)
+def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
+    new = "".join(before(config.stop, [writer.tokenizer.decode(text.new)]))
+    row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
+    print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
+    if config.stream:
+        print("\n---------------", flush=True)
+    elif config.out is None:
+        print(f"{text.prompt}{new}\n---------------", flush=True)
 
 
-def _open(path: str | None) -> AbstractContextManager[IO[str] | None]:
+def _open(path: str) -> IO[str]:
     try:
-        return nullcontext() if path is None else open(path, "w", encoding="utf-8")
+        return open(path, "w", encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write {path} ({e})") from e
 

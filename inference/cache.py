@@ -10,8 +10,8 @@
     logits, _ = model(prompt, cache=step)     each layer calls step.layer(layer).append(k, v)
     step.advance()
 
-append() stores k and v (B, Tq, Hkv, D) and returns the keys, values and view (attention/views.py)
-for the kernel. It never waits for the device.
+append() stores k and v (B, Tq, Hkv, D) and returns what the kernel reads. It never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step:
     segments: Tensor | None = None
     page_size: int | None = None
 
-    def layer(self, layer: int) -> LayerCache:
+    def layer(self, layer: int) -> LayerCache | DynamicLayer:
         return LayerCache(self, layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
@@ -54,24 +54,48 @@ class LayerCache:
         return self.step.append(self.layer, k, v)
 
 
-class Cache:
-    k: Sequence[Tensor | None] | Tensor
-    v: Sequence[Tensor | None] | Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(t.nbytes for t in (*self.k, *self.v) if t is not None)
-
-
 # --- dynamic: buffers that grow ---
 
 
-class DynamicCache(Cache):
+class DynamicLayer:
+    """The keys and values of one layer: with a window at least its last window - 1 tokens."""
+
+    def __init__(self, window: int, max_len: int) -> None:
+        self.window, self.max_len = window, max_len
+        self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D), on first use
+        self.kept = 0  # tokens in the buffer
+
+    def make_room(self) -> None:
+        """Make room for one more token."""
+        if self.kv is not None and self.kept == self.kv.shape[2]:
+            self._store(self.kv)
+
+    def append(self, k: Tensor, v: Tensor) -> Appended:
+        if self.kv is not None and k.shape[1] == 1:
+            self.kv[0, :, self.kept], self.kv[1, :, self.kept] = k[:, 0], v[:, 0]
+            self.kept += 1
+            seen = self.kv[:, :, max(0, self.kept - self.window) : self.kept]
+        else:
+            seen = torch.stack([k, v])  # (2, B, T, Hkv, D)
+            if self.kv is not None:  # the first query sees window - 1 earlier tokens
+                past = min(self.kept, self.window - 1)
+                seen = torch.cat([self.kv[:, :, self.kept - past : self.kept], seen], dim=2)
+            self._store(seen)
+        return seen[0], seen[1], None
+
+    def _store(self, kv: Tensor) -> None:
+        """Begin a larger buffer with the tokens that the next query sees."""
+        n = kv.shape[2]
+        capacity = min(1 << n.bit_length(), 2 * self.window, self.max_len)
+        self.kept = min(n, self.window - 1)
+        self.kv = kv.new_empty(*kv.shape[:2], capacity, *kv.shape[3:])
+        self.kv[:, :, : self.kept] = kv[:, :, n - self.kept :]
+
+
+class DynamicCache:
     """Buffers that double when full; a kernel reads plain k and v with Tq < Tk.
 
-    Rows end together: shorter prompts are padded on the left with a segment of their own. With a
-    window the last window - 1 tokens are kept. ::
+    Rows end together: shorter prompts are padded on the left with a segment of their own. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
@@ -92,122 +116,111 @@ class DynamicCache(Cache):
         pad: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.max_len, self.window, self.device = max_len, window or max_len, device
-        self.k: list[Tensor | None] = [None] * n_layer  # (B, capacity, Hkv, D), on first use
-        self.v: list[Tensor | None] = [None] * n_layer
+        self.max_len, self.window = max_len, min(window or max_len, max_len)
+        self.device = device
+        self.layers = [DynamicLayer(self.window, max_len) for _ in range(n_layer)]
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
         self.stored = 0  # tokens of a row so far, padding included
-        self.kept = 0  # of these, in the buffers
-        self.capacity = 0  # room in the buffers, tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
         """Begin a step of T tokens in each row.
 
         Args:
-            counts: 0 for a row whose text has ended.
+            counts: 0 for a row that has ended.
 
         Raises:
             ValueError: a text would exceed max_len.
         """
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
-        longest = self.stored + T - min(pads, default=0)
-        if longest > self.max_len:
-            raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
-        if T == 1 and self.kept == self.capacity >= 2 * self.window:
-            n = self.window - 1  # visible tokens go to the front
-            for t in (*self.k, *self.v):
-                if t is not None:
-                    t[:, :n] = t[:, self.kept - n : self.kept]
-            self.kept = n
-        self._make_room(self.kept + 1 if T == 1 else min(self.window - 1, self.kept + T))
-        past = min(self.kept, self.window - 1)
+        _check_fit(self.stored + T - min(pads, default=0), self.max_len)
+        for layer in self.layers:
+            layer.make_room()
+        past = min(self.stored, self.window - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if self.pad is None:
-            return DynamicStep(self, T, at[past:], None)
+            return DynamicStep(self, at[past:], None)
         pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
-        return DynamicStep(self, T, pos, (at >= self.pad).int())
-
-    def _make_room(self, n: int) -> None:
-        if n <= self.capacity:
-            return
-        most = self.max_len if self.window == self.max_len else 2 * self.window
-        self.capacity = max(n, min(1 << n.bit_length(), most))
-        for buffers in (self.k, self.v):
-            for layer, old in enumerate(buffers):
-                if old is not None:
-                    new = old.new_empty(old.shape[0], self.capacity, *old.shape[2:])
-                    new[:, : self.kept] = old[:, : self.kept]
-                    buffers[layer] = new
+        return DynamicStep(self, pos, (at >= self.pad).int())
 
 
 @dataclass(frozen=True)
 class DynamicStep(Step):
     cache: DynamicCache
-    T: int  # tokens of each row
     pos: Tensor  # (T,) or, with padding, (B, T) int64
     segments: Tensor | None  # (B, Tk) int32, 0 for padding and 1 for text; None: no padding
     kind: ClassVar[str] = "dynamic"
 
     def positions(self, T: int) -> Tensor:
         """Positions, (T,) or (B, T) int64; 0 for padding."""
-        if T != self.T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, got {T}")
+        if self.pos.shape[-1] != T:
+            raise ValueError(f"the cache has reserved {self.pos.shape[-1]} tokens, got {T}")
         return self.pos
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        return self._append(self.cache.k, layer, k), self._append(self.cache.v, layer, v), None
-
-    def _append(self, buffers: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
-        c, T, buffer = self.cache, new.shape[1], buffers[layer]
-        if buffer is None:
-            buffer = new.new_empty(new.shape[0], c.capacity, *new.shape[2:])
-            buffers[layer] = buffer
-        if T == 1:
-            end = c.kept + 1
-            buffer[:, c.kept : end] = new
-            return buffer[:, max(0, end - c.window) : end]
-        # The first query sees window - 1 earlier tokens; so does that of the next step.
-        past = min(c.kept, c.window - 1)
-        seen = torch.cat([buffer[:, c.kept - past : c.kept], new], dim=1) if past else new
-        keep = min(c.window - 1, c.kept + T)
-        buffer[:, :keep] = seen[:, seen.shape[1] - keep :]
-        return seen
+    def layer(self, layer: int) -> DynamicLayer:
+        return self.cache.layers[layer]
 
     def advance(self) -> None:
-        c = self.cache
-        c.stored += self.T
-        c.kept += self.T
-        if self.T > 1:
-            c.kept = min(c.kept, c.window - 1)
+        self.cache.stored += self.pos.shape[-1]
+
+
+def _check_fit(n: int, max_len: int) -> None:
+    if n > max_len:
+        raise ValueError(f"{n} tokens do not fit into a cache of {max_len}")
+
+
+class Cache:
+    """Buffers of every layer, allocated once."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for t in (*self.k, *self.v))
+
+
+@dataclass(frozen=True)
+class RowsStep(Step):
+    """A step in which the rows have their own lengths."""
+
+    start: Tensor  # (B,) int32, tokens of each row stored before this step
+    count: Tensor  # (B,) int32, tokens of each row in this step; the rest is padding
+
+    def columns(self, T: int) -> tuple[Tensor, Tensor]:
+        """Position (B, T) int64, and bool (B, T), False for padding."""
+        i = torch.arange(T, device=self.start.device)
+        return self.start[:, None] + i, i < self.count[:, None]
+
+    def positions(self, T: int) -> Tensor:
+        """Positions, (B, T) int64; 0 for padding."""
+        at, real = self.columns(T)
+        return torch.where(real, at, 0)
 
 
 # --- static: allocated once ---
 
-MIN_BUCKET = 128
-
 
 def bucket(n: int, limit: int) -> int:
-    """Length of a static cache that is read for n stored tokens: a power of two, at least 128.
-
-    This limits the compiled shapes to log2(limit / 128) + 1.
-    """
-    return min(limit, max(MIN_BUCKET, 1 << (n - 1).bit_length()))
+    """Length of a static cache that is read for n stored tokens: few, each is compiled."""
+    return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
 class StaticCache(Cache):
     """Buffers that are allocated once, for `max_len` tokens of each row.
 
-    The lengths are on the device for compiled steps and CUDA graphs, and on the host for bucket().
-    The last slot of a row takes the padding on the right of a prompt and is never read. ::
+    The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
+    a row takes padding and is never read. ::
 
         row 0   a b c . . . . . | .     start 3
         row 1   d e f g h . . . | .     start 5
                 <-- max_len --->
-
-        cache = StaticCache(12, 2, 1024, 12, 64)
-        step = cache.reserve(5, (3, 5))                 prompts of 3 and 5 tokens, 5 columns
-        logits, _ = model(prompts, cache=step)          row 0 ends at logits[0, 2]
     """
 
     def __init__(
@@ -223,10 +236,8 @@ class StaticCache(Cache):
     ) -> None:
         self.max_len = max_len
         shape = (batch, max_len + 1, n_kv_head, head_dim)
-        self.k: list[Tensor] = [
-            torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)
-        ]
-        self.v: list[Tensor] = [torch.empty_like(k) for k in self.k]
+        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.v = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
         self.count = torch.empty(batch, dtype=torch.int32, device=device)
         self.reset()
@@ -252,21 +263,17 @@ class StaticCache(Cache):
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True)]
         longest = max((n for n, m in zip(after, counts, strict=True) if m), default=1)
-        if longest > self.max_len:
-            raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
+        _check_fit(longest, self.max_len)
         if counts != self.counts:
             self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
             self.counts = counts
         length = bucket(longest, self.max_len)
-        return StaticStep(self, T, self.start, self.count, length, not any(self.lengths))
+        return StaticStep(self.start, self.count, self, length, not any(self.lengths))
 
 
 @dataclass(frozen=True)
-class StaticStep(Step):
+class StaticStep(RowsStep):
     cache: StaticCache
-    T: int  # columns
-    start: Tensor  # (B,) int32, tokens of each row stored before this step
-    count: Tensor  # (B,) int32, tokens of each row in this step
     length: int  # slots that are read
     first: bool  # nothing is stored yet: plain attention
 
@@ -274,18 +281,10 @@ class StaticStep(Step):
     def kind(self) -> str:
         return "none" if self.first else "static"
 
-    def positions(self, T: int) -> Tensor:
-        """Positions, (B, T) int64."""
-        if T != self.T:
-            raise ValueError(f"the cache has reserved {self.T} tokens, got {T}")
-        at = self.start[:, None] + torch.arange(T, device=self.start.device)
-        return at.clamp(max=self.cache.max_len - 1)
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        k_buffer, v_buffer, trash = self.cache.k[layer], self.cache.v[layer], self.cache.max_len
-        i = torch.arange(k.shape[1], device=k.device)
-        at = self.start[:, None] + i  # (B, Tq)
-        at = torch.where(i < self.count[:, None], at, trash)
+        k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
+        at, real = self.columns(k.shape[1])
+        at = torch.where(real, at, self.cache.max_len)
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         k_buffer[row, at] = k
         v_buffer[row, at] = v
@@ -304,10 +303,9 @@ class StaticStep(Step):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens, in any order, and a page table for each sequence.
+    """Pages of `page_size` tokens and a page table for each sequence (inference/pages.py).
 
-    inference/pages.py assigns the pages; a page number is one page in every layer.
-    Source: Kwon et al. 2023, "PagedAttention", arXiv 2309.06180. ::
+    A page number is one page in every layer. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
@@ -315,10 +313,6 @@ class PagedCache(Cache):
                                              page 2   row 0's tokens 4 .. 7
                                              page 3   row 1's tokens 4 .. 7
                                              page 5   tokens 0 .. 3 of both: a shared prompt
-
-        cache = PagedCache(12, 12, 64, n_pages=1025, page_size=4)
-        a, b = cache.pool.new(), cache.pool.new()       two sequences
-        step = cache.reserve([a, b], [6, 9])            their prompts have 6 and 9 tokens
     """
 
     def __init__(
@@ -333,9 +327,9 @@ class PagedCache(Cache):
         device: str | torch.device = "cpu",
     ) -> None:
         self.pool = PagePool(n_pages, page_size)
-        shape = (n_layer, n_pages, page_size, n_kv_head, head_dim)
-        self.k: Tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.v: Tensor = torch.zeros_like(self.k)
+        shape = (n_pages, page_size, n_kv_head, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.v = [torch.zeros_like(k) for k in self.k]
 
     @property
     def nbytes_used(self) -> int:
@@ -361,32 +355,23 @@ class PagedCache(Cache):
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
         packed = torch.tensor([*numbers, *lengths, *counts], dtype=torch.int32)
-        table, start, count = to_device(packed, self.k.device).split([B * width, B, B])
-        return PagedStep(self, step, table.view(B, width), start, count, self.pool.page_size)
+        table, start, count = to_device(packed, self.k[0].device).split([B * width, B, B])
+        return PagedStep(start, count, self, step, table.view(B, width), self.pool.page_size)
 
 
 @dataclass(frozen=True)
-class PagedStep(Step):
+class PagedStep(RowsStep):
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
     page_table: Tensor  # (B, max_pages) int32
-    start: Tensor  # (B,) int32, position of each row's first token in this step
-    count: Tensor  # (B,) int32
     page_size: int
     kind: ClassVar[str] = "paged"
 
-    def positions(self, T: int) -> Tensor:
-        """Positions, (B, T) int64; 0 for padding."""
-        i = torch.arange(T, device=self.start.device)
-        return torch.where(i < self.count[:, None], self.start[:, None] + i, 0)
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         k_pages, v_pages, size = self.cache.k[layer], self.cache.v[layer], self.page_size
-        i = torch.arange(k.shape[1], device=k.device)
-        at = self.start[:, None] + i  # (B, Tq) positions
+        at, real = self.columns(k.shape[1])  # (B, Tq) positions
         column = (at // size).clamp(max=self.page_table.shape[1] - 1)
         page = self.page_table.gather(1, column.long())
-        real = i < self.count[:, None]
         slot = torch.where(real, page * size + at % size, at % size).flatten().long()
         for pages, new in ((k_pages, k), (v_pages, v)):
             # Not flatten(), which might copy.

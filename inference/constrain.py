@@ -3,13 +3,11 @@
     regular expression  ->  automaton over bytes  ->  automaton over tokens  ->  tensors
     (choices, JSON schema)    (n states, 256)           (n states, V)
 
-The state decides which tokens may follow, so a decode step needs two gathers (Willard & Louf 2023,
-arXiv 2307.09702). Tokens with the same column are one class: hundreds of GPT-2's 50,257 tokens.
+The state decides which tokens may follow (Willard & Louf 2023, arXiv 2307.09702). Tokens with the
+same column are one class: GPT-2's 50,257 tokens need hundreds.
 
 **Every text ends as a match.** A token is allowed only if a match still fits into the tokens left.
 The end-of-text token is allowed in accepting states; a text that cannot go on ends without it.
-
-outlines-core (the extra "constrain") compiles regular expressions; see docs/CONSTRAINTS.md.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +27,12 @@ from core.runtime import to_device
 from core.settings import UserError
 from inference import json_schema
 
+if TYPE_CHECKING:
+    from data.tokenizer import Tokenizer
+
 NEVER = 2**31 - 1  # tokens to a match if there is none
 MAX_ENTRIES = 2**27  # of a table: 0.5 GB
-# An escape, a class in brackets, or any other character.
+# An escape, a class, or another character.
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.", re.DOTALL)
 
 
@@ -43,14 +44,14 @@ class Bytes(NamedTuple):
 
 
 class Automaton(nn.Module):
-    """An automaton over tokens. States are (B, 2) int64: the automaton's, and the tokens left."""
+    """An automaton over tokens. States (B, 2) int64: the automaton's, and the tokens left."""
 
     transition: Tensor  # (states, classes) int32: the next state
     token_class: Tensor  # (V,) int64
     least: Tensor  # (states,) int32: the fewest tokens to a match, 0 in an accepting state
     onward: Tensor  # (states,) int32: the fewest to a longer match
 
-    # The first state is the start, the last two are the end and the dead state.
+    # State 0 is the start; the last two are the end and the dead state.
     def __init__(
         self, transition: np.ndarray, token_class: np.ndarray, least: np.ndarray, has_eot: bool
     ) -> None:
@@ -75,7 +76,7 @@ class Automaton(nn.Module):
         return self._at(torch.zeros_like(room), room)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
-        """The logits (B, V) with -inf for forbidden tokens and padding; others become finite."""
+        """The logits (B, V) with -inf for forbidden tokens; others become finite."""
         after = self.least[self.transition[state[:, 0]]]  # (B, classes)
         forbidden = (after >= state[:, 1:]).index_select(1, self.token_class)  # (B, V)
         forbidden = F.pad(forbidden, (0, logits.shape[1] - forbidden.shape[1]), value=True)
@@ -91,18 +92,16 @@ class Automaton(nn.Module):
         return torch.stack([at, left.clamp(min=1)], dim=1)  # at the end a token is always allowed
 
 
-def regex(pattern: str, tokenizer: Any) -> Automaton:
-    """Texts that fully match a regular expression in Rust's syntax (nearly Python's).
+def regex(pattern: str, tokenizer: Tokenizer) -> Automaton:
+    """Texts that fully match a regular expression in Rust's syntax.
 
     Raises:
-        UserError: no text matches, or the pattern has look-around, back-references, or anchors
-            other than ^ at its start and $ at its end.
+        UserError: no text matches, or the pattern is not supported.
     """
-    what = f"the regular expression {_shortened(pattern)}"
-    return over_tokens(compiled(pattern), tokenizer, what)
+    return over_tokens(compiled(pattern), tokenizer, f"the regex {_shortened(pattern)}")
 
 
-def choices(texts: Sequence[str], tokenizer: Any) -> Automaton:
+def choices(texts: Sequence[str], tokenizer: Tokenizer) -> Automaton:
     """One of several texts. Raises UserError if no text is possible."""
     if not texts:
         raise UserError("choices must not be empty")
@@ -110,7 +109,7 @@ def choices(texts: Sequence[str], tokenizer: Any) -> Automaton:
     return over_tokens(compiled(pattern), tokenizer, f"the choices {_shortened(', '.join(texts))}")
 
 
-def schema(text: str | dict[str, Any], tokenizer: Any) -> Automaton:
+def schema(text: str | json_schema.Schema, tokenizer: Tokenizer) -> Automaton:
     """JSON values of a JSON schema. Raises UserError as json_schema.to_regex() does."""
     return over_tokens(compiled(json_schema.to_regex(text)), tokenizer, "the JSON schema")
 
@@ -124,29 +123,24 @@ def unanchored(pattern: str) -> str:
     pieces = pieces[: len(pieces) - (pieces[-1:] == ["$"])]
     for piece in pieces:
         if piece in ("^", "$", r"\A", r"\z", r"\b", r"\B"):
-            raise UserError(
-                f"the regular expression {pattern!r} has {piece} inside; ^ and $ are possible at "
-                "its ends only"
-            )
+            raise UserError(f"the regex {pattern!r}: {piece} is possible at its ends only")
     return "".join(pieces)
 
 
 def compiled(pattern: str) -> Bytes:
     """The automaton of a regular expression, by outlines-core 0.2.14.
 
-    Two problems and their workarounds:
+    Workarounds:
     - it stops at the first match of a backtracking search: "a|ab" never matches "ab". With a NUL
       after the pattern no match ends early; a state accepts if NUL is possible.
     - it tracks matches that begin later: 2^20 states for "a[ab]{20}". An empty alternative matches
-      at the start at once. The library drops steps into the state after it, so a NUL precedes the
-      pattern, with tokens of NUL and each byte.
+      at the start. The library drops steps into the state after it, so a NUL precedes the pattern,
+      with tokens of NUL and each byte.
     """
     try:
         import outlines_core as outlines
     except ImportError as e:
-        raise UserError(
-            f"regular expressions and JSON schemas need: pip install outlines-core ({e})"
-        ) from e
+        raise UserError(f"constraints need: pip install outlines-core ({e})") from e
     pattern = unanchored(pattern)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
     try:
@@ -155,8 +149,8 @@ def compiled(pattern: str) -> Bytes:
         index = outlines.Index(f"\\x00(?:{pattern})\\x00|", outlines.Vocabulary(512, tokens))
     except ValueError as e:
         raise UserError(
-            f"cannot compile the regular expression {_shortened(pattern)} "
-            f"({str(e).split('. ')[0]}); look-around and back-references are not supported"
+            f"cannot compile the regex {_shortened(pattern)} ({str(e).split('. ')[0]}); "
+            "look-around and back-references are not supported"
         ) from e
     found, finals = index.get_transitions(), index.get_final_states()
     after_nul = found.get(index.get_initial_state(), {})
@@ -179,7 +173,7 @@ def compiled(pattern: str) -> Bytes:
 # --- the automaton over tokens ---
 
 
-def over_tokens(automaton: Bytes, tokenizer: Any, what: str) -> Automaton:
+def over_tokens(automaton: Bytes, tokenizer: Tokenizer, what: str) -> Automaton:
     """The automaton over a tokenizer's tokens. Raises UserError if no text matches `what`."""
     tokens, eot = tokenizer.token_bytes(), tokenizer.eot
     step, token_class = _classes(automaton.table, tokens, what)  # (n, classes), (V,)
@@ -216,8 +210,7 @@ def _classes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The next state (n, classes) and the class of each token (V,); an empty token is dead.
 
-    Each pair of a map of states and a byte is composed once (the automaton's transition monoid),
-    never for all n x V.
+    Each pair of a map of states and a byte is composed once (the automaton's transition monoid).
     """
     columns, byte_class = np.unique(table.T, axis=0, return_inverse=True)
     kind = byte_class.reshape(-1).tolist()
@@ -237,10 +230,7 @@ def _classes(
             at = composed[key]
         of_token[i] = at if token else -1
         if len(maps) * len(table) > MAX_ENTRIES:
-            raise UserError(
-                f"the tables of {what} would have more than {MAX_ENTRIES:,} entries: use fewer "
-                "choices or repetitions"
-            )
+            raise UserError(f"{what} has too many states: use fewer choices or repetitions")
     maps.append(np.full_like(maps[0], len(table) - 1))
     used, token_class = np.unique(of_token, return_inverse=True)
     return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)

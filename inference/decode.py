@@ -7,7 +7,7 @@ on CUDA the tokens are copied back while the next step runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from inference.constrain import Automaton
     from model import GPT
 
+    Read = tuple[GPT, Tensor, Tensor | None, Step | None, int | None]  # of next_logits()
+    How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]  # of sample_step()
+
 Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
 
 
@@ -31,11 +34,15 @@ class Row:
     index: int
     room: int  # tokens that may be drawn
     new: list[int] = field(default_factory=list)
-    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.ended = not self.room
 
 
 R = TypeVar("R", bound=Row)
-Launched = tuple[Sequence[R], "Copy | None"]
+# Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
+# ends the text]. None: the rows have no room for a token.
+Launched = tuple[Sequence[R], Callable[[], list[list[int]]] | None]
 
 
 class Decoder(Generic[R]):
@@ -50,23 +57,30 @@ class Decoder(Generic[R]):
         self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
 
     def launch(self) -> Iterator[Launched[R]]:
-        """Sample a token for each row on the device; None: the rows have no room for a token."""
+        """Sample a token for each row on the device."""
         raise NotImplementedError
 
     def steps(self) -> Iterator[Sequence[R]]:
         """The rows of each step whose `new` has grown."""
-        for rows, copy in behind(self.launch(), self.ahead):
-            if copy is None:
-                yield rows
-                continue
-            got = []
-            for row, (token, *over) in zip(rows, copy.wait(), strict=True):
-                if not row.ended:  # else the step was launched before its end was known
-                    row.new.append(token)
-                    full = len(row.new) == row.room
-                    row.ended = full or any(over) or self.stops(row.index, row.new)
-                    got.append(row)
-            yield got
+        pending: deque[Launched[R]] = deque()
+        for step in self.launch():
+            pending.append(step)
+            if len(pending) > self.ahead:
+                yield self._read(*pending.popleft())
+        for step in pending:
+            yield self._read(*step)
+
+    def _read(self, rows: Sequence[R], tokens: Callable[[], list[list[int]]] | None) -> Sequence[R]:
+        if tokens is None:
+            return rows
+        got = []
+        for row, (token, *over) in zip(rows, tokens(), strict=True):
+            if not row.ended:  # else the step was launched before its end was known
+                row.new.append(token)
+                full = len(row.new) == row.room
+                row.ended = full or any(over) or self.stops(row.index, row.new)
+                got.append(row)
+        return got
 
     def uniform(self, B: int, generator: Generators | None) -> Uniform | None:
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
@@ -78,8 +92,7 @@ class Decoder(Generic[R]):
             texts: (B, T) int64, or one (T,) a row; None for a text that has ended.
         """
         processor = self.options.logits_processor
-        if processor is None:
-            return logits
+        assert processor is not None
         if isinstance(texts, Tensor):
             return processor(texts, logits)
         pairs = zip(texts, logits.split(1), strict=True)
@@ -111,31 +124,23 @@ def sample_step(
     return token, state, state[:, 0] == constraint.end
 
 
-class Copy:
-    """An asynchronous copy of a step's tokens to the host."""
-
-    def __init__(self, token: Tensor, over: Tensor | None) -> None:
-        self.event = None
-        drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
-        self.host = drawn
-        if drawn.is_cuda:
-            self.host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-            self.host.copy_(drawn, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(drawn.device))
-
-    def wait(self) -> list[list[int]]:
-        """Return [token] a row; with a constraint [token, 1 if it ends the text]."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
+def next_token(read: Read, how: How) -> Drawn:
+    """next_logits(*read) and sample_step(*how): one graph if compiled."""
+    return sample_step(next_logits(*read), *how)
 
 
-def behind(launched: Iterable[Launched[R]], ahead: int) -> Iterator[Launched[R]]:
-    """Yield each step when `ahead` more have been launched."""
-    pending: deque[Launched[R]] = deque()
-    for step in launched:
-        pending.append(step)
-        if len(pending) > ahead:
-            yield pending.popleft()
-    yield from pending
+def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
+    """Start to copy a step's tokens to the host; returns a function that waits for them."""
+    drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
+    if not drawn.is_cuda:
+        return drawn.tolist
+    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+    host.copy_(drawn, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(drawn.device))
+
+    def wait() -> list[list[int]]:
+        event.synchronize()
+        return host.tolist()
+
+    return wait

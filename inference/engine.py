@@ -3,9 +3,6 @@
     prefill   all tokens of the prompts at once; their keys and values go into the cache
     decode    one token of each row, with the cached keys and values
 
-Without a cache a token costs a pass over the whole text (GPT.generate). With one it costs reading
-the weights and the cache: for GPT-2 124M in float32, 497 MB and 74 kB a token of context.
-
 GPT-2 has learned vectors for block_size positions. A longer text slides as in nanoGPT: the model
 reads its last block_size tokens. This moves every position, so nothing can be cached.
 overflow="stop" ends the text instead.
@@ -17,28 +14,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache as memoize
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from inference import serve
-from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, Step, bucket
-from inference.decode import Copy, Decoder, Drawn, Launched, Row, next_logits, sample_step
-from inference.sampling import ENDED, Generators, Options, SamplingParams
+from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
+from inference.decode import (
+    Decoder,
+    Drawn,
+    Launched,
+    Row,
+    next_logits,
+    next_token,
+    sample_step,
+    to_host,
+)
+from inference.sampling import ENDED, Generators, Options, Prompt
 
 if TYPE_CHECKING:
-    from inference.constrain import Automaton
     from model import GPT
 
 CacheKey = tuple[int, int, torch.dtype, torch.device]
+F = TypeVar("F", bound=Callable[..., object])
 KV_CACHES = ("none", "dynamic", "static", "paged")
 
 
 @torch.no_grad()
 def generate(
-    model: GPT, idx: Tensor | Sequence[Any], max_new_tokens: int, **options: Any
+    model: GPT, idx: Tensor | Sequence[Prompt], max_new_tokens: int, **options: Any
 ) -> Tensor | list[Tensor]:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
@@ -46,12 +53,11 @@ def generate(
         For a tensor: (B, T + n) int64; rows that ended early repeat their last token.
         For a list: a list of (T_i + n_i,) int64.
     """
-    device = model.transformer.wte.weight.device
-    prompts = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in idx]
+    prompts = _tensors(model, idx)
     drawn = list(stream(model, prompts, max_new_tokens, **options))
     new = torch.stack(drawn) if drawn else torch.empty(0, len(prompts), dtype=torch.int64)
     counts = (new != ENDED).sum(0).tolist()
-    rows = new.to(device).unbind(1)
+    rows = new.to(model.transformer.wte.weight.device).unbind(1)
     texts = [torch.cat([p, row[:n]]) for p, row, n in zip(prompts, rows, counts, strict=True)]
     if not isinstance(idx, Tensor):
         return texts
@@ -62,7 +68,7 @@ def generate(
 @torch.no_grad()
 def stream(
     model: GPT,
-    idx: Tensor | Sequence[Any],
+    idx: Tensor | Sequence[Prompt],
     max_new_tokens: int,
     *,
     generator: Generators | None = None,
@@ -90,13 +96,12 @@ def stream(
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    device = model.transformer.wte.weight.device
-    prompts = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in idx]
+    prompts = _tensors(model, idx)
     if not prompts:
         raise ValueError("expected at least one prompt of at least one token")
     if kv_cache == "paged":
-        more = {"generator": generator, "page_size": page_size, **options}
-        yield from serve.batch(model, prompts, max_new_tokens, **more)
+        options |= {"generator": generator, "page_size": page_size}
+        yield from serve.batch(model, prompts, max_new_tokens, **options)
         return
     how = Options(**options)
     batch = _Batch(model, prompts, max_new_tokens, generator, kv_cache, compile, how)
@@ -104,6 +109,11 @@ def stream(
         yield from batch.tokens()
     finally:  # the static cache can be reused
         _idle.setdefault(model, {}).update(batch.lent)
+
+
+def _tensors(model: GPT, prompts: Tensor | Sequence[Prompt]) -> list[Tensor]:
+    device = model.transformer.wte.weight.device
+    return [torch.as_tensor(row, dtype=torch.int64, device=device) for row in prompts]
 
 
 class _Batch(Decoder[Row]):
@@ -125,10 +135,10 @@ class _Batch(Decoder[Row]):
         options: Options,
     ) -> None:
         super().__init__(model, options)
-        self.max_new_tokens, self.kv_cache = max_new_tokens, kv_cache
+        self.max_new_tokens, self.kv_cache, self.compile = max_new_tokens, kv_cache, compile
         lengths = [len(prompt) for prompt in prompts]
         room = [options.room(b, T, max_new_tokens, self.block_size) for b, T in enumerate(lengths)]
-        self.rows = [Row(b, n, ended=not n) for b, n in enumerate(room)]
+        self.rows = [Row(b, n) for b, n in enumerate(room)]
         self.B, self.T = len(prompts), max(lengths)
         self.pad = [self.T - T for T in lengths]
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
@@ -143,21 +153,12 @@ class _Batch(Decoder[Row]):
         self.cache: DynamicCache | StaticCache | None = None
         self.lent: dict[CacheKey, StaticCache] = {}
         if kv_cache != "none" and max_new_tokens > 1 and self.block_size > self.T:
-            self.cache = self._new_cache(compile)
-        # A logits processor is Python code between two graphs.
-        self.decode, self.sample, self.decode_and_sample = next_logits, sample_step, _next_token
-        if compile and options.logits_processor is None:
-            self.decode_and_sample = compiled(_next_token, self.device.type)
-        elif compile:
-            self.decode = compiled(next_logits, self.device.type)
-            self.sample = compiled(sample_step, self.device.type)
+            self.cache = self._new_cache()
 
     def tokens(self) -> Iterator[Tensor]:
         for got in self.steps():
-            tokens = {row.index: row.new[-1] for row in got}
-            if not tokens:
-                return  # launched before the last row was known to have ended
-            yield torch.tensor([tokens.get(b, ENDED) for b in range(self.B)])
+            if got:  # else launched before the last row was known to have ended
+                yield torch.tensor([row.new[-1] if row in got else ENDED for row in self.rows])
 
     def launch(self) -> Iterator[Launched[Row]]:
         for n in range(self.T, self.T + self.max_new_tokens):
@@ -168,31 +169,32 @@ class _Batch(Decoder[Row]):
             if longest > self.block_size:  # a text slides: the cached positions are wrong
                 self.cache = None
             self.token, self.state, over = self._next(n, going)
-            if self.cache is not None:
-                stats = self.options.stats
-                stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes)
+            stats = self.options.stats
+            stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes if self.cache else 0)
             self.ids[:, n] = self.token
-            yield self.rows, Copy(self.token, over)
+            yield self.rows, to_host(self.token, over)
 
     def _next(self, n: int, going: Sequence[bool]) -> Drawn:
-        u = None if self.random is None else self.random.next()
-        how = self.params, self.options.constraint, u, self.state
+        decode, decode_and_sample = next_logits, next_token
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
-            decode, decode_and_sample = next_logits, _next_token
         else:
             step = self.cache.reserve(1, [int(on) for on in going])
             idx, last = self.token[:, None], None
-            decode, decode_and_sample = self.decode, self.decode_and_sample
+            if self.compile:
+                decode = compiled(next_logits, self.device.type)
+                decode_and_sample = compiled(next_token, self.device.type)
+        u = None if self.random is None else self.random.next()
+        how = self.params, self.options.constraint, u, self.state
         read = self.model, idx, last, step, self.options.vocab_size
         if self.options.logits_processor is None:
-            drawn = decode_and_sample(*read, *how)
-        else:
+            drawn = decode_and_sample(read, how)
+        else:  # Python code, outside the graph
             texts: Tensor | list[Tensor | None] = self.ids[:, :n]
             if any(self.pad):  # without the padding
                 rows = zip(self.ids, self.pad, going, strict=True)
                 texts = [ids[pad:n] if on else None for ids, pad, on in rows]
-            drawn = self.sample(self.processed(decode(*read), texts), *how)
+            drawn = sample_step(self.processed(decode(*read), texts), *how)
         if step is not None:
             step.advance()
         return drawn
@@ -211,7 +213,7 @@ class _Batch(Decoder[Row]):
             step = self.cache.reserve(T, [n - pad for pad in self.pad])
         return idx, last, step
 
-    def _new_cache(self, compile: bool) -> DynamicCache | StaticCache:
+    def _new_cache(self) -> DynamicCache | StaticCache:
         model, config = self.model, self.model.config
         # The prefill of a static cache is plain attention.
         kind = "dynamic" if self.kv_cache == "dynamic" else "none"
@@ -224,13 +226,13 @@ class _Batch(Decoder[Row]):
         max_len = bucket(min(self.T + self.max_new_tokens, self.block_size), self.block_size)
         dtype, heads = getattr(torch, spec.dtype), (config.kv_heads, config.head_dim)
         key = self.B, max_len, dtype, device
-        static = _idle.setdefault(model, {}).pop(key, None) if compile else None
+        static = _idle.setdefault(model, {}).pop(key, None) if self.compile else None
         if static is not None:
             static.reset()
         else:  # tensors of inference mode cannot be written to outside it
             with torch.inference_mode(False):
                 static = StaticCache(L, self.B, max_len, *heads, dtype=dtype, device=device)
-        if compile:
+        if self.compile:
             self.lent[key] = static
             model.attention(False, (self.B, 1), "static", compiled=True)  # not traceable
             for t in (*static.k, *static.v, static.start, static.count):
@@ -243,35 +245,17 @@ class _Batch(Decoder[Row]):
 _idle: WeakKeyDictionary[GPT, dict[CacheKey, StaticCache]] = WeakKeyDictionary()
 
 
-def _next_token(
-    model: GPT,
-    idx: Tensor,
-    last: Tensor | None,
-    step: Step | None,
-    vocab_size: int | None,
-    params: SamplingParams,
-    constraint: Automaton | None,
-    u: Tensor | None,
-    state: Tensor | None,
-) -> Drawn:
-    """next_logits() and sample_step(): one graph if compiled."""
-    logits = next_logits(model, idx, last, step, vocab_size)
-    return sample_step(logits, params, constraint, u, state)
-
-
 @memoize
-def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+def compiled(function: F, device: str) -> F:
     """torch.compile for fixed shapes; results are copied out of the graph's memory."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
     mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs
     graph = torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> object:
         if device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        results = graph(*args)
-        if isinstance(results, Tensor):
-            return results.clone()
-        return tuple(None if t is None else t.clone() for t in results)
+        copied: object = tree_map_only(Tensor, Tensor.clone, graph(*args))
+        return copied
 
-    return run
+    return cast(F, run)

@@ -1,8 +1,8 @@
 """A JSON schema as a regular expression, for inference/constrain.py.
 
 A match is always valid. Not all valid values match: properties come in the schema's order and no
-others, numbers have up to 15 digits, white space is single spaces. Unsupported keywords (minimum,
-pattern, format, oneOf, allOf, not, ...), recursion and untyped values are errors.
+others, numbers have up to 15 digits, white space is single spaces. Other keywords, recursion and
+untyped values are errors.
 
 JSON: RFC 8259. JSON schema: draft 2020-12, "Core" and "Validation".
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from core.settings import UserError
 
+Schema = dict[str, Any]
 SPACE, COMMA = " ?", " ?, ?"
 CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\])'  # of a string
 PLAIN = {  # types without further keywords
@@ -50,7 +51,7 @@ NOTES = re.compile(  # keywords that do not restrict values
 NAMES = {int: "an integer", str: "a string", list: "a list", dict: "an object"}
 
 
-def to_regex(schema: str | dict[str, Any]) -> str:
+def to_regex(schema: str | Schema) -> str:
     """The regular expression of a schema's values, the schema given as JSON or parsed.
 
     Raises:
@@ -64,9 +65,8 @@ def to_regex(schema: str | dict[str, Any]) -> str:
     return _value(root, "#", root, ())
 
 
-def _value(schema: Any, where: str, root: Any, refs: tuple[str, ...]) -> str:
-
-    def part(name: str, inner: Any) -> str:
+def _value(schema: object, where: str, root: object, refs: tuple[str, ...]) -> str:
+    def part(name: str, inner: object) -> str:
         return _value(inner, f"{where}/{name}", root, refs)
 
     if not isinstance(schema, dict):
@@ -138,24 +138,21 @@ def _either(patterns: Iterable[str]) -> str:
     return f"(?:{'|'.join(patterns)})"
 
 
-def _counts(schema: dict[str, Any], what: str, where: str) -> tuple[int, int | None]:
+def _counts(schema: Schema, what: str, where: str) -> tuple[int, int | None]:
     low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
     if low < 0 or (high is not None and low > high):
         raise _wrong(where, f"min{what} is {low} and max{what} {high}")
     return low, high
 
 
-# --- errors ---
-
-
-def _wrong(where: str, what: str, *got: Any) -> UserError:
+def _wrong(where: str, what: str, *got: object) -> UserError:
     shown = f", got {json.dumps(got[0])}" if got else ""
     return UserError(f"JSON schema, {where}: {what}{shown}")
 
 
-def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
+def _check_keywords(schema: Schema, kind: str, where: str) -> None:
     """Raise UserError for an unsupported keyword, or a value of a wrong type."""
-    known = ({} if kind in ("anyOf", "$ref") else {"type": object}) | KEYWORDS.get(kind, {})
+    known = KEYWORDS.get(kind, {}) | ({} if kind in ("anyOf", "$ref") else {"type": object})
     for key, value in sorted(schema.items()):
         if key not in known:
             what = f"the keyword {key!r} is not supported for {kind}; supported: "
@@ -169,13 +166,13 @@ def _check_keywords(schema: dict[str, Any], kind: str, where: str) -> None:
         raise _wrong(where, f"an {kind} needs {needed}")
 
 
-def _target(ref: str, where: str, root: Any) -> Any:
+def _target(ref: str, where: str, at: Any) -> object:
     """The target of a JSON pointer (RFC 6901) within the schema."""
     try:
         if not ref.startswith("#"):
             raise KeyError
         for name in ref.split("/")[1:]:
-            root = root[name.replace("~1", "/").replace("~0", "~")]
+            at = at[name.replace("~1", "/").replace("~0", "~")]
     except (KeyError, TypeError):
         raise _wrong(where, "$ref must point to a place in the schema", ref) from None
-    return root
+    return at

@@ -1,9 +1,9 @@
 """The page pool: which pages of a paged KV cache belong to which sequence. No torch.
 
 The name of a full page is a hash of its token ids and of the previous page's name. Equal names mean
-equal prefixes: a new sequence shares the named pages of its prefix. Pages are reference-counted. A
-named page without holders keeps its content until it is reused: unnamed pages go first, then named
-ones in the order in which they were freed, the last page of a sequence before its first. ::
+equal prefixes: a new sequence shares the named pages of its prefix. A named page without holders
+keeps its content until it is reused: unnamed pages go first, then named ones in the order in which
+they were freed, the last page of a sequence before its first. ::
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -11,10 +11,9 @@ ones in the order in which they were freed, the last page of a sequence before i
     3   "ran to"                  B              h3 = hash(h1, "ran to")
     4   "a"                       B              none: it is not full
 
-Page 0 is the null page, for padding.
+Page 0 is the null page, for padding. Only full pages are shared, so none is copied.
 
-Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; hashes as in
-        vLLM's "automatic prefix caching". Only full pages are shared, so none is copied.
+Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; vLLM's hashes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
 class OutOfPages(RuntimeError):
-    """Not enough free pages; nothing was changed."""
+    """Not enough free pages."""
 
 
 @dataclass
@@ -63,11 +62,11 @@ class PagePool:
 
     @property
     def n_used(self) -> int:
-        """Pages that some sequence holds, each counted once."""
+        """Pages that some sequence holds."""
         return self.n_pages - 1 - len(self._free)
 
     def pages(self, seq: int) -> tuple[int, ...]:
-        """The pages of a sequence, in the order of its tokens."""
+        """The pages of a sequence, in order."""
         return tuple(self._of(seq).pages)
 
     def length(self, seq: int) -> int:
@@ -78,18 +77,17 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def new(self, tokens: Sequence[int] = ()) -> int:
-        """Begin a sequence with the named pages of the prefix of `tokens`; return its number.
+        """Begin a sequence with the named pages of a prefix of `tokens`; return its number.
 
-        length() tokens need no prefill; the last token always does, for its logits.
+        At least the last token needs a prefill, for its logits.
         """
-        held, name = _Held(), b""
-        for i in range((len(tokens) - 1) // self.page_size):
-            name = self._name(name, tokens, i)
+        held = _Held()
+        for name in self._names(tokens, (len(tokens) - 1) // self.page_size):
             if name not in self._page_named:
                 break
-            held.pages.append(self._page_named[name])
-        held.length = len(held.pages) * self.page_size
-        for page in held.pages:
+            page = self._page_named[name]
+            held.pages.append(page)
+            held.length += self.page_size
             self._free.pop(page, None)
             self._holders[page] += 1
         seq = self._next
@@ -115,13 +113,10 @@ class PagePool:
             OutOfPages: nothing was changed.
             ValueError: no such sequence.
         """
-        # At most 0 if an earlier step reserved more than it used.
-        more = {
-            seq: self.pages_for(self.length(seq) + n) - len(self.pages(seq))
-            for seq, n in counts.items()
-        }
-        needed = sum(n for n in more.values() if n > 0)
-        if needed > self.n_free:
+        more = {}
+        for seq, n in counts.items():  # none if an earlier step reserved more than it used
+            more[seq] = max(0, self.pages_for(self.length(seq) + n) - len(self.pages(seq)))
+        if (needed := sum(more.values())) > self.n_free:
             raise OutOfPages(f"out of KV cache pages: {needed} needed, {self.n_free} free")
         for seq, n in more.items():
             self._held[seq].pages.extend(self._take() for _ in range(n))
@@ -130,18 +125,14 @@ class PagePool:
         """Count the tokens of grow(counts) as stored."""
         for seq, n in counts.items():
             held = self._of(seq)
-            assert 0 <= n <= len(held.pages) * self.page_size - held.length, "grow() comes first"
             held.length += n
 
     def remember(self, seq: int, tokens: Sequence[int]) -> None:
         """Name the full pages of a sequence, which has these token ids, for new()."""
-        held, name = self._of(seq), b""
-        for i in range(min(held.length, len(tokens)) // self.page_size):
-            name = self._name(name, tokens, i)
-            page = held.pages[i]
-            assert self._name_of.get(page, name) == name, "a named page was overwritten"
-            # The first of two equal pages is shared.
-            if name not in self._page_named:
+        held = self._of(seq)
+        names = self._names(tokens, min(held.length, len(tokens)) // self.page_size)
+        for page, name in zip(held.pages, names):
+            if name not in self._page_named:  # the first of two equal pages is shared
                 self._name_of[page], self._page_named[name] = name, page
 
     def _of(self, seq: int) -> _Held:
@@ -156,6 +147,10 @@ class PagePool:
         self._holders[page] = 1
         return page
 
-    def _name(self, before: bytes, tokens: Sequence[int], i: int) -> bytes:
-        ids = array("q", tokens[i * self.page_size : (i + 1) * self.page_size])
-        return hashlib.blake2b(before + ids.tobytes(), digest_size=16).digest()
+    def _names(self, tokens: Sequence[int], n: int) -> Iterator[bytes]:
+        """The names of the first n pages of these tokens."""
+        name = b""
+        for i in range(n):
+            ids = array("q", tokens[i * self.page_size : (i + 1) * self.page_size])
+            name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
+            yield name

@@ -1,19 +1,19 @@
 """Continuous batching: many prompts through a few rows of a paged KV cache, with shared pages.
 
-A new prompt replaces a finished text at once, where engine.py waits for the end of the batch
-("iteration-level scheduling": Yu et al. 2022, "Orca", OSDI, section 3):
+A new prompt replaces a finished text at once; engine.py waits for the end of the batch
+(Yu et al. 2022, "Orca", OSDI, section 3):
 
     step     1    2    3    4    5    6    7          step     1    2    3    4    5    6    7
     row 0    A    a    a    .    .    C    c          row 0    A    a    a    C    c    c    c
     row 1    B    b    b    b    b    D    d          row 1    B    b    b    b    b    D    d
              a batch, then the next                            capitals: prefill
 
-A step runs the new prompts in groups of similar length, padded on the right, and the last token of
-every other row as one batch. Each text equals that of generate() for its prompt alone.
+A step runs the new prompts in groups of similar length, and one token of every other row. Each text
+equals that of generate() for its prompt alone.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
 for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error,
-raised after the texts before it have ended.
+raised after the earlier texts have ended.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,28 +35,28 @@ from torch import Tensor
 from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
-from inference.decode import Copy, Decoder, Launched, Row, next_logits, sample_step
-from inference.sampling import ENDED, Options, Uniform
+from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
+from inference.sampling import ENDED, Options, Prompt, Uniform
 
 if TYPE_CHECKING:
     from model import GPT
 
+T = TypeVar("T")
 PREFILL = 2048  # most tokens of a prefill, padding included, unless one prompt has more
 
 
 @torch.no_grad()
 def stream(
-    model: GPT, prompts: Iterable[Any], max_new_tokens: int | Iterable[int], **options: Any
+    model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
     """Continue many prompts, and yield each token as it comes.
 
     Args:
         prompts: (T,) token ids each; taken when there is room for one.
-        max_new_tokens: for all prompts, or one for each.
-        generator: one for all prompts, or one for each.
+        max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
-        n_pages: pages in the pool, page 0 is not used; None: enough for `slots` full contexts.
-        options: as sampling.Options; stop receives the number of the prompt.
+        n_pages: size of the pool; page 0 is not used; None: enough for `slots` full contexts.
+        options: as sampling.Options.
 
     Yields:
         Number of the prompt, and its next token; ENDED (-1) when its text has ended.
@@ -73,17 +73,16 @@ def batch(
     model: GPT, prompts: Sequence[Tensor], max_new_tokens: int, **options: Any
 ) -> Iterator[Tensor]:
     """engine.stream() with kv_cache="paged"."""
-    options["slots"] = len(prompts)
-    options["n_pages"] = enough_pages(
-        model, map(len, prompts), max_new_tokens, len(prompts), options["page_size"]
-    )
+    B, size = len(prompts), options["page_size"]
+    options["slots"] = B
+    options["n_pages"] = enough_pages(model, map(len, prompts), max_new_tokens, B, size)
     # A prompt that waited for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in prompts]
     for index, token in stream(model, prompts, max_new_tokens, **options):
         ready[index].append(token)
         while all(ready):
             tokens = [row[0] if row[0] == ENDED else row.popleft() for row in ready]
-            if all(token == ENDED for token in tokens):
+            if set(tokens) == {ENDED}:
                 return
             yield torch.tensor(tokens)
 
@@ -91,7 +90,7 @@ def batch(
 def enough_pages(
     model: GPT, lengths: Iterable[int], max_new_tokens: int, slots: int, page_size: int = 16
 ) -> int:
-    """The smallest n_pages with which prompts of these lengths never wait for pages."""
+    """The least n_pages with which prompts of these lengths never wait."""
     longest = (min(T + max_new_tokens, model.config.block_size) for T in lengths)
     return 1 + sum(-(-n // page_size) for n in sorted(longest)[-slots:])
 
@@ -119,7 +118,7 @@ class _Server(Decoder[_Row]):
     def __init__(
         self,
         model: GPT,
-        prompts: Iterable[Tensor | Sequence[int]],
+        prompts: Iterable[Prompt],
         max_new_tokens: int | Iterable[int],
         *,
         generator: torch.Generator | Iterable[torch.Generator] | None = None,
@@ -134,7 +133,7 @@ class _Server(Decoder[_Row]):
                 raise ValueError(f"{name} must be at least 1, got {n}")
         self.slots = slots
         if n_pages is None:
-            n_pages = 1 + slots * -(-self.block_size // page_size)
+            n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
         config, (_, spec) = model.config, model.attention(False, None, "paged", page_size)
         self.cache = PagedCache(
             config.n_layer,
@@ -147,11 +146,7 @@ class _Server(Decoder[_Row]):
         )
         self.pool, self.stats = self.cache.pool, self.options.stats
         self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
-        self.coming = enumerate(prompts)
-        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "generator": generator}
-        self.each = {  # one for each prompt, or the same for all
-            name: iter(of) if isinstance(of, Iterable) else repeat(of) for name, of in given.items()
-        }
+        self.coming = self.new_rows(prompts, max_new_tokens, generator)
         self.refused: ValueError | None = None  # error in the next prompt
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
@@ -193,48 +188,36 @@ class _Server(Decoder[_Row]):
     def pull(self) -> list[_Row]:
         """Take a prompt for each free slot; returns those without room for a token."""
         empty: list[_Row] = []
-        while len(self.rows) + len(self.waiting) + len(empty) < self.slots and not self.refused:
-            try:
-                coming = next(self.coming, None)
-                if coming is None:
-                    break
-                row = self.new_row(*coming)
-            except ValueError as e:
-                self.refused = e
-            else:
+        try:
+            free = self.slots - len(self.rows) - len(self.waiting)
+            for row in islice(self.coming, free):
                 (self.waiting if row.room else empty).append(row)
+        except ValueError as e:
+            self.refused = e
         return empty
 
-    def new_row(self, index: int, prompt: Tensor | Sequence[int]) -> _Row:
-        ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        most, generator = (self.next_of(name, index) for name in self.each)
-        T, block_size = len(ids), self.block_size
-        room = self.options.room(index, T, most, block_size)
-        stored = T + room - 1  # the last token is never read
-        pages = self.pool.pages_for(min(stored, block_size))
-        if pages > self.pool.n_pages - 1:
-            raise UserError(
-                f"prompt {index} ({T} tokens, {room} new ones) needs {pages} pages of "
-                f"{self.pool.page_size} tokens, the pool has {self.pool.n_pages - 1}: raise n_pages"
-            )
-        constraint = self.options.constraint
-        state = constraint.start([room]) if constraint is not None else None
-        random = self.uniform(1, generator)
-        return _Row(
-            index,
-            room,
-            ended=not room,
-            prompt=ids,
-            slides=stored > block_size,
-            max_pages=pages,
-            random=random,
-            state=state,
-        )
-
-    def next_of(self, name: str, index: int) -> Any:
-        for given in self.each[name]:
-            return given
-        raise ValueError(f"{name} has {index} entries for more prompts")
+    def new_rows(
+        self,
+        prompts: Iterable[Prompt],
+        max_new_tokens: int | Iterable[int],
+        generator: torch.Generator | Iterable[torch.Generator] | None,
+    ) -> Iterator[_Row]:
+        each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
+        for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
+            row = _Row(index, self.options.room(index, len(prompt), most, self.block_size))
+            row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+            stored = len(prompt) + row.room - 1  # the last token is never read
+            row.slides = stored > self.block_size
+            row.max_pages = self.pool.pages_for(min(stored, self.block_size))
+            if row.max_pages > self.pool.n_pages - 1:
+                raise UserError(
+                    f"prompt {index} ({len(prompt)} tokens, {row.room} new ones) needs "
+                    f"{row.max_pages} pages, the pool has {self.pool.n_pages - 1}: raise n_pages"
+                )
+            row.random = self.uniform(1, random)
+            if self.options.constraint is not None:
+                row.state = self.options.constraint.start([row.room])
+            yield row
 
     def admit(self) -> None:
         """Start the texts whose pages are free, in order."""
@@ -251,9 +234,9 @@ class _Server(Decoder[_Row]):
             if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
                 self.pool.free(row.seq)
                 continue
+            self.waiting.remove(row)
             self.begin(row)
             admitted.append(row)
-        self.waiting = [row for row in self.waiting if row not in admitted]
 
     def begin(self, row: _Row) -> None:
         self.rows.append(row)
@@ -263,7 +246,7 @@ class _Server(Decoder[_Row]):
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
         self.stats.shared_pages += len(self.pool.pages(row.seq))
 
-    def step(self) -> tuple[list[_Row], Copy]:
+    def step(self) -> Launched[_Row]:
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
@@ -280,7 +263,7 @@ class _Server(Decoder[_Row]):
             row.state = None if after is None else after[i : i + 1]
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
-        return rows, Copy(token, over)
+        return rows, to_host(token, over)
 
     def groups(self) -> list[list[_Row]]:
         """Batches of similar length: no row is padded to twice its length."""
@@ -321,3 +304,12 @@ class _Server(Decoder[_Row]):
 
     def to_device(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
+
+
+def _each(name: str, given: T | Iterable[T]) -> Iterator[T]:
+    """One entry for each prompt: the same for all, or the next one given."""
+    if not isinstance(given, Iterable):
+        yield from repeat(given)
+    else:
+        yield from given
+    raise ValueError(f"{name} has fewer entries than there are prompts")

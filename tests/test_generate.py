@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
             continue
         model = lively(attention_backend=name, attention_fallback=False, **changes)
         plain = lively(attention_backend="manual", **changes)
-        sizes = [(5, 5)] if name in SLOW else [(5, 14), (1, 8), (15, 3), (16, 3), (20, 2)]
+        sizes = [(5, 5)] if name in SLOW else [(1, 17), (20, 2)]
         for T, n in sizes:
             got = engine.generate(model, tokens(T=T), n, temperature=0, kv_cache=kv)
             assert torch.equal(got, greedy(plain, tokens(T=T), n)), (shape, T)
@@ -88,7 +88,7 @@ def test_prompts_of_any_lengths_continue_as_alone(shape, kv) -> None:
     def generator(row: int) -> torch.Generator:
         return torch.Generator().manual_seed(row)
 
-    for sampling in ({"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.8}):
+    for sampling in ({"temperature": 0.0}, {"top_p": 0.9, "temperature": 0.8}):
         both = {**sampling, "kv_cache": kv}
         four = engine.generate(
             model, prompts, 14, generator=[generator(b) for b in range(4)], **both
@@ -98,8 +98,6 @@ def test_prompts_of_any_lengths_continue_as_alone(shape, kv) -> None:
             (alone,) = engine.generate(model, [prompt], 14, generator=[generator(b)], **both)
             assert torch.equal(four[b], alone)
             assert torch.equal(alone[: len(prompt)], prompt)
-            if sampling.get("temperature") == 0:
-                assert torch.equal(alone[None], greedy(model, prompt[None], 14))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"temperature": 0.7, "top_k": 11}], ids=str)
@@ -145,12 +143,7 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
     return lambda T: paged.reserve(rows, [T] * B)
 
 
-CHUNKS = {
-    "prefill": [16],
-    "prefill, decode": [6, *[1] * 10],
-    "chunked prefill, decode": [4, 5, 2, *[1] * 5],
-    "decode": [1] * 16,
-}
+CHUNKS = {"prefill": [16], "chunked prefill, decode": [4, 5, 2, *[1] * 5]}
 
 
 @torch.no_grad()
@@ -273,7 +266,7 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("kv", CACHES)
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.5}])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
 def test_a_seed_gives_the_tokens_of_no_cache(sampling, kv) -> None:
     model = lively()
 
@@ -478,15 +471,15 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("name", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
 def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
-    """Buckets of 128, 256 and 300 slots; other lengths compile nothing."""
-    model = lively(block_size=300, n_kv_head=2, attention_backend=name)
-    want = engine.generate(model, tokens(T=5), 295, temperature=0, kv_cache="none")
-    for T in (5, 40, 5):
+    """Buckets of 128 and 140 slots; other lengths compile nothing."""
+    model = lively(block_size=140, n_kv_head=2, attention_backend=name)
+    want = engine.generate(model, tokens(T=5), 135, temperature=0, kv_cache="none")
+    for T in (5, 100):
         got = engine.generate(
-            model, want[:, :T], 300 - T, temperature=0, kv_cache="static", compile=True
+            model, want[:, :T], 140 - T, temperature=0, kv_cache="static", compile=True
         )
         assert torch.equal(got, want)
-        assert len(eager_graphs) == 3
+        assert len(eager_graphs) == 2
 
 
 def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
@@ -499,6 +492,7 @@ def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
     assert len(eager_graphs) == 1
 
 
+@pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
     """inductor itself, on a small model."""
     torch._dynamo.reset()

@@ -79,7 +79,7 @@ def poisoned(spec: Spec, n_pages: int, device: str = "cpu", n_layer: int = 1) ->
     assert spec.page_size is not None
     cache = PagedCache(n_layer, spec.n_kv_head, spec.head_dim, n_pages=n_pages, device=device,
                        page_size=spec.page_size, dtype=getattr(torch, spec.dtype))  # fmt: skip
-    for t in (cache.k, cache.v):
+    for t in (*cache.k, *cache.v):
         assert not t.any()
         t.fill_(torch.nan)
     taken = [cache.pool.new() for _ in range(n_pages - 1)]
@@ -107,7 +107,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
     """
     counts = [len(q) for q, _, _ in new]
     step = cache.reserve(rows, counts)
-    device, padded = cache.k.device, []
+    device, padded = cache.k[0].device, []
     for n, value in enumerate((pad[0], pad[1], pad[1])):
         shape = (len(rows), max(counts), *new[0][n].shape[1:])
         padded.append(torch.full(shape, value, dtype=new[0][n].dtype))
@@ -155,25 +155,26 @@ def check(got: Tensor, row: Sequence[Tensor], spec: Spec, sinks: Tensor | None =
 # that sits out a step.
 SCHEDULE = [(13, 4, 0), (3, 1, 6), (1, 1, 1), (1, 0, 1), (1, 1, 1)]
 SHAPES = {
-    "page1": {"page_size": 1}, "page4": {}, "page16": {"page_size": 16}, "page5": {"page_size": 5},
+    "page1": {"page_size": 1}, "page4": {}, "page5": {"page_size": 5},
     "mha": {"n_kv_head": 4}, "mqa": {"n_kv_head": 1}, "three-groups": {"n_head": 6},
-    "D20": {"head_dim": 20}, "D80": {"head_dim": 80, "page_size": 16}, "D128": {"head_dim": 128},
+    "D20": {"head_dim": 20}, "D80": {"head_dim": 80, "page_size": 16},
     "window1": {"window": 1}, "window4": {"window": 4},
     "window5-page1": {"window": 5, "page_size": 1},
-    "window7-mqa-D20": {"window": 7, "n_kv_head": 1, "head_dim": 20}, "window19": {"window": 19},
+    "window7-mqa-D20": {"window": 7, "n_kv_head": 1, "head_dim": 20},
     "window500": {"window": 500}}  # fmt: skip
 
 
 def _grid() -> Iterator[Any]:
-    """(run, device, shape, dtype). float64 always goes by the gather path.
+    """(run, device, shape, dtype); a few shapes must do in half precision.
 
-    In the interpreter tl.dot is wrong in bfloat16, and a few shapes must do in float16.
+    In the interpreter tl.dot is wrong in bfloat16. The kernels have no float64.
     """
+    few = "page4", "D80", "window7-mqa-D20"
     for path, (shape, changes), dtype in itertools.product(PATHS, SHAPES.items(), DTYPES):
-        if path.id == "kernel":
-            few = shape in ("page4", "D80", "window7-mqa-D20")
-            if dtype not in (("float32", "float16") if few else ("float32",)):
-                continue
+        if dtype != "float32" and shape not in few:
+            continue
+        if path.id == "kernel" and dtype in ("bfloat16", "float64"):
+            continue
         if path.id == "cuda" and not HAS_CUDA and (shape, dtype) != ("page4", "float32"):
             continue  # one says that it is missing
         spec = replace(SPEC, dtype=dtype, **changes)
@@ -315,7 +316,7 @@ def test_canary_a_later_token_moves_nothing_earlier(run, device, window) -> None
 # --- the backend ---
 
 
-@pytest.mark.parametrize("run, device", PATHS)
+@pytest.mark.parametrize("run, device", [PATHS[0], PATHS[2]])
 def test_torch_compile_takes_it_into_one_graph(run, device) -> None:
     """With aot_eager: the writes to the pages must survive functionalization."""
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False)

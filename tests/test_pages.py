@@ -121,7 +121,7 @@ class RandomLoad(RuleBasedStateMachine):
 
 
 def test_under_random_load() -> None:
-    how = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True,
+    how = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True,
                    database=None, phases=[Phase.generate])  # fmt: skip
     run_state_machine_as_test(RandomLoad, settings=how)
 

@@ -8,23 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.sampling import Options, SamplingParams, Uniform, sample_token
+from inference.sampling import Options, SamplingParams, sample_token
 
 
 def pick(logits: Tensor, u: Tensor | None, **params: Any) -> Tensor:
     return sample_token(logits, u, SamplingParams.on(logits.device, Options(**params)))
 
 
-def draw(logits: Tensor, generator: Any, **params: Any) -> Tensor:
-    """One token from each row of logits."""
-    greedy = params.get("temperature") == 0
-    u = None if greedy else Uniform(1, logits.device, generator, block=len(logits))
-    return pick(logits, None if u is None else torch.cat(u.left), **params)
-
-
 def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    drawn = draw(logits.expand(n, -1), generator, **sampling)
+    u = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drawn = pick(logits.expand(n, -1), u, **sampling)
     assert drawn.shape == (n,) and drawn.dtype == torch.int64
     return torch.bincount(drawn, minlength=logits.shape[-1]) / n
 
@@ -100,7 +93,7 @@ def nucleus_of(p: list[float], top_p: float) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize("V", [50, 1000, 9000])
+@pytest.mark.parametrize("V", [50, 9000])
 def test_top_p_is_the_nucleus_of_its_definition(V) -> None:
     generator = torch.Generator().manual_seed(V)
     flat = torch.randn(1, V, generator=generator)
@@ -120,14 +113,14 @@ def test_top_p_is_the_nucleus_of_its_definition(V) -> None:
             first, last = p[sample_token(row.expand(2, -1), ends, params)].tolist()
             assert first == pytest.approx(float(p.max()), rel=1e-5)
             assert least * (1 - 1e-5) <= last <= most * (1 + 1e-5)
-            u = torch.rand(200, dtype=torch.float64, generator=generator)
-            drawn = p[sample_token(row.expand(200, -1), u, params)]
+            u = torch.rand(50, dtype=torch.float64, generator=generator)
+            drawn = p[sample_token(row.expand(50, -1), u, params)]
             assert (drawn >= least * (1 - 1e-5)).all()
     assert 1 in sizes and max(sizes) > V // 4
 
 
 def test_a_flat_row_next_to_a_sharp_one_has_its_whole_nucleus() -> None:
-    logits = torch.stack([torch.zeros(1000), torch.arange(1000.0)])
+    logits = torch.stack([-1e-6 * torch.arange(4000.0), torch.arange(4000.0)])
     u = torch.tensor([1 - 2.0**-53] * 2, dtype=torch.float64)
-    many = {int(pick(logits, u * n / 1000, top_p=0.9)[0]) for n in range(1000)}
-    assert len(many) >= 899
+    flat, sharp = pick(logits, u, top_p=0.9).tolist()
+    assert 3590 <= flat <= 3600 and sharp >= 3990

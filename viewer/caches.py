@@ -69,9 +69,10 @@ def decode(cache: AnyCache, model: GPT, ids: list[int], want: Tensor) -> CacheSt
     now = cache.reserve(rows, [1]) if isinstance(cache, kv.PagedCache) else cache.reserve(1)
     table = list(cache.pool.pages(rows[0])) if isinstance(cache, kv.PagedCache) else []
     at, read = cells(now, n, table)
-    k, v = cache.k[0], cache.v[0]  # (pages or 1, places, Hkv, D) of layer 0
-    assert k is not None and v is not None
-    buffers = [t.flatten(0, 1) for t in (k, v)]  # (cells, Hkv, D)
+    # k and v of layer 0, (pages or 1, places, Hkv, D)
+    held = cache.layers[0].kv if isinstance(cache, kv.DynamicCache) else (cache.k[0], cache.v[0])
+    assert held is not None
+    buffers = [t.flatten(0, 1) for t in held]  # (cells, Hkv, D)
     before = [as_bytes(t) for t in buffers]
     logits = model.head(model.hidden(idx[:, n:], None, now))[0, -1]
     changed = [(old != as_bytes(t)).flatten(1).any(dim=1) for old, t in zip(before, buffers)]
@@ -119,7 +120,7 @@ def cells(now: AnyStep, n: int, table: list[int]) -> tuple[dict[int, int], list[
         return dict(enumerate(read[: n + 1])), read
     if isinstance(now, kv.StaticStep):
         return {p: p for p in range(n + 1)}, list(range(now.length))
-    gone = now.cache.stored - now.cache.kept  # dropped: outside the window of later tokens
+    gone = now.cache.stored - now.cache.layers[0].kept  # dropped: no later token's window
     return {p: p - gone for p in range(gone, n + 1)}, []
 
 
