@@ -81,7 +81,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         UserError: unknown dataset or option, unreadable source, or another dataset in out_dir.
     """
     if dataset not in DATASETS:
-        hint = did_you_mean(dataset, dict(zip(DATASETS, DATASETS)))
+        hint = did_you_mean(dataset, DATASETS)
         if Path(dataset).suffix or Path(dataset).exists():
             hint = f"; for your own text: python -m data text --source={dataset}"
         raise UserError(f"unknown dataset {dataset!r} (known: {', '.join(DATASETS)}){hint}")
