@@ -141,7 +141,7 @@ import data
 from attention import Policy, Resolution
 from core import parallel, runtime
 from core.distributed import DistInfo
-from core.metrics import Meter, Metrics, not_finite
+from core.metrics import Meter, Metrics
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
 from model import GPT, GPTConfig
@@ -276,7 +276,9 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
-        meter.metrics = Metrics(Path(config.out_dir), run.step, config)
+        names = {"project": config.wandb_project, "name": config.wandb_run_name}
+        wandb = {**names, "config": asdict(config)} if config.wandb_log else None
+        meter.metrics = Metrics(Path(config.out_dir), run.step, wandb)
     if config.eval_on_start and run.step == 0:
         evaluate(run, meter.metrics)
 
@@ -323,8 +325,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         # --- evaluation ---
         val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            how = lr, kernel.backend.name, distributed.resume_command(config.out_dir)
-            say(not_finite(run.step, mean_loss, val_loss, *how), file=sys.stderr)
+            known = f"loss {mean_loss}" + (f", val loss {val_loss}" if val_loss is not None else "")
+            say(
+                f"error: a loss or gradient is not finite at step {run.step} or shortly before "
+                f"({known}, lr {lr:.2e}, attention backend {kernel.backend.name}). No checkpoint "
+                "contains it. Try --attention_backend=manual, to see whether the kernel is the "
+                "cause; or a lower --learning_rate: " + distributed.resume_command(config.out_dir),
+                file=sys.stderr,
+            )
             run.saver.wait()
             return 1
         if logging_now:
