@@ -158,7 +158,7 @@ class Run:
     setup: Setup
     meta: dict[str, Any]  # the dataset's meta.json
     model: GPT  # the parameters, as they are saved
-    module: nn.Module | Callable[..., Any]  # the same model to call: compiled, DDP or FSDP
+    module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     splits: dict[str, np.ndarray]  # "train" and "val": (N,) uint16 tokens
@@ -219,7 +219,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         with torch.no_grad():
             model.eval().attention(shape=(config.batch_size, T))
         model.train()
-    module = model  # FSDP has changed it in place
+    module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
@@ -287,7 +287,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     val_loss: float | None = None
     # Gradients are averaged evenly, but processes may have different numbers of sequences.
-    share = parallel.loss_weight(run.model, T) * distributed.data_size / run.global_batch
+    share = parallel.loss_weight(run.model.ring, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     began, began_step = runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
@@ -296,7 +296,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         weight = share * len(x)
-        x, y = parallel.shard_batch(run.model, x, y)
+        x, y = parallel.shard_batch(run.model.ring, x, y)
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                           run.micro_steps, config.grad_clip, found_inf, weight=weight)  # fmt: skip
         run.step += 1
@@ -372,8 +372,8 @@ def evaluate(run: Run, metrics: Metrics | None = None) -> float:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=device), 0
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                _, loss = run.module(*parallel.shard_batch(run.model, x, y))
-                total += loss * counted * parallel.loss_weight(run.model, T)
+                _, loss = run.module(*parallel.shard_batch(run.model.ring, x, y))
+                total += loss * counted * parallel.loss_weight(run.model.ring, T)
                 n += counted
             summed, sequences = distributed.sum([float(total), n])
             losses[split] = summed / sequences
@@ -405,7 +405,7 @@ def sample(run: Run) -> None:
 
 
 def train_step(
-    module: nn.Module | Callable[..., Any],
+    module: nn.Module,
     optimizer: torch.optim.AdamW,
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,

@@ -12,7 +12,8 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -70,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """On or off, with the reason."""
+    """On, or off with the reason."""
 
     on: bool
     reason: str = ""
@@ -126,7 +127,7 @@ class Setup:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Otherwise every torch.empty() is filled first, which costs a pass over memory.
+            # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
         products = decide_onednn(onednn, device, chosen, bool(graph))
@@ -155,7 +156,7 @@ class Setup:
                 cpu_matmul.for_inference(model)
         return model
 
-    def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:
+    def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
         """torch.compile(model), or the model itself.
 
         Raises:
@@ -171,18 +172,15 @@ class Setup:
                 f"gradients of {micro_steps} micro-batches; use max-autotune-no-cudagraphs, or "
                 "--gradient_accumulation_steps=1"
             )
-        return torch.compile(model, mode=self.compile_mode)
+        return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
     def report(self, processes: int) -> list[str]:
         """Lines to print: device, dtype, oneDNN, compilation."""
-        count = "1 process" if processes == 1 else f"{processes} processes"
-        where = f"{self.device} ({describe(self.device)})"
-        lines = [f"device: {where}, {dtype_name(self.dtype)}, {count}"]
-        if self.why_dtype:
-            lines.append(f"dtype: {dtype_name(self.dtype)} ({self.why_dtype})")
-        if self.device.type == "cpu":
-            lines.append(f"oneDNN for float32 products: {self.onednn}")
-        mode = f" (mode {self.compile_mode})" if self.compile else ""
+        count = f"{processes} process" + "es" * (processes > 1)
+        dtype, mode = dtype_name(self.dtype), f" (mode {self.compile_mode})" * self.compile.on
+        lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
+        lines += [f"dtype: {dtype} ({self.why_dtype})"] * bool(self.why_dtype)
+        lines += [f"oneDNN for float32 products: {self.onednn}"] * (self.device.type == "cpu")
         return [*lines, f"compile: {self.compile}{mode}"]
 
 
@@ -226,7 +224,7 @@ class StopSignal:
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, self._note)
 
-    def _note(self, signum: int, frame: Any) -> None:
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signum
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return
