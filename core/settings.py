@@ -29,6 +29,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
+Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
 
 
@@ -87,7 +88,7 @@ def gather(
     *,
     aliases: Mapping[str, str] = {},
     positional: str | None = None,
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[Values, dict[str, str]]:
     """Return the given values and their origins, without making an instance.
 
     Args:
@@ -95,36 +96,36 @@ def gather(
         positional: the field that bare words set. Without it they are config files; `--config=FILE`
             names one in any case.
     """
-    hints, values, origins = _hints(cls), dict[str, Any](), dict[str, str]()
+    hints = _hints(cls)
+    switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
+    files, options = _split(argv, switches, positional)
+    values: Values = {}
+    origins: dict[str, str] = {}
 
     def known(name: str, mistake: str) -> str:
         if aliases.get(name, name) not in hints:
             raise UserError(mistake + did_you_mean(name, [*hints, *aliases]))
         return aliases.get(name, name)
 
-    switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
-    files, options = _split(argv, switches, positional)
     for path in files:
         for line, name, value in parse_config(path):
             field = known(name, f"{path}:{line}: unknown setting {name!r}")
-            origins[field] = f"{path}:{line}"
             values[field] = check(hints[field], value, f"{path}:{line}: {name}")
+            origins[field] = f"{path}:{line}"
     if {"-h", "--help"} & {*argv}:
         _print_help(cls, values)
-        sys.exit(0)
     for name, text in options:
-        field = known(name, f"unknown option '--{name}'")
-        hint, again = hints[field], origins.get(field) == "command line"
-        value = _parse(hint, text, f"--{name}")
-        if again and _is_tuple(hint):
+        field = known(name, f"unknown option --{name}")
+        value = _parse(hints[field], text, f"--{name}")
+        if origins.get(field) == "command line" and _is_tuple(hints[field]):
             value = values[field] + value  # a repeated list is added to
-        elif again and field == positional:
+        elif origins.get(field) == "command line" and field == positional:
             raise UserError(f"expected one {field}, got {values[field]} and {value}")
         values[field], origins[field] = value, "command line"
     return values, origins
 
 
-def from_dict(cls: type[T], mapping: Mapping[str, Any], origin: str = "settings.json") -> T:
+def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
     """Return the instance that a saved dataclasses.asdict() came from, with the same checks.
 
     A missing key takes its default; an unknown key is an error.
@@ -152,7 +153,7 @@ def _fail(error: UserError) -> NoReturn:
     sys.exit(2)
 
 
-def _build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
+def _build(cls: type[T], values: Values, where: str = "") -> T:
     try:
         return cls(**values)
     except ValueError as error:
@@ -241,7 +242,7 @@ def _print_help(cls: type, values: Mapping[str, object]) -> None:
     import tyro
 
     hints = _hints(cls)
-    shown: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(cls)} | dict(values)
+    shown: Values = {f.name: f.default for f in dataclasses.fields(cls)} | dict(values)
     lists = {name: str for name, hint in hints.items() if _is_tuple(hint)}  # as one text: A,B,...
     shown |= {name: ",".join(map(str, shown[name])) for name in lists}
     # Without __post_init__, which may need imports that are not made yet.
