@@ -31,8 +31,6 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 def pick_device(wanted: str) -> torch.device:
     """The device of that name; "auto" is CUDA, else Apple's Metal, else the CPU.
 
-    A named GPU becomes the current one: Triton launches its kernels there.
-
     Raises:
         UserError: it is not available.
     """
@@ -44,7 +42,7 @@ def pick_device(wanted: str) -> torch.device:
         raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current device
     return device
 
 
@@ -213,10 +211,8 @@ def decide_onednn(
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once.
-
-    Not under torchrun, which repeats a scheduler's signal, and kills after 30 s.
-    """
+    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once,
+    except under torchrun, which repeats a scheduler's signal."""
 
     def __init__(self, says: str = "stopping after this step") -> None:
         self.signal: int | None = None
@@ -244,10 +240,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's.
-
-    It would return them to the system, which then fills each page with zeros again.
-    """
+    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -59,9 +59,7 @@ class Loaded(Generic[T]):
         if not rows:
             return ["settings: all at their defaults"]
         wide = max(len(name) for name, _, _ in rows)
-        # A long path must not push the origins off the screen.
-        deep = max((len(value) for _, value, _ in rows if len(value) <= 32), default=0)
-        lines = [f"  {name:<{wide}} = {value:<{deep}}  ({origin})" for name, value, origin in rows]
+        lines = [f"  {name:<{wide}} = {value:<10}  ({origin})" for name, value, origin in rows]
         return ["settings that are not the default:", *lines]
 
 
@@ -98,6 +96,7 @@ def gather(
     """
     hints = _hints(cls)
     switches = {n for n in (*hints, *aliases) if hints[aliases.get(n, n)] in (bool, bool | None)}
+    switches |= {"h", "help"}
     files, options = _split(argv, switches, positional)
     values: Values = {}
     origins: dict[str, str] = {}
@@ -211,8 +210,6 @@ def _split(
         word = rest.pop(0)
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        if word in ("-h", "--help"):
-            continue
         if not word.startswith("-"):
             name, text = positional or "config", word
         elif not equals and name in switches:
@@ -222,7 +219,7 @@ def _split(
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
             text = rest.pop(0)
         files += [text] * (name == "config")
-        options += [(name, text)] * (name != "config")
+        options += [(name, text)] * (name not in ("config", "h", "help"))
     return files, options
 
 
@@ -302,9 +299,8 @@ def parse_config(path: str) -> list[tuple[int, str, object]]:
                     raise ValueError
         except (ValueError, ArithmeticError, LookupError):
             raise UserError(
-                f"{path}:{node.lineno}: unsupported: {ast.unparse(node).splitlines()[0][:60]!r}; "
-                "expected 'name = value' with numbers (and arithmetic), strings, True, False, None "
-                "or lists"
+                f"{path}:{node.lineno}: unsupported: {ast.unparse(node)!r:.60}; expected "
+                "name = value, with numbers, arithmetic, strings, True, False, None or lists"
             ) from None
     return found
 
