@@ -4,8 +4,8 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-`python train.py --help` lists every option. A run writes to out_dir: checkpoints (step-N),
-metrics.jsonl and loss.png. One step is train_step(), near the end.
+A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir. train_step(), near the
+end, is one step.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     val_loss: float | None = None
-    # Gradients are averaged evenly, but processes may have different numbers of sequences.
+    # Gradients are averaged evenly over processes, which may have different numbers of sequences.
     share = parallel.loss_weight(run.model.ring, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     began, began_step = runtime.now(device), run.step
@@ -304,7 +304,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             began, began_step = runtime.now(device), run.step
 
         # --- all processes agree: stop? log? ---
-        # On a GPU do not look at found_inf here: it would wait for the device.
+        # On a GPU reading found_inf here would wait for the device.
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = distributed.sum([float(stop.signal is not None), float(due)])
         done = run.step == config.max_iters
@@ -417,7 +417,7 @@ def train_step(
     Args:
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors.
-        mark: called with "forward", "backward", "update" and "end" as each begins (benchmarks).
+        mark: called with "forward", "backward", "update" and "end" (benchmarks).
         weight: of this process's mean loss in the average over processes.
 
     Returns:

@@ -27,7 +27,7 @@ ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process among those of a run: one under `python`, several under `torchrun`."""
+    """This process's place in the run."""
 
     device: torch.device
     rank: int = 0
@@ -39,11 +39,7 @@ class DistInfo:
 
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
-        """Join the other processes that torchrun started, if it did.
-
-        Raises:
-            UserError: the device is missing, or the processes do not divide into rings.
-        """
+        """Join the processes that torchrun started. Raises UserError without GPUs or whole rings."""
         device = pick_device(wanted)
         n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
         if n % N:
@@ -90,11 +86,7 @@ class DistInfo:
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """Micro-batches per step and process, each of at most batch_size sequences.
-
-        Raises:
-            UserError: some process would have none.
-        """
+        """Micro-batches per step and process. Raises UserError if a process would have none."""
         least, more = divmod(batch_size * accumulated, self.data_size)
         steps = -(-(least + bool(more)) // batch_size)
         if least < steps:

@@ -67,7 +67,7 @@ def n_params(config: Sizes) -> int:
     return config.vocab_size * C + config.n_layer * (weights + biases + 2 * norm) + norm
 
 
-@cache  # the loop asks at every line that it logs
+@cache
 def mean_keys(T: int, window: int | None = None) -> float:
     """How many keys a query of a sequence of T sees on average; see attention.visible.
 
@@ -108,11 +108,7 @@ class Peak:
 
 
 def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
-    """The user's peak rate, else the datasheet's, else a measured one.
-
-    Args:
-        override: TFLOP/s given by --peak_tflops.
-    """
+    """The user's peak rate (`override`, TFLOP/s), else the datasheet's, else a measured one."""
     if override is not None:
         return Peak(override, "--peak_tflops")
     device = torch.device(device)
@@ -124,12 +120,7 @@ def peak(device: str | torch.device, dtype: str, override: float | None = None) 
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    """The datasheet's peak of the GPU of that name, None if attention/machine/gpus.py lacks it.
-
-    Args:
-        dtype: "float32", "bfloat16" or "float16".
-        tf32: float32 products run in TF32.
-    """
+    """The datasheet's peak of a GPU for float32 (or TF32), bfloat16 or float16; None: unknown."""
     known = datasheet_tflops(name, dtype, tf32)
     return known and Peak(*known)
 
@@ -142,18 +133,14 @@ def best_peak(device: str | torch.device, dtype: str) -> Peak:
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of several large square matrix products, in TFLOP/s.
-
-    Leaves the global random state alone, so that a resumed run draws the same numbers.
-    """
+    """The best rate of several large square matrix products, in TFLOP/s."""
     best = 0.0
-    own = torch.Generator(device).manual_seed(0)
+    own = torch.Generator(device).manual_seed(0)  # a resumed run draws the same numbers
     # A run may use oneDNN for float32 products: if that is exact, its rate counts too.
     plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
     kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
     cuda, began = device.type == "cuda", time.perf_counter()
-    # A GPU raises its clocks while it works, and a launch costs a tenth of a product: so half a
-    # second for each size, and ten products between two looks at the clock.
+    # A GPU raises its clocks while it works: half a second per size, ten products per reading.
     at_a_time, least = (10, 0.5) if cuda else (1, 0.0)
     for i, n in enumerate((4096, 8192) if cuda else (1024, 1536, 2048)):
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)

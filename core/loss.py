@@ -54,8 +54,8 @@ def linear_cross_entropy(
         matmul_switch: makes the context in which the matrix products run (core/cpu/matmul.py).
 
     Returns:
-        float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is
-        asked at all, as F.cross_entropy gives.
+        float32 () (float64 for float64 inputs), in nats; NaN, with zero gradients, if all targets
+        are ignored, as F.cross_entropy.
     """
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
@@ -158,7 +158,7 @@ def pieces(n: int, size: int | None) -> list[slice]:
 
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough to stay in memory."""
+    """Rows of logits at a time: enough for an efficient product, few enough for memory."""
     budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
     if device == "cpu" and dtype == torch.bfloat16:  # wants more rows in the gradient's product
         budget = 2**26  # 128 MB

@@ -92,9 +92,8 @@ class Meter:
         """Look the peak rate up, or measure it.
 
         Args:
-            T: tokens of a sequence; tokens: of a step, over all processes.
+            tokens: of a step, over all processes; T: of a sequence.
             dtype: of the matrix products.
-            peak_tflops: of one device, as the user gave it.
         """
         self.distributed, self.model, self.T, self.tokens = distributed, model, T, tokens
         self.max_iters, self.dtype = max_iters, dtype
@@ -117,11 +116,7 @@ class Meter:
         )
 
     def log(self, step: int, loss: float, lr: float, seconds: float | None) -> None:
-        """Print and log a step.
-
-        Args:
-            seconds: per step, the mean since the last line; None while warming up.
-        """
+        """Print and log a step. seconds: per step, since the last line; None while warming up."""
         if not self.distributed.main:
             return
         memory = peak_memory(self.distributed.device)

@@ -49,8 +49,8 @@ def update(
 ) -> None:
     """Clip the gradients to the global norm `clip`, and step; not if anything is not finite.
 
-    The fused AdamW takes a factor for the gradients and a flag not to step, made for GradScaler. So
-    clipping needs no pass over the gradients, and nothing waits for the device.
+    The fused AdamW takes a factor and a flag, made for GradScaler: clipping needs no pass over the
+    gradients, and nothing waits for the device.
 
     Args:
         loss: float32 ().

@@ -1,14 +1,13 @@
 """How processes share a model: each has all of it (DDP), or each has a part (FSDP2).
 
 ddp   Every process holds the whole model and optimizer. Gradients are averaged in backward.
-fsdp  Every parameter, its gradient and AdamW's moments are sharded along the first dimension: 1/N
-      of the memory. A block's parameters are gathered just before it computes, forward and again in
-      backward, then freed; its gradients are averaged and sharded at once. Also called ZeRO-3
-      (Rajbhandari et al. 2020, arXiv 1910.02054). With --shard_size it is hybrid: each group of
-      that many neighbours holds one copy, and gradients are averaged between the groups.
+fsdp  Parameters, gradients and AdamW's moments are sharded along the first dimension (ZeRO-3,
+      Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered before it
+      computes, forward and backward, then freed. With --shard_size each group of that many
+      neighbours holds one copy, and gradients are averaged between the groups.
 
-In bfloat16 FSDP gathers the blocks in bfloat16 and adds up gradients in float32; the embeddings and
-the last norm are gathered in float32, so the residual stream is the same as without FSDP.
+In bfloat16 FSDP gathers blocks in bfloat16, embeddings and the last norm in float32, and adds up
+gradients in float32.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Shard the parameters of a model on the CPU, which moves this process's to the device (FSDP2).
-
-    No GPU ever holds more than one whole block. With torch.compile each block is compiled alone.
+    """Shard a model on the CPU and move this process's part to the device (FSDP2).
 
     Args:
         size: processes that hold one copy together; None: all.

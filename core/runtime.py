@@ -29,11 +29,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device of that name; "auto" is CUDA, else Apple's Metal, else the CPU.
-
-    Raises:
-        UserError: it is not available.
-    """
+    """The device of that name; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
@@ -49,8 +45,7 @@ def pick_device(wanted: str) -> torch.device:
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 where the hardware supports it.
 
-    Args:
-        n_embd: width of a model to train; only then "auto" may be bfloat16 on a CPU.
+    On a CPU it is so only for training, with the width n_embd.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
@@ -115,9 +110,7 @@ class Setup:
     ) -> Setup:
         """Decide, and set PyTorch's global switches: TF32, determinism, flash kernel.
 
-        Args:
-            compile, onednn: None chooses the faster.
-            n_embd: see pick_dtype().
+        compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
@@ -157,9 +150,8 @@ class Setup:
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
         """torch.compile(model), or the model itself.
 
-        Raises:
-            UserError: CUDA graphs with micro_steps > 1: the next replay overwrites the gradients
-                before they are added up (PyTorch issue 169545).
+        Raises UserError for CUDA graphs with micro_steps > 1: the next replay overwrites the
+        gradients before they are added up (PyTorch issue 169545).
         """
         if not self.compile:
             return model

@@ -2,13 +2,13 @@
 
     python train.py config/train_gpt2.py --batch_size=8 --compile=False
 
-A command declares its settings as a frozen dataclass. The comment after a field is its help text
-(printed by tyro); pydantic's annotations give the range, and pydantic reads the values:
+A command declares its settings as a frozen dataclass. tyro prints the comment after a field as its
+help; pydantic reads and checks the values:
 
     n_layer: PositiveInt = 12  # transformer blocks
 
-Later values win: defaults, config files in the order given, command line. Every mistake is a
-UserError (exit code 2). A config file is parsed, never executed.
+Later values win: defaults, config files in order, command line. A config file is parsed, never
+executed. Every mistake is a UserError (exit code 2).
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help and mistakes before the slow imports; read() comes after them.
-
-    cls.__post_init__, which may need those imports, does not run here.
-    """
+    """Handle --help and mistakes before the slow imports, without cls.__post_init__."""
     try:
         gather(cls, argv, **options)
     except UserError as error:
@@ -125,10 +122,7 @@ def gather(
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
-    """Return the instance that a saved dataclasses.asdict() came from, with the same checks.
-
-    A missing key takes its default; an unknown key is an error.
-    """
+    """Return the checked instance of a saved dataclasses.asdict(); missing keys take defaults."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
     hints = _hints(cls)
@@ -165,8 +159,7 @@ def _build(cls: type[T], values: Values, where: str = "") -> T:
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     """Return the value if it has the type and range of `hint`; else raise UserError.
 
-    A list is accepted for a tuple, an integer for a float; True is not a number. strict=False also
-    converts from text.
+    An integer is accepted for a float; True is not a number. strict=False converts from text.
     """
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     try:

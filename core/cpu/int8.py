@@ -5,10 +5,9 @@
 Only the weights are int8. The scales are rounded to bfloat16 before q is computed, so that a kernel
 may read them in bfloat16: |scale * q - W| <= scale / 2.
 
-CPU: a few rows use PyTorch's _weight_int8pack_mm, which is fast on x86 for bfloat16 alone, so the
-product is bfloat16 there, summed in float32. More rows (a prompt) widen the weights first. CUDA:
-that operator is slow, so the product is written for the compiler of a decode step (--compile),
-which reads q and widens it in registers. Without --compile it saves memory, but no time.
+CPU: a few rows use PyTorch's _weight_int8pack_mm, fast on x86 for bfloat16 alone; so the product is
+bfloat16, summed in float32. More rows (a prompt) widen the weights first. CUDA: with --compile a
+decode step widens q in registers; without, it saves memory but no time.
 
 convert(model) swaps the model's layers. Inference only.
 """

@@ -4,10 +4,9 @@ PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at
 oneDNN (docs/LOG.md). The public switch to oneDNN is set_float32_matmul_precision("medium"), which
 permits rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
 
-The switch is set around single products, because it slows the tiny tiles of PyTorch's CPU attention
-down. It is used if its error, measured on this machine, is float32's. Speed is not measured: a
-resumed run must decide the same. convert(model) swaps the classes of layers; the model does not
-know.
+The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
+its error on this machine is float32's; speed is not measured, so that a resumed run decides the
+same. convert(model) swaps the classes of layers.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ from core.loss import Context, Head, linear_cross_entropy
 
 
 def convert(model: nn.Module, float32: bool = True) -> None:
-    """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too.
-
-    Parameters, names and hooks stay. Other dtypes and compiled training steps are unchanged.
-    """
+    """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear if float32 else HalfLinear
@@ -60,7 +56,7 @@ class Linear(HalfLinear):
 class Embedding(nn.Embedding):
     """nn.Embedding with a sparse gradient if it has more rows than tokens.
 
-    Only for wte: autograd adds it to the dense gradient of the tied head, so the sum is dense.
+    For wte only: autograd adds it to the dense gradient of the tied head.
     """
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -183,8 +179,8 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> (N,).
 
-    A decode step reads each weight once, so memory bandwidth counts, which one core does not
-    reach. MKL gives one row to one thread: a batch of one product per thread uses all of them.
+    MKL gives one row to one thread, which does not reach the memory bandwidth: so a batch of one
+    product per thread.
     """
     (N, K), parts = weight.shape, torch.get_num_threads()
     plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
@@ -192,7 +188,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x.reshape(1, K)
         y = x @ weight.t() if parts == 1 else matmul(x, weight.t())
         return y if bias is None else y + bias
-    # One as_strided call each: GPT-2 has 49 of these products in a step, and calls cost time.
     n = N // parts
     w = weight.as_strided((parts, K, n), (n * K, 1, K))
     rows = x.contiguous().as_strided((parts, 1, K), (0, K, 1))
@@ -233,8 +228,7 @@ class FewHead(Head):
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, in float32 by oneDNN from four rows on; x (..., K), weight (N, K) -> (..., N).
 
-    For eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6 times. Inductor calls this
-    operator too; it never rounds to bfloat16.
+    For eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6 times.
     """
     few = x.numel() < 4 * x.shape[-1] or _plain(x) or torch.is_grad_enabled()
     if few or torch.compiler.is_compiling():
@@ -267,10 +261,7 @@ LEAST_WIDTH = 128  # n_embd of the smallest model that was measured
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason not to train in bfloat16 on this processor, or None.
-
-    AVX512_BF16 without matrix units was not measured, and is not used.
-    """
+    """The reason not to train in bfloat16 on this processor, or None."""
     if not matrix_units():
         return "this processor has no bfloat16 matrix units (AMX)"
     if n_embd < LEAST_WIDTH:
