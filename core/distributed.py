@@ -39,7 +39,7 @@ class DistInfo:
 
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
-        """Join the processes that torchrun started. Raises UserError without GPUs or whole rings."""
+        """Join the processes that torchrun started. Raises UserError."""
         device = pick_device(wanted)
         n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
         if n % N:
