@@ -98,9 +98,10 @@ def gather(
     values: Values = {}
     origins: dict[str, str] = {}
 
-    def known(name: str, mistake: str) -> str:
+    def known(name: str, mistake: str, dashes: str = "") -> str:
         if aliases.get(name, name) not in hints:
-            raise UserError(mistake + did_you_mean(name, [*hints, *aliases]))
+            names = [dashes + n for n in (*hints, *aliases)]
+            raise UserError(mistake + did_you_mean(dashes + name, names))
         return aliases.get(name, name)
 
     for path in files:
@@ -111,7 +112,7 @@ def gather(
     if {"-h", "--help"} & {*argv}:
         _print_help(cls, values)
     for name, text in options:
-        field = known(name, f"unknown option --{name}")
+        field = known(name, f"unknown option --{name}", "--")
         value = _parse(hints[field], text, f"--{name}")
         if origins.get(field) == "command line" and _is_tuple(hints[field]):
             value = values[field] + value  # a repeated list is added to
@@ -259,7 +260,7 @@ def _print_help(cls: type, values: Mapping[str, object]) -> None:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return "; did you mean ...?" for a mistyped word, or ""."""
     names, close = list(choices), difflib.get_close_matches
-    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
+    starts = [name for name in names if len(word.strip("-")) > 2 and name.startswith(word)]
     near = close(word, names, 1, 0.85) or starts or close(word, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

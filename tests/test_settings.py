@@ -125,7 +125,7 @@ def test_values_out_of_range(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     "argv, named",
     [
-        (["--n_layr=3"], ["--n_layr", "n_layer"]),
+        (["--n_layr=3"], ["--n_layr", "--n_layer"]),
         (["--n_layer=abc"], ["--n_layer", "abc"]),
         (["--dtype=int8"], ["--dtype", "int8", "float32"]),
         (["--lengths=1,abc"], ["--lengths", "abc"]),
