@@ -1,10 +1,9 @@
 """GPT: the whole model in one file, GPT-2 as published (Radford et al. 2019).
 
-Learned positions, pre-norm blocks, GELU, a head tied to the token embedding. In the shapes of the
-comments: B sequences of T tokens each, C = n_embd channels, H query heads and Hkv key/value heads
-of D = C / H channels each, V tokens in the vocabulary.
+Shapes in comments: B sequences of T tokens, C = n_embd channels, H query heads and Hkv key/value
+heads of D = C / H channels, V tokens in the vocabulary.
 
-The difference to other GPTs is one call in CausalSelfAttention.forward: `attend` is any kernel of
+Other GPTs differ in one call, in CausalSelfAttention.forward: here `attend` is any kernel of
 attention/, chosen by `config.attention_backend`. Read next: attention/manual.py, the formula;
 attention/select.py, the choice of a kernel.
 """
@@ -29,6 +28,7 @@ from core.loss import Head
 from core.settings import check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
+Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, cache: Any = None
+        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, cache: Cache = None
     ) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
@@ -136,7 +136,7 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, *attention_args: Any) -> Tensor:
+    def forward(self, x: Tensor, *attention_args: object) -> Tensor:
         x = x + self.attn(self.ln_1(x), *attention_args)
         return x + self.mlp(self.ln_2(x))
 
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         segments: Tensor | None = None,
-        cache: Any = None,
+        cache: Cache = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
@@ -187,7 +187,7 @@ class GPT(nn.Module):
             return self.head(x), None
         return None, self.lm_head.loss(x, self.transformer.wte.weight, targets)
 
-    def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Any = None) -> Tensor:
+    def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Cache = None) -> Tensor:
         """Token ids (B, T) int64, T <= block_size -> (B, T, C), the input of the head.
 
         Args:
@@ -250,11 +250,18 @@ class GPT(nn.Module):
         if key not in self.choices.known:
             # Not as a decorator, which would import torch._dynamo: a second for everybody.
             choose = torch.compiler.disable(self._choose) if compiled else self._choose
-            choose(key, asked, shape or (1, self.config.block_size))
+            choose(key, device, dtype, asked, shape or (1, self.config.block_size))
         return self.choices.known[key]
 
-    def _choose(self, key: tuple[Any, ...], asked: dict[str, Any], shape: tuple[int, int]) -> None:
-        (device, dtype, *_), (B, T), cache = key, shape, asked["cache"]
+    def _choose(
+        self,
+        key: tuple[object, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        asked: dict[str, Any],
+        shape: tuple[int, int],
+    ) -> None:
+        (B, T), cache = shape, asked["cache"]
         spec = self.config.spec(str(dtype).removeprefix("torch."), **asked)
         # With a cache nearly all calls decode: one query, and in the end block_size keys.
         full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
@@ -301,7 +308,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, source: str, override_args: dict[str, Any] | None = None, **changes: Any
+        cls, source: str, override_args: dict[str, object] | None = None, **changes: Any
     ) -> GPT:
         """Load GPT-2 weights from a folder in the format of `transformers`, or from the hub
         ("gpt2-xl"). override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""

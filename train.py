@@ -4,8 +4,8 @@
     python train.py config/train_gpt2.py --attention_backend=sdpa
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --parallel=fsdp
 
-`python train.py --help` lists every option. A run writes to out_dir: checkpoints (step-N),
-metrics.jsonl and loss.png. One step is train_step(), near the end.
+A run writes checkpoints (step-N), metrics.jsonl and loss.png to out_dir. train_step(), near the
+end, is one step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class TrainConfig:
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
-        """The part that is the model's."""
         shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig)}
         return GPTConfig(**{**shared, "vocab_size": vocab_size})
 
@@ -119,7 +118,6 @@ class TrainConfig:
         return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
 
     def setup(self, device: torch.device) -> Setup:
-        """How the run uses the device."""
         names = ("dtype", "tf32", "compile", "compile_mode", "onednn", "deterministic",
                  "sdpa_flash_impl", "n_embd")  # fmt: skip
         return Setup.of(device, **{name: getattr(self, name) for name in names})
@@ -141,7 +139,7 @@ import data
 from attention import Policy, Resolution
 from core import parallel, runtime
 from core.distributed import DistInfo
-from core.metrics import Meter, Metrics, not_finite
+from core.metrics import Meter, Metrics
 from core.optimizer import build_optimizer, learning_rate, update
 from core.runtime import Setup
 from model import GPT, GPTConfig
@@ -158,7 +156,7 @@ class Run:
     setup: Setup
     meta: dict[str, Any]  # the dataset's meta.json
     model: GPT  # the parameters, as they are saved
-    module: nn.Module | Callable[..., Any]  # the same model to call: compiled, DDP or FSDP
+    module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
     splits: dict[str, np.ndarray]  # "train" and "val": (N,) uint16 tokens
@@ -174,7 +172,7 @@ class Run:
 
 
 def create_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
-    """The model on the CPU: new, or with the weights that --init_from names."""
+    """Create the model on the CPU, new or with the weights of --init_from."""
     config = loaded.settings
     if config.init_from != "scratch":
         return checkpoint.build_model(loaded, meta)
@@ -219,12 +217,12 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
         with torch.no_grad():
             model.eval().attention(shape=(config.batch_size, T))
         model.train()
-    module = model  # FSDP has changed it in place
+    module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
-    counts = model.get_num_params(non_embedding=False), model.get_num_params()
-    say("model: {:,} parameters, {:,} without positions".format(*counts))
+    N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
+    say(f"model: {N:,} parameters, {counted:,} without positions")
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
                              config.async_checkpoint, best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
@@ -276,16 +274,19 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
             say(f"an earlier run's checkpoints and metrics are now in {moved}")
-        meter.metrics = Metrics(Path(config.out_dir), run.step, config)
+        wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
+                 "config": asdict(config)} if config.wandb_log else None  # fmt: skip
+        meter.metrics = Metrics(Path(config.out_dir), run.step, wandb)
     if config.eval_on_start and run.step == 0:
         evaluate(run, meter.metrics)
 
     stop, kernel = runtime.StopSignal(), run.attention
+    resume = distributed.resume_command(config.out_dir)
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     val_loss: float | None = None
-    # Gradients are averaged evenly, but processes may have different numbers of sequences.
-    share = parallel.loss_weight(run.model, T) * distributed.data_size / run.global_batch
+    # Gradients are averaged evenly over processes, which may have different numbers of sequences.
+    share = parallel.loss_weight(run.model.ring, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
     began, began_step = runtime.now(device), run.step
     for x, y in batches.prefetch(run.step, config.max_iters, *distributed.data):
@@ -294,37 +295,41 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         weight = share * len(x)
-        x, y = parallel.shard_batch(run.model, x, y)
+        x, y = parallel.shard_batch(run.model.ring, x, y)
         loss = train_step(run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                           run.micro_steps, config.grad_clip, found_inf, weight=weight)  # fmt: skip
         run.step += 1
         if run.step == warm_step:
             distributed.limit(config.hang_timeout)  # until here it was half an hour, to compile
-            if run.step % config.log_interval:  # a line that is due restarts the clock, too
-                began, began_step = runtime.now(device), run.step
+            began, began_step = runtime.now(device), run.step
 
         # --- all processes agree: stop? log? ---
-        # On a GPU do not look at found_inf here: it would wait for the device.
+        # On a GPU reading found_inf here would wait for the device.
         due = time.perf_counter() - began > 30 or (device.type == "cpu" and bool(found_inf))
         stopping, overdue = distributed.sum([float(stop.signal is not None), float(due)])
         done = run.step == config.max_iters
-        logging_now = bool(stopping or overdue or done or run.step == 1)
+        logging_now = stopping or overdue or done or run.step == 1
         logging_now = logging_now or run.step % config.log_interval == 0
         evaluating = done or run.step % config.eval_interval == 0
         if not (logging_now or evaluating):
             continue
 
         # --- logging ---
-        mean_loss, any_inf = distributed.sum([float(loss), float(found_inf)])
-        mean_loss /= distributed.world_size
-        timed = run.step - began_step if run.step > warm_step else 0
-        seconds = (time.perf_counter() - began) / timed if timed else None
+        total, any_inf = distributed.sum([float(loss), float(found_inf)])
+        mean_loss = total / distributed.world_size
+        passed, warm = time.perf_counter() - began, run.step > warm_step
+        seconds = passed / (run.step - began_step) if warm else None
 
         # --- evaluation ---
         val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            how = lr, kernel.backend.name, distributed.resume_command(config.out_dir)
-            say(not_finite(run.step, mean_loss, val_loss, *how), file=sys.stderr)
+            value = mean_loss if val_loss is None else val_loss
+            text = (
+                f"error: a loss or gradient is not finite at step {run.step} or shortly before "
+                f"(loss {value}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower "
+                f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}"
+            )
+            say(text, file=sys.stderr)
             run.saver.wait()
             return 1
         if logging_now:
@@ -345,7 +350,6 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if meter.metrics:
         meter.metrics.close()
     if run.step < config.max_iters:
-        resume = distributed.resume_command(config.out_dir)
         say(f"stopped after step {run.step}; to continue: {resume}")
         return 128 + (stop.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))
@@ -364,8 +368,8 @@ def evaluate(run: Run, metrics: Metrics | None = None) -> float:
         for split, tokens in run.splits.items():
             total, n = torch.zeros((), device=device), 0
             for x, y, counted in data.eval_batches(tokens, T, iters, B, *distributed.data, device):
-                _, loss = run.module(*parallel.shard_batch(run.model, x, y))
-                total += loss * counted * parallel.loss_weight(run.model, T)
+                _, loss = run.module(*parallel.shard_batch(run.model.ring, x, y))
+                total += loss * counted * parallel.loss_weight(run.model.ring, T)
                 n += counted
             summed, sequences = distributed.sum([float(total), n])
             losses[split] = summed / sequences
@@ -385,11 +389,10 @@ def sample(run: Run) -> None:
         return
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
-    tokenizer = data.from_meta(run.meta["tokenizer"])
     start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
     with run.setup.autocast:
         tokens = alone.eval().generate(start, n, temperature=0.8, top_k=200)[0]
-    text = tokenizer.decode(tokens.tolist()).strip()
+    text = data.from_meta(run.meta["tokenizer"]).decode(tokens.tolist()).strip()
     print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 
 
@@ -397,7 +400,7 @@ def sample(run: Run) -> None:
 
 
 def train_step(
-    module: nn.Module | Callable[..., Any],
+    module: nn.Module,
     optimizer: torch.optim.AdamW,
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
@@ -414,7 +417,7 @@ def train_step(
     Args:
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors.
-        mark: called with "forward", "backward", "update" and "end" as each begins (benchmarks).
+        mark: called with "forward", "backward", "update" and "end" (benchmarks).
         weight: of this process's mean loss in the average over processes.
 
     Returns:

@@ -28,7 +28,7 @@ from attention.machine.system import cpu_name
 from attention.spec import Machine, Spec
 from bench import Json
 from bench.job import Job
-from core import peaks
+from core import flops
 from core.runtime import describe, synchronize
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
@@ -197,7 +197,7 @@ def look(job: Job) -> Json:
         with suppress(metadata.PackageNotFoundError):
             packages[package] = metadata.version(package)
     free = free_memory(device)  # before the peak is measured, whose memory PyTorch keeps
-    peak = peaks.peak(device, job.dtype, job.config.peak_tflops)
+    peak = flops.peak(device, job.dtype, job.config.peak_tflops)
     own: Json = dict.fromkeys(("capability", "driver", "products_tflops"))
     if device.type == "cuda":
         own = {
@@ -205,7 +205,7 @@ def look(job: Job) -> Json:
             "capability": list(torch.cuda.get_device_capability(device)),
             "driver": next(iter(nvidia_smi("driver_version")), [None])[0],
             # the rate that matmuls reach: always below the datasheet's
-            "products_tflops": peaks.best_peak(device, job.dtype).tflops,
+            "products_tflops": flops.best_peak(device, job.dtype).tflops,
         }
     return {
         "device": str(device),

@@ -1,7 +1,7 @@
 """The processes of a run: ranks, groups, timeouts, and small collectives on the CPU.
 
-A process that dies or freezes is left to PyTorch: the collectives of the others fail, at once or
-after --hang_timeout, and torchrun ends all (docs/SCALE.md).
+PyTorch handles a dead or frozen process: the collectives of the others fail, at once or after
+--hang_timeout, and torchrun ends all (docs/SCALE.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROLL_CALL_S = 5.0  # after a failed collective: the other ranks find out too
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process among those of a run: one under `python`, several under `torchrun`."""
+    """This process's place in the run."""
 
     device: torch.device
     rank: int = 0
@@ -39,11 +39,7 @@ class DistInfo:
 
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
-        """Join the other processes that torchrun started, if it did.
-
-        Raises:
-            UserError: the device is missing, or the processes do not divide into rings.
-        """
+        """Join the processes that torchrun started. Raises UserError."""
         device = pick_device(wanted)
         n, N = int(os.environ.get("WORLD_SIZE", 1)), context_parallel
         if n % N:
@@ -61,16 +57,14 @@ class DistInfo:
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         slow = timedelta(seconds=SLOW_S)
-        how = {}
+        store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun keeps one store for all attempts, with the addresses of dead processes in it
             # (PyTorch issue 135712). On several nodes see docs/SCALE.md.
-            store, rank, n = next(dist.rendezvous("env://", timeout=slow))
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            how = {"store": store, "rank": rank, "world_size": n}
-        dist.init_process_group(backend, timeout=slow, **how)
+        dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
         control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
-        rank, ring = dist.get_rank(), None
+        ring = None
         for first in range(0, n, N) if N > 1 else ():  # every process must make every group
             group = dist.new_group(list(range(first, first + N)), timeout=slow)
             ring = group if first <= rank < first + N else ring
@@ -92,11 +86,7 @@ class DistInfo:
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """Micro-batches per step and process, each of at most batch_size sequences.
-
-        Raises:
-            UserError: some process would have none.
-        """
+        """Micro-batches per step and process. Raises UserError if a process would have none."""
         least, more = divmod(batch_size * accumulated, self.data_size)
         steps = -(-(least + bool(more)) // batch_size)
         if least < steps:
@@ -117,9 +107,9 @@ class DistInfo:
 
     @property
     def job(self) -> str | None:
-        """A name that all attempts of one torchrun job share, and no other; None without torchrun.
+        """The torchrun job, the same after a restart; None without torchrun.
 
-        A job that has no --rdzv_id ("none") goes by the process number of its torchrun.
+        Without --rdzv_id ("none") it is the process id of torchrun.
         """
         name = os.environ.get("TORCHELASTIC_RUN_ID")
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
@@ -135,11 +125,8 @@ class DistInfo:
     def name_missing(self, error: Exception, resume: str) -> None:
         """After a failed collective: print the ranks whose collective has not failed too.
 
-        They are dead, frozen or busy with something else. The process groups are of no use then,
-        but torchrun's store still works.
-
-        Args:
-            resume: the command that resumes the run.
+        They are dead, frozen or busy. The process groups are broken then, but torchrun's store
+        still works. `resume` is the command that resumes the run.
         """
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
@@ -149,9 +136,9 @@ class DistInfo:
         store.set(f"roll_call/{self.rank}", "here")
         time.sleep(ROLL_CALL_S)
         ranks = range(self.world_size)
-        if missing := [r for r in ranks if not store.check([f"roll_call/{r}"])]:
-            names = ", ".join(f"rank {r}" for r in missing)
-            text = f"error (rank {self.rank}): lost {names}; to continue: {resume}"
+        missing = ", ".join(f"rank {r}" for r in ranks if not store.check([f"roll_call/{r}"]))
+        if missing:
+            text = f"error (rank {self.rank}): lost {missing}; to continue: {resume}"
             print(text, file=sys.stderr, flush=True)
 
     def sum(self, values: list[float]) -> list[float]:

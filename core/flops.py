@@ -1,28 +1,28 @@
-"""FLOPs per token and MFU: every formula with its source. The peak rates: core/peaks.py.
+"""FLOPs per token, the device's peak rate, and MFU: every formula with its source.
 
 Model FLOPs utilization (MFU, Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the rate
 of the operations that the model's mathematics needs, over the device's peak rate:
 
     mfu = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
 
-Recomputation (gradient checkpointing, a flash kernel's backward) is never counted, so two runs of
-one model compare whatever their kernels do. Two counts stand side by side:
-
-    mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT: the whole T x T square of
-                 scores. N: parameters without the position embeddings; L layers, H heads of Q
-                 channels, T tokens in a sequence.
+    mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT. N: parameters without the
+                 position embeddings; L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
                  fewer with a sliding window.
 
-6 N: a multiply and an add for each weight forward, twice that backward (gradients of the input and
-of the weight). 12 L H Q T: QK^T and PV take 2 * 2 * Q * T forward a head, twice that backward. What
-this leaves out (softmax with scale, softcap and sinks; norms; GELU), or counts though it multiplies
-nothing (biases, norm gains), is held against torch's FlopCounterMode in tests/test_flops.py.
+6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
+2 * 2 * Q * T forward per head, twice that backward. Recomputation (gradient checkpointing, a flash
+kernel's backward) is never counted. tests/test_flops.py compares with torch's FlopCounterMode.
+
+The peak rate comes from --peak_tflops, else from a datasheet, else from a measurement.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cache, singledispatch
 from typing import Any, Protocol
 
@@ -30,9 +30,11 @@ import torch
 
 from attention import visible
 from attention.machine.gpus import datasheet_bandwidth as datasheet_bandwidth
-from core.peaks import Peak as Peak
-from core.peaks import datasheet_peak as datasheet_peak
-from core.peaks import peak as peak
+from attention.machine.gpus import datasheet_tflops
+from core.cpu import matmul as cpu_matmul
+from core.runtime import synchronize
+
+Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
 
 
 class Sizes(Protocol):
@@ -65,7 +67,7 @@ def n_params(config: Sizes) -> int:
     return config.vocab_size * C + config.n_layer * (weights + biases + 2 * norm) + norm
 
 
-@cache  # the loop asks at every line that it logs
+@cache
 def mean_keys(T: int, window: int | None = None) -> float:
     """How many keys a query of a sequence of T sees on average; see attention.visible.
 
@@ -90,6 +92,77 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
     return 6 * n_params(config) + 12 * config.n_layer * config.n_head * config.head_dim * keys
 
 
+# --- the peak rate ---
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The rate that MFU is measured against."""
+
+    tflops: float  # 1e12 FLOP/s of one device
+    source: str  # "datasheet: ...", "measured 2026-11-22: ..." or "--peak_tflops"
+    measured: bool = False  # on a busy machine this may be too low
+
+    def __str__(self) -> str:
+        return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
+
+
+def peak(device: str | torch.device, dtype: str, override: float | None = None) -> Peak:
+    """The user's peak rate (`override`, TFLOP/s), else the datasheet's, else a measured one."""
+    if override is not None:
+        return Peak(override, "--peak_tflops")
+    device = torch.device(device)
+    if device.type == "cuda":
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        if known := datasheet_peak(torch.cuda.get_device_name(device), dtype, tf32):
+            return known
+    return best_peak(device, dtype)
+
+
+def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
+    """The datasheet's peak of a GPU for float32 (or TF32), bfloat16 or float16; None: unknown."""
+    known = datasheet_tflops(name, dtype, tf32)
+    return known and Peak(*known)
+
+
+def best_peak(device: str | torch.device, dtype: str) -> Peak:
+    """Measure the peak rate, which takes seconds."""
+    rate = measured_tflops(torch.device(device), getattr(torch, dtype))
+    today = datetime.now(timezone.utc).date()
+    return Peak(rate, f"measured {today}: the best of several large matrix products", True)
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate of several large square matrix products, in TFLOP/s."""
+    best = 0.0
+    own = torch.Generator(device).manual_seed(0)  # a resumed run draws the same numbers
+    # A run may use oneDNN for float32 products: if that is exact, its rate counts too.
+    plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
+    kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
+    cuda, began = device.type == "cuda", time.perf_counter()
+    # A GPU raises its clocks while it works: half a second per size, ten products per reading.
+    at_a_time, least = (10, 0.5) if cuda else (1, 0.0)
+    for i, n in enumerate((4096, 8192) if cuda else (1024, 1536, 2048)):
+        a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
+        for count in itertools.count():
+            passed = time.perf_counter() - began
+            if count >= 8 * len(kinds) and passed >= least * (i + 1):
+                break
+            if best and passed > 4:  # float16 on a CPU: 200 times slower
+                break
+            multiply = kinds[count % len(kinds)]
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(at_a_time):
+                multiply(a, b)
+            synchronize(device)
+            best = max(best, at_a_time * 2 * n**3 / (time.perf_counter() - start))
+    return best / 1e12
+
+
+# --- MFU ---
+
+
 def mfu(
     config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1
 ) -> tuple[float, float]:
@@ -110,19 +183,18 @@ class Speed:
     devices: int = 1
 
     @property
-    def mfu(self) -> float:
-        """The quotient itself, which exceeds 1 if the peak is too low."""
-        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)[0]
+    def mfu(self) -> tuple[float, float]:
+        """(mfu, mfu_causal); above 1 if the peak is too low."""
+        return mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """The fields of metrics.jsonl and the records. MFU above 1 is None; "mfu_why" is why."""
-        full, causal = mfu(self.model, self.T, self.tokens_per_s, self.peak, self.devices)
-        row: dict[str, Any] = {"tokens_per_s": self.tokens_per_s}
-        row |= {"mfu": full, "mfu_causal": causal}
+        full, causal = self.mfu
+        row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel has to do these operations
             row |= {"mfu": None, "mfu_causal": None}
             row["mfu_why"] = f"the run exceeds the peak of {self.peak}"
-        elif full > 1:  # not these: a kernel may leave out the masked pairs
+        elif full > 1:  # a kernel may leave out the masked pairs
             row["mfu"] = None
             row["mfu_why"] = f"with the masked pairs the run would exceed the peak of {self.peak}"
         return row
@@ -132,7 +204,7 @@ class Speed:
         return f"{self.tokens_per_s:,.0f} tok/s, {in_words(self.row(), of)}"
 
 
-def in_words(row: dict[str, Any], of: str = "") -> str:
+def in_words(row: Row, of: str = "") -> str:
     """The MFU of a row: "mfu 41.2% (causal 39.6%)", or why it is not known."""
     known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
     if row["mfu"] is None:

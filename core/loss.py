@@ -1,17 +1,16 @@
 """Head and loss together: cross entropy of x @ weight.T that never holds all of the logits.
 
-The logits are the largest tensor of a training step: 50,304 numbers a token for GPT-2. But the
-gradient of the mean loss with respect to them, (softmax - onehot) / n, needs nothing from above
-except one factor. So a chunk of rows at a time the forward pass computes the logits, their loss,
-and their share of both gradients; the memory of the chunk is then used again. Nothing is stored,
-and nothing is computed twice.
+The logits are the largest tensor of a training step: 50,304 numbers a token for GPT-2. The gradient
+of the mean loss with respect to them, (softmax - onehot) / n, needs one factor from above. So the
+forward pass takes a chunk of rows at a time: their logits, their loss, and their share of both
+gradients. Nothing is stored, and nothing is computed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -20,7 +19,17 @@ from torch import Tensor
 
 IGNORE = -1  # a target that counts for nothing (ignore_index)
 
-Switch = Callable[[], AbstractContextManager[Any]]
+Switch = Callable[[], AbstractContextManager[object]]
+
+
+class Context(Protocol):
+    """The `ctx` of a torch.autograd.Function."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]  # our own: of x and of the weight
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class Head(nn.Module):
@@ -45,13 +54,13 @@ def linear_cross_entropy(
         matmul_switch: makes the context in which the matrix products run (core/cpu/matmul.py).
 
     Returns:
-        float32 (), float64 for float64 inputs, in nats. NaN, with zero gradients, where nothing is
-        asked at all, as F.cross_entropy gives.
+        float32 () (float64 for float64 inputs), in nats; NaN, with zero gradients, if all targets
+        are ignored, as F.cross_entropy.
     """
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    # ctx.needs_input_grad is True under no_grad too, where the gradients would be for nothing.
+    # ctx.needs_input_grad is True under no_grad too, where the gradients would be wasted.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, matmul_switch)
 
@@ -59,7 +68,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -69,6 +78,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
+        # oneDNN's bfloat16 product of 1024 rows takes longer than two of 512 (docs/LOG.md)
+        product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
         if dtype == torch.float16:  # a sum over more rows, all of one token, could pass 65504
             rows = min(rows, 4096)
         wide = torch.promote_types(dtype, torch.float32)
@@ -85,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += loss
                 if dx is None or dlogits is None:
                     continue
-                for p in pieces(len(dlogits), product_rows(dtype, x.device.type)):
+                for p in pieces(len(dlogits), product_rows):
                     torch.mm(dlogits[p], w, out=dx[c][p])
                 if dw is None:
                     dw = dlogits.t() @ x_[c]  # (V, C)
@@ -95,19 +106,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dw = dw.to(wide).add_(dlogits.t() @ x_[c])
         n = counted.sum()
         ctx.save_for_backward(dx, dw, n)
-        ctx.dtypes = x.dtype, weight.dtype, wide
+        ctx.dtypes = x.dtype, weight.dtype
         return total / n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n = ctx.saved_tensors
-        # Scaled here and not in forward, so that float16 gradients get the loss scale before they
-        # underflow; in float32, since bfloat16 would round the scale by up to 0.4 % and float16
-        # has no 65536.
+        # Not in forward: float16 gradients need the loss scale before they underflow. In float32:
+        # bfloat16 would round the scale, and float16 has no 65536.
         scale = grad / n.clamp(min=1)
-        dx, dw = (d.to(ctx.dtypes[2]).mul_(scale) for d in (dx, dw))
-        return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None, None, None, None
+        wide = torch.promote_types(dx.dtype, torch.float32)
+        dx, dw = (d.to(wide).mul_(scale).to(t) for d, t in zip((dx, dw), ctx.dtypes, strict=True))
+        return dx, dw, None, None, None, None
 
 
 def _cross_entropy(
@@ -115,8 +126,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """The summed cross entropy, and its gradient in the logits' dtype.
 
-    In half precision on the CPU it is written over the logits, some rows at a time, so that what is
-    made of them in float32 stays in the caches.
+    In half precision on the CPU the gradient overwrites the logits, some rows at a time, so that
+    the float32 values stay in the caches.
     """
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
@@ -146,14 +157,8 @@ def pieces(n: int, size: int | None) -> list[slice]:
     return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
 
-def product_rows(dtype: torch.dtype, device: str) -> int | None:
-    """Rows of dlogits in one product with the weight: oneDNN's bfloat16 products on the CPU take
-    1.5 times as long for 1024 rows of 768 numbers as for twice 512 (docs/LOG.md)."""
-    return 512 if device == "cpu" and dtype == torch.bfloat16 else None
-
-
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32) -> int:
-    """Rows of logits at a time: enough for an efficient product, few enough to stay in memory."""
+    """Rows of logits at a time: enough for an efficient product, few enough for memory."""
     budget = 2**24 if device == "cpu" else 2**28  # elements: 64 MB and 1 GB of float32
     if device == "cpu" and dtype == torch.bfloat16:  # wants more rows in the gradient's product
         budget = 2**26  # 128 MB

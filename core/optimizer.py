@@ -49,15 +49,14 @@ def update(
 ) -> None:
     """Clip the gradients to the global norm `clip`, and step; not if anything is not finite.
 
-    The fused AdamW takes a factor for the gradients and a flag not to step (they are there for
-    torch.amp.GradScaler): clipping then costs no pass over the gradients of its own, and the flag
-    is read on the device, so nothing waits for it.
+    The fused AdamW takes a factor and a flag, made for GradScaler: clipping needs no pass over the
+    gradients, and nothing waits for the device.
 
     Args:
         loss: float32 ().
         clip: 0 disables clipping.
-        found_inf: float32 (), set to 1 where the loss or a gradient is not finite, then for good.
-            In float16 a gradient that is not finite only means a smaller loss scale.
+        found_inf: float32 (), set to 1 for good when the loss or a gradient is not finite. In
+            float16 only the loss counts: a gradient only lowers the loss scale.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():
@@ -73,8 +72,7 @@ def update(
     found_inf.copy_(torch.maximum(found_inf, (~(loss.isfinite() & norm.isfinite())).float()))
     divisor = (norm / clip).clamp(min=1.0) if clip else None
     if optimizer.defaults["fused"]:
-        fused: Any = optimizer
-        fused.grad_scale, fused.found_inf = divisor, found_inf
+        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
         optimizer.step()
     elif not found_inf:
         if divisor is not None:

@@ -1,23 +1,20 @@
 """How processes share a model: each has all of it (DDP), or each has a part (FSDP2).
 
-ddp   Every process holds the model and its optimizer whole. Gradients are averaged in backward.
-fsdp  Every parameter is cut along its first dimension, and a process keeps its part of it, of the
-      gradient and of AdamW's moments: 1/N of the memory. A block's parameters are gathered just
-      before it computes, forward and again in backward, and freed after it; its gradients are
-      averaged and cut as soon as they are there. Also called ZeRO-3 (Rajbhandari et al. 2020,
-      arXiv 1910.02054). With fewer parts than processes it is hybrid: each group of that many
+ddp   Every process holds the whole model and optimizer. Gradients are averaged in backward.
+fsdp  Parameters, gradients and AdamW's moments are sharded along the first dimension (ZeRO-3,
+      Rajbhandari et al. 2020, arXiv 1910.02054). A block's parameters are gathered before it
+      computes, forward and backward, then freed. With --shard_size each group of that many
       neighbours holds one copy, and gradients are averaged between the groups.
 
-In bfloat16 FSDP gathers the blocks in bfloat16 and adds up gradients in float32; what lies outside
-the blocks (embeddings and the last norm) is gathered in float32, so that the residual stream is as
-without FSDP.
+In bfloat16 FSDP gathers blocks in bfloat16, embeddings and the last norm in float32, and adds up
+gradients in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn as nn
@@ -30,19 +27,28 @@ from core.loss import IGNORE
 from core.runtime import CUDA_GRAPHS, Setup
 from core.settings import UserError
 
-BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's own is 25
+BUCKET_MB = 100  # of gradients that DDP sends at once; PyTorch's default is 25
 
 
-def replicate(module: Any, distributed: DistInfo) -> Any:
-    """The module, plain or compiled, its gradients averaged over all processes in backward (DDP).
+@runtime_checkable
+class Sharded(Protocol):
+    """A model that FSDP has sharded (torch.distributed.fsdp.FSDPModule)."""
 
-    PyTorch cuts a compiled module's graph at the borders of the buckets, so that a bucket is
-    sent while the rest of backward runs. Larger buckets are fewer and longer graphs.
-    """
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+    def reshard(self) -> None: ...
+
+
+def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
+    """Average the gradients of a plain or compiled module over all processes in backward (DDP)."""
     if distributed.world_size == 1:
         return module
-    if isinstance(module, torch._dynamo.OptimizedModule) and not _can_cut():
-        torch._dynamo.config.optimize_ddp = False
+    # PyTorch cuts a compiled graph at the borders of the buckets, to send one while the rest of
+    # backward runs. Some releases cannot cut our loss, an autograd.Function (PyTorch issue 104674).
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        from torch._dynamo.backends.distributed import DDPOptimizer
+
+        if "has_higher_order_op" in DDPOptimizer.compile_fn.__code__.co_names:
+            torch._dynamo.config.optimize_ddp = False
     device = distributed.device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
@@ -50,61 +56,57 @@ def replicate(module: Any, distributed: DistInfo) -> Any:
     )
 
 
-def shard(model: Any, distributed: DistInfo, setup: Setup, size: int | None) -> None:
-    """Leave this process its part of the model's parameters, on the run's device (FSDP2).
-
-    For a model on the CPU, so that no GPU ever holds more than a block of it whole. With
-    torch.compile each block is compiled separately.
+def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
+    """Shard a model on the CPU and move this process's part to the device (FSDP2).
 
     Args:
         size: processes that hold one copy together; None: all.
 
     Raises:
-        UserError: for what does not go together.
+        UserError: options that exclude each other.
     """
     n = distributed.world_size
     if distributed.control is None:
         raise UserError(
-            "--parallel=fsdp shares the weights among processes: torchrun --nproc_per_node=2 "
-            "train.py ...; one alone takes --parallel=ddp"
+            "--parallel=fsdp needs several processes (torchrun --nproc_per_node=2 train.py ...); "
+            "use --parallel=ddp for one"
         )
     size = n if size is None else size
     if n % size:
         raise UserError(f"--shard_size={size} does not divide the {n} processes")
     if setup.dtype == torch.float16:
-        raise UserError("--parallel=fsdp has no loss scaling: take --dtype=bfloat16 or float32")
+        raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
     if setup.compile and setup.compile_mode in CUDA_GRAPHS:
         raise UserError(
-            f"--compile_mode={setup.compile_mode} takes CUDA graphs, which cannot hold FSDP's "
-            "gathered parameters; take default or max-autotune-no-cudagraphs"
+            f"--compile_mode={setup.compile_mode} uses CUDA graphs, which cannot hold FSDP's "
+            "gathered parameters; use default or max-autotune-no-cudagraphs"
         )
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     except ImportError as e:
         raise UserError(f"--parallel=fsdp needs torch >= 2.6, this is {torch.__version__}") from e
-    kind = distributed.device.type
     names = ("replicate", "shard")
-    mesh = init_device_mesh(kind, (n // size, size), mesh_dim_names=names)
+    mesh = init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
     mesh = mesh["shard"] if size == n else mesh
-    half: dict[str, Any] = {}
+    policy = MixedPrecisionPolicy()
     if setup.dtype == torch.bfloat16:
-        # Inputs stay as they are: autocast says what is computed in which dtype.
-        half["mp_policy"] = MixedPrecisionPolicy(
+        # Inputs stay as they are: autocast decides what is computed in which dtype.
+        policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    for block in model.transformer.h:
+    for block in model.get_submodule("transformer.h").children():
         if setup.compile:
             block.compile(mode=setup.compile_mode)
-        fully_shard(block, mesh=mesh, **half)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    """The ring that this process shares sequences of T tokens with, if it does.
+    """The ring of processes that share sequences of T tokens; None: each has whole sequences.
 
     Raises:
-        UserError: they are too short for all to have a token.
+        UserError: there are more processes than tokens.
     """
     if distributed.ring is None:
         return None
@@ -113,27 +115,25 @@ def ring(distributed: DistInfo, T: int) -> Ring | None:
     return Ring(distributed.ring)
 
 
-def shard_batch(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def shard_batch(ring: Ring | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Cut (B, T) tokens and targets along T for context parallelism."""
-    ring = model.ring
     return (x, y) if ring is None else (ring.shard(x, 0), ring.shard(y, IGNORE))
 
 
-def loss_weight(model: Any, T: int) -> float:
+def loss_weight(ring: Ring | None, T: int) -> float:
     """Weight of this process's mean loss in its ring: N times its share of the T tokens."""
-    return model.ring.weight(T) if model.ring else 1.0
+    return ring.weight(T) if ring else 1.0
 
 
-def no_sync(module: Any) -> AbstractContextManager[Any]:
-    """A context in which backward adds up gradients and sends none: of all micro-batches of a step
-    but the last."""
+def no_sync(module: object) -> AbstractContextManager[None]:
+    """A context in which backward accumulates gradients without communication."""
     if isinstance(module, DistributedDataParallel):
         return module.no_sync()
-    return _quiet(module) if is_sharded(module) else nullcontext()
+    return _no_sync(module) if isinstance(module, Sharded) else nullcontext()
 
 
 @contextmanager
-def _quiet(module: Any) -> Iterator[None]:
+def _no_sync(module: Sharded) -> Iterator[None]:
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -141,14 +141,14 @@ def _quiet(module: Any) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def reshard(module: Any) -> None:
-    """Free what FSDP keeps gathered after a forward pass, where no backward pass comes."""
-    if is_sharded(module):
+def reshard(module: object) -> None:
+    """Free the parameters that FSDP gathered in a forward pass without a backward pass."""
+    if isinstance(module, Sharded):
         module.reshard()
 
 
-def is_sharded(module: Any) -> bool:
-    return hasattr(module, "set_requires_gradient_sync")
+def is_sharded(module: object) -> bool:
+    return isinstance(module, Sharded)
 
 
 def whole(t: Tensor) -> Tensor:
@@ -157,16 +157,8 @@ def whole(t: Tensor) -> Tensor:
 
 
 def held(model: nn.Module) -> str:
-    """A line that says what this process keeps, its gradients within a step only."""
+    """A line: the memory that weights, gradients and optimizer take in this process."""
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
     n = sum(4 * p.numel() * p.element_size() for p in parts)
     how = " (fsdp)" if is_sharded(model) else ""
     return f"memory: {n / 1e6:,.1f} MB a process of weights, gradients and AdamW's moments{how}"
-
-
-def _can_cut() -> bool:
-    """Whether this PyTorch can cut a graph that holds an autograd.Function, as our loss
-    does: some releases refuse it (PyTorch issue 104674)."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    return "has_higher_order_op" not in DDPOptimizer.compile_fn.__code__.co_names

@@ -12,7 +12,8 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -28,13 +29,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device of that name; "auto" is CUDA, else Apple's Metal, else the CPU.
-
-    A named GPU becomes the current one: Triton launches its kernels there.
-
-    Raises:
-        UserError: it is not available.
-    """
+    """The device of that name; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
@@ -43,15 +38,14 @@ def pick_device(wanted: str) -> torch.device:
         raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current device
     return device
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 where the hardware supports it.
 
-    Args:
-        n_embd: width of a model to train; only then "auto" may be bfloat16 on a CPU.
+    On a CPU it is so only for training, with the width n_embd.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
@@ -70,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """On or off, with the reason."""
+    """On, or off with the reason."""
 
     on: bool
     reason: str = ""
@@ -116,9 +110,7 @@ class Setup:
     ) -> Setup:
         """Decide, and set PyTorch's global switches: TF32, determinism, flash kernel.
 
-        Args:
-            compile, onednn: None chooses the faster.
-            n_embd: see pick_dtype().
+        compile and onednn: None chooses the faster. For n_embd see pick_dtype().
         """
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if device.type == "cuda" or sdpa_flash_impl != "FA2":
@@ -126,7 +118,7 @@ class Setup:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Otherwise every torch.empty() is filled first, which costs a pass over memory.
+            # Otherwise every torch.empty() is filled first.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen, graph = pick_dtype(dtype, device, n_embd), decide_compile(compile, device)
         products = decide_onednn(onednn, device, chosen, bool(graph))
@@ -155,12 +147,11 @@ class Setup:
                 cpu_matmul.for_inference(model)
         return model
 
-    def compiled(self, model: nn.Module, micro_steps: int = 1) -> Any:
+    def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
         """torch.compile(model), or the model itself.
 
-        Raises:
-            UserError: CUDA graphs with micro_steps > 1: the next replay overwrites the gradients
-                before they are added up (PyTorch issue 169545).
+        Raises UserError for CUDA graphs with micro_steps > 1: the next replay overwrites the
+        gradients before they are added up (PyTorch issue 169545).
         """
         if not self.compile:
             return model
@@ -171,18 +162,15 @@ class Setup:
                 f"gradients of {micro_steps} micro-batches; use max-autotune-no-cudagraphs, or "
                 "--gradient_accumulation_steps=1"
             )
-        return torch.compile(model, mode=self.compile_mode)
+        return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
     def report(self, processes: int) -> list[str]:
         """Lines to print: device, dtype, oneDNN, compilation."""
-        count = "1 process" if processes == 1 else f"{processes} processes"
-        where = f"{self.device} ({describe(self.device)})"
-        lines = [f"device: {where}, {dtype_name(self.dtype)}, {count}"]
-        if self.why_dtype:
-            lines.append(f"dtype: {dtype_name(self.dtype)} ({self.why_dtype})")
-        if self.device.type == "cpu":
-            lines.append(f"oneDNN for float32 products: {self.onednn}")
-        mode = f" (mode {self.compile_mode})" if self.compile else ""
+        count = f"{processes} process" + "es" * (processes > 1)
+        dtype, mode = dtype_name(self.dtype), f" (mode {self.compile_mode})" * self.compile.on
+        lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
+        lines += [f"dtype: {dtype} ({self.why_dtype})"] * bool(self.why_dtype)
+        lines += [f"oneDNN for float32 products: {self.onednn}"] * (self.device.type == "cpu")
         return [*lines, f"compile: {self.compile}{mode}"]
 
 
@@ -215,10 +203,8 @@ def decide_onednn(
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once.
-
-    Not under torchrun, which repeats a scheduler's signal, and kills after 30 s.
-    """
+    """Notes SIGTERM and Ctrl-C, so that the loop ends between steps; a second one ends at once,
+    except under torchrun, which repeats a scheduler's signal."""
 
     def __init__(self, says: str = "stopping after this step") -> None:
         self.signal: int | None = None
@@ -226,7 +212,7 @@ class StopSignal:
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, self._note)
 
-    def _note(self, signum: int, frame: Any) -> None:
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signum
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return
@@ -246,10 +232,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's.
-
-    It would return them to the system, which then fills each page with zeros again.
-    """
+    """Let malloc keep freed blocks for the next step; False if malloc is not glibc's."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL("libc.so.6").mallopt

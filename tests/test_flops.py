@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import visible
 from attention.machine.gpus import datasheet_bandwidth
-from core import flops, peaks
+from core import flops
 from core.cpu import matmul as cpu_matmul
 from core.flops import Peak, datasheet_peak, flops_per_token, mean_keys, mfu, n_params
 from model import GPT, GPTConfig
@@ -213,7 +213,7 @@ def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name) -> Non
 @pytest.fixture
 def small(monkeypatch):
     """measured_tflops multiplies matrices of at most 64."""
-    cpu_matmul.errors()  # remembered: it is tried at its own sizes
+    cpu_matmul.exact()  # remembered: it is tried at its own sizes
     randn, sizes = torch.randn, []
 
     def draw(*shape: int, **kwargs: object) -> torch.Tensor:
@@ -227,7 +227,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_measured_peak_leaves_the_random_state_alone(dtype, small) -> None:
     before = torch.get_rng_state()
-    found = peaks.measured_tflops(torch.device("cpu"), dtype)
+    found = flops.measured_tflops(torch.device("cpu"), dtype)
     assert torch.equal(before, torch.get_rng_state())
     assert math.isfinite(found) and found > 0
     assert len(small) == 3

@@ -9,7 +9,6 @@ import os
 import struct
 import sys
 import types
-from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +16,13 @@ import pytest
 
 from core.metrics import Metrics, read
 
-
-@dataclass(frozen=True)
-class Settings:
-    wandb_log: bool
-    wandb_project: str = "p"
-    wandb_run_name: str = "r"
-
-
-OFF, ON = Settings(False), Settings(True)
+ON = {"project": "p", "name": "r", "config": {"n_layer": 3}}
 LOSSES = [1 / 3, math.pi * 1e-9, 123456789.123456789, 2.0000000000000004]
 
 
 def test_a_row_is_a_line_of_json_with_all_digits(tmp_path):
     folder = tmp_path / "out" / "new"
-    m = Metrics(folder, 0, OFF)
+    m = Metrics(folder, 0)
     for i, loss in enumerate(LOSSES):
         m.log(iter=i, loss=loss, mem_bytes=2**40 + 1)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -42,19 +33,19 @@ def test_a_row_is_a_line_of_json_with_all_digits(tmp_path):
 
 def test_a_new_run_starts_anew_and_a_resumed_one_drops_what_it_will_do_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    m = Metrics(tmp_path, 0, OFF)
+    m = Metrics(tmp_path, 0)
     m.log(iter=0, train_loss=4.2, val_loss=4.3)  # --eval_on_start
     for i in (1, 10, 20, 30):
         m.log(iter=i, loss=1 / i)
     m.log(iter=20, train_loss=1.0, val_loss=0.1 + 0.2)
     m.close()
-    m = Metrics(tmp_path, 20, OFF)
+    m = Metrics(tmp_path, 20)
     m.log(iter=30, loss=5.0)
     m.close()
     assert [r["iter"] for r in read(path)] == [0, 1, 10, 20, 20, 30]
     assert read(path)[4] == {"iter": 20, "train_loss": 1.0, "val_loss": 0.1 + 0.2}
     assert read(path)[5] == {"iter": 30, "loss": 5.0}
-    Metrics(tmp_path, 0, OFF).close()
+    Metrics(tmp_path, 0).close()
     assert path.read_text() == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
 
@@ -69,7 +60,7 @@ def test_a_last_line_that_a_kill_cut_short_is_survived(tmp_path):
     path.write_text('{"iter": 1}\n{"iter": 2, \n{"iter": 3}\n')
     assert read(path) == [{"iter": 1}]  # what stands behind damage is not trusted
     path.write_text('{"iter": 1, "loss": 2.0}\n{"iter": 2, "lo')
-    m = Metrics(tmp_path, 5, OFF)
+    m = Metrics(tmp_path, 5)
     m.log(iter=6, loss=1.0)
     m.close()
     assert [r["iter"] for r in read(path)] == [1, 6]
@@ -85,7 +76,7 @@ def size(png: bytes) -> tuple[int, int]:
 
 @pytest.mark.parametrize("rows", ["both", "training", "validation", "one"])
 def test_the_picture(rows, tmp_path, caplog):
-    m = Metrics(tmp_path, 0, OFF)
+    m = Metrics(tmp_path, 0)
     for i in range(1, 200) if rows != "one" else (1,):
         if rows != "validation":
             m.log(iter=i, loss=4 / i**0.2)
@@ -97,7 +88,7 @@ def test_the_picture(rows, tmp_path, caplog):
 
 
 def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
-    m = Metrics(tmp_path, 0, OFF)
+    m = Metrics(tmp_path, 0)
     m.log(iter=1, loss=1.0)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     m.close()
@@ -105,7 +96,7 @@ def test_a_picture_that_fails_is_one_warning(tmp_path, caplog, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
-    m = Metrics(tmp_path, 0, OFF)
+    m = Metrics(tmp_path, 0)
     m.log(iter=1, loss=1.0)
     real = m.file
 
@@ -185,7 +176,7 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog, reachabl
     )
     if failing == "nothing":
         kwargs, mode = fake.calls[0][1:]
-        assert mode is None and kwargs["config"] == asdict(ON)
+        assert mode is None and kwargs["config"] == ON["config"]
         assert (kwargs["project"], kwargs["name"], kwargs["dir"]) == ("p", "r", tmp_path)
         assert kwargs["settings"] == {"init_timeout": 20}  # seconds: the run waits so long
         assert fake.calls[2] == ("log", {"iter": 2, "loss": 1.0}, 2)

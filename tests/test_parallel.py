@@ -357,7 +357,7 @@ def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
 
 def test_parts_need_processes() -> None:
     device = torch.device("cpu")
-    with pytest.raises(UserError, match="shares the weights among processes: torchrun"):
+    with pytest.raises(UserError, match="--parallel=fsdp"):
         parallel.shard(None, DistInfo(device), Setup.of(device), None)
 
 

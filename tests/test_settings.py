@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
-from core.settings import Texts, UserError, check_fields, from_dict, read
+from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,7 +133,7 @@ def test_values_out_of_range(argv: list[str]) -> None:
 )
 def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        read(Config, argv)
+        exit_on_user_error(lambda: read(Config, argv) and None)
     shown = capsys.readouterr()
     assert ended.value.code == 2
     assert all(word in shown.out + shown.err for word in named)
@@ -142,7 +142,7 @@ def test_mistakes_exit_with_2(argv: list[str], named: list[str], capsys: Any) ->
 def test_other_ranks_print_nothing(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        read(Config, ["--n_layr=3"])
+        exit_on_user_error(lambda: read(Config, ["--n_layr=3"]) and None)
     assert capsys.readouterr() == ("", "")
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import checkpoint
 import data
 import train
-from core import peaks, runtime
+from core import flops, runtime
 from core.cpu import matmul as cpu_matmul
 from core.metrics import duration
 from core.metrics import read as read_rows
@@ -790,7 +790,7 @@ def test_an_mfu_above_100_percent_has_the_peak_measured_once_more(
     again, known, data_dir, tmp_path, monkeypatch
 ) -> None:
     rates = iter([1e-12, again])
-    monkeypatch.setattr(peaks, "measured_tflops", lambda *device: next(rates))
+    monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(rates))
     r = run(data_dir, tmp_path, peak_tflops=None)
     timed = [row for row in r.rows if "mfu" in row]
     assert r.code == 0 and next(rates, None) is None and len(timed) == 6

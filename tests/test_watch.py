@@ -71,7 +71,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("SIGKILL", 1, "ddp"),
         pytest.param("SIGKILL", 0, "fsdp", marks=pytest.mark.slow),
-        ("fails", 1, "fsdp"),
+        pytest.param("fails", 1, "fsdp", marks=pytest.mark.slow),
         pytest.param("fails", 0, "ddp", marks=pytest.mark.slow),
         pytest.param("SIGSTOP", 1, "ddp", marks=pytest.mark.slow),  # torchrun waits 30 s to kill it
         pytest.param("SIGSTOP", 0, "fsdp", marks=pytest.mark.slow),
@@ -88,6 +88,7 @@ def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, p
     assert (fault != "fails") or "a fault of its own" in said
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_from_the_last_checkpoint_of_its_own_run(data_dir, tmp_path):
     """Killed before its first checkpoint it does not resume the earlier run in its folder."""
     out, knobs = tmp_path / "out", {"max_iters": 8, "eval_interval": 2, "batch_size": 2}
@@ -103,6 +104,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint_of_its_own_run(data_dir, tmp
     assert checkpoint.latest(out / "earlier-1").name == "step-00000008"
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_stops_all_before_any_weight_changes(data_dir, tmp_path):
     out = tmp_path / "out"
     line = argv(data_dir, out, max_iters=100, eval_interval=3, log_interval=1)
@@ -111,9 +113,11 @@ def test_a_nan_on_one_rank_stops_all_before_any_weight_changes(data_dir, tmp_pat
     assert checkpoint.latest(out).name == "step-00000003"
 
 
-def test_sigterm_to_one_rank_saves_and_ends_the_run(data_dir, tmp_path):
+def test_sigterm_to_one_rank_saves_and_one_process_resumes_the_shards(data_dir, tmp_path):
     out = tmp_path / "out"
-    code, said, _ = torchrun(tmp_path, "SIGTERM", 1, argv(data_dir, out, max_iters=10_000))
+    code, said, _ = torchrun(
+        tmp_path, "SIGTERM", 1, argv(data_dir, out, max_iters=10_000, parallel="fsdp")
+    )
     assert code != 0 and "exitcode  : 143" in said and "lost" not in said, said
     assert checkpoint.latest(out).name == "step-00000005"
     assert "torchrun --standalone --nproc_per_node=2 train.py --init_from=resume" in said

@@ -2,19 +2,14 @@
 
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127
 
-Symmetric, one scale for each output, and only the weights: what flows between the layers stays in
-floats. The scales are rounded to bfloat16 before q is taken, so that a kernel which wants them
-in bfloat16 reads the very same ones: |scale * q - W| <= scale / 2, exactly.
+Only the weights are int8. The scales are rounded to bfloat16 before q is computed, so that a kernel
+may read them in bfloat16: |scale * q - W| <= scale / 2.
 
-On the CPU a few rows go to PyTorch's _weight_int8pack_mm, which reads q itself. On x86 it is fast
-for bfloat16 alone (in float32 it is a plain loop), so a product takes and gives bfloat16 there, and
-adds up in float32, whatever the model's dtype is. More rows, a prompt's, would make it compute
-bound: they have the weights widened once and take F.linear. On CUDA that operator is one thread (in
-later releases one warp) an output and float32 only: there the product is written so that the
-compiler of a decode step (--compile) reads q and widens it in registers; without it the weights are
-widened for each step, which saves memory and no time.
+CPU: a few rows use PyTorch's _weight_int8pack_mm, fast on x86 for bfloat16 alone; so the product is
+bfloat16, summed in float32. More rows (a prompt) widen the weights first. CUDA: with --compile a
+decode step widens q in registers; without, it saves memory but no time.
 
-The model knows nothing of this: convert(model) swaps its layers from outside. Inference only.
+convert(model) swaps the model's layers. Inference only.
 """
 
 from __future__ import annotations
@@ -30,13 +25,13 @@ FEW_ROWS = 16  # above, widening the weights costs less than the kernel's arithm
 
 
 def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the weights of `model` cannot be int8 there; None: they can."""
+    """The reason why the weights of `model` cannot be int8 there, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"int8 weights need a CPU or CUDA, this is {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"int8 weights go with float32 and bfloat16, not with {dtype}"
-    odd = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
-    if odd := {k for k in odd if k % 16}:  # the kernel loads 16 numbers at a time, to the very end
+    inputs = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+    if odd := {k for k in inputs if k % 16}:  # the kernel loads 16 numbers at a time
         return f"int8 weights need layers of a multiple of 16 inputs, got {min(odd)}"
     return None
 
@@ -45,8 +40,7 @@ def convert(model: nn.Module, head: Tensor) -> None:
     """Give the linear layers of `model` int8 weights, and its head a copy of `head` in int8.
 
     Args:
-        head: (V, C), the weights that the head is tied to, which stay as they are: the embedding
-            reads a row of them for each token.
+        head: (V, C), the token embedding's weights, which stay as they are.
 
     Raises:
         ValueError: why_not().
@@ -67,10 +61,9 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many weights are int8, the head's among them."""
-    modules = list(model.modules())
-    layers = [m.weight for m in modules if isinstance(m, Int8Linear)]
-    heads = [m.q for m in modules if isinstance(m, Int8Head)]
+    """The number of int8 weights, with the head's."""
+    layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
+    heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
     return sum(q.numel() for q in (*layers, *heads))
 
 

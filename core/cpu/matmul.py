@@ -4,21 +4,16 @@ PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at
 oneDNN (docs/LOG.md). The public switch to oneDNN is set_float32_matmul_precision("medium"), which
 permits rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
 
-So the switch is set around single products, on AMD's AVX-512 processors, if the error measured on
-this machine is float32's. (Speed is not measured: a resumed run must decide the same.) A switch
-around a whole step would be slow: PyTorch's CPU attention multiplies tiny tiles, for which oneDNN's
-set-up costs several times the product.
-
-convert(model) swaps the classes of layers; the model does not know.
+The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
+its error on this machine is float32's; speed is not measured, so that a resumed run decides the
+same. convert(model) swaps the classes of layers.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import torch
 import torch.nn as nn
@@ -26,14 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.machine.system import cpu_name, matrix_units
-from core.loss import Head, linear_cross_entropy
+from core.loss import Context, Head, linear_cross_entropy
 
 
 def convert(model: nn.Module, float32: bool = True) -> None:
-    """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too.
-
-    Parameters, names and hooks stay. Other dtypes and compiled training steps are unchanged.
-    """
+    """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear if float32 else HalfLinear
@@ -51,7 +43,7 @@ class HalfLinear(nn.Linear):
         if not half or torch.get_autocast_dtype("cpu") != torch.bfloat16 or _compiling():
             return super().forward(x)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return _HalfLinear.apply(x.to(torch.bfloat16), self.weight, bias)
+        return _Linear.apply(x.to(torch.bfloat16), self.weight, bias)
 
 
 class Linear(HalfLinear):
@@ -64,7 +56,7 @@ class Linear(HalfLinear):
 class Embedding(nn.Embedding):
     """nn.Embedding with a sparse gradient if it has more rows than tokens.
 
-    Only for wte: autograd adds it to the dense gradient of the tied head, so the sum is dense.
+    For wte only: autograd adds it to the dense gradient of the tied head.
     """
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -126,12 +118,55 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     shape = *x.shape[:-1], weight.shape[0]
-    if x.numel() == x.shape[-1]:
+    if x.dtype == torch.float32 and x.numel() == x.shape[-1]:
         return gemv(x, weight, bias).view(shape)
-    y = matmul(x.reshape(-1, x.shape[-1]), weight.t())
+    y = _product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y += bias
     return y.view(shape)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows.
+
+    x and bias are float32 or bfloat16; the weight and its gradient are float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        want_x, want_w, want_b = ctx.needs_input_grad
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = _product(dy, weight).view(x.shape) if want_x else None
+        dw = matmul(dy.t(), x.reshape(-1, x.shape[-1])).float() if want_w else None
+        return dx, dw, dy.sum(0) if want_b else None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """(M, K) and (K, N), float32 or bfloat16 -> (M, N)."""
+    return half_product(a, b) if a.dtype == torch.bfloat16 else matmul(a, b)
+
+
+def half_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in bfloat16, (M, K) and (K, N): in two halves where that is faster.
+
+    With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as for its
+    halves (docs/LOG.md).
+    """
+    M, N = a.shape[0], b.shape[1]
+    if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
+        return a @ b
+    out = a.new_empty(M, N)
+    for half in (slice(0, M // 2), slice(M // 2, M)):
+        torch.mm(a[half], b, out=out[half])
+    return out
 
 
 # An operator, because a switch around a whole graph would slow its attention down.
@@ -144,8 +179,8 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K), one row, times weight.T, (N, K), and the bias, float32 -> (N,).
 
-    A decode step reads each weight once, so memory bandwidth counts, which one core does not
-    reach. MKL gives one row to one thread: a batch of one product per thread uses all of them.
+    MKL gives one row to one thread, which does not reach the memory bandwidth: so a batch of one
+    product per thread.
     """
     (N, K), parts = weight.shape, torch.get_num_threads()
     plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
@@ -153,7 +188,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x.reshape(1, K)
         y = x @ weight.t() if parts == 1 else matmul(x, weight.t())
         return y if bias is None else y + bias
-    # One as_strided call each: GPT-2 has 49 of these products in a step, and calls cost time.
     n = N // parts
     w = weight.as_strided((parts, K, n), (n * K, 1, K))
     rows = x.contiguous().as_strided((parts, 1, K), (0, K, 1))
@@ -167,25 +201,14 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def for_inference(model: nn.Module) -> None:
     """Give layers that convert() has not swapped the fastest product of a few rows (decoding)."""
-    if why_not_few():
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not known or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewLinear
         elif type(module) is Head:
             module.__class__ = FewHead
-
-
-def why_not_few() -> str | None:
-    """The reason not to use few_rows() on this machine, or None."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "this processor has no AVX-512"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, _FEW):
-        return "this PyTorch has no such product"
-    return None
-
-
-_FEW = "_linear_pointwise"
 
 
 class FewLinear(nn.Linear):
@@ -205,8 +228,7 @@ class FewHead(Head):
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, in float32 by oneDNN from four rows on; x (..., K), weight (N, K) -> (..., N).
 
-    For eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6 times. Inductor calls this
-    operator too; it never rounds to bfloat16.
+    For eight rows MKL takes 2.7 times as long as for one, oneDNN 1.6 times.
     """
     few = x.numel() < 4 * x.shape[-1] or _plain(x) or torch.is_grad_enabled()
     if few or torch.compiler.is_compiling():
@@ -214,81 +236,14 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return _gradients(ctx, dy, matmul, matmul)
-
-
-def _gradients(
-    ctx: Any, dy: Tensor, for_x: Callable[..., Tensor], for_w: Callable[..., Tensor]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw and db of a linear layer that saved x and its weight."""
-    x, weight = ctx.saved_tensors
-    want_x, want_w, want_b = ctx.needs_input_grad
-    dy = dy.reshape(-1, dy.shape[-1])
-    dx = for_x(dy, weight).view(x.shape) if want_x else None
-    dw = for_w(dy.t(), x.reshape(-1, x.shape[-1])) if want_w else None
-    return dx, dw, dy.sum(0) if want_b else None
-
-
-def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N): in two halves where that is faster.
-
-    With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as for its
-    halves (docs/LOG.md).
-    """
-    M, N = a.shape[0], b.shape[1]
-    if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
-        return a @ b
-    out = a.new_empty(M, N)
-    for half in (slice(0, M // 2), slice(M // 2, M)):
-        torch.mm(a[half], b, out=out[half])
-    return out
-
-
-class _HalfLinear(torch.autograd.Function):
-    """_Linear in bfloat16: x and bias are, weight and its gradient are float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        w = weight.to(x.dtype)
-        ctx.save_for_backward(x, w)
-        y = half_product(x.reshape(-1, x.shape[-1]), w.t())
-        if bias is not None:
-            y += bias
-        return y.view(*x.shape[:-1], w.shape[0])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return _gradients(ctx, dy, half_product, lambda a, b: (a @ b).float())
-
-
-@lru_cache(maxsize=1)
-def errors() -> tuple[float, float]:
-    """Relative maximum errors of oneDNN and of PyTorch's default, against float64."""
+@cache
+def exact() -> bool:
+    """True if oneDNN's error against float64 is float32's: it does not round to bfloat16."""
     own = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 1024, generator=own), torch.randn(1024, 512, generator=own)
     truth = a.double() @ b.double()
-    ours, plain = (
-        float((m(a, b) - truth).abs().max() / truth.abs().max()) for m in (matmul, torch.mm)
-    )
-    return ours, plain
-
-
-def exact() -> bool:
-    """True if oneDNN's error is as small as float32's: it did not round to bfloat16."""
-    ours, plain = errors()
-    return ours <= 8 * plain
+    ours, plain = ((product(a, b) - truth).abs().max() for product in (matmul, torch.mm))
+    return bool(ours <= 8 * plain)
 
 
 def why_not() -> str | None:
@@ -298,10 +253,7 @@ def why_not() -> str | None:
         return "it is faster on AMD's processors only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
-    if not exact():
-        ours, plain = errors()
-        return f"its products are not exact here: error {ours:.1e} against {plain:.1e}"
-    return None
+    return None if exact() else "its products are less exact than float32 here"
 
 
 WHY_BFLOAT16 = "this processor has bfloat16 matrix units (AMX)"
@@ -309,10 +261,7 @@ LEAST_WIDTH = 128  # n_embd of the smallest model that was measured
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
-    """The reason not to train in bfloat16 on this processor, or None.
-
-    AVX512_BF16 without matrix units was not measured, and is not used.
-    """
+    """The reason not to train in bfloat16 on this processor, or None."""
     if not matrix_units():
         return "this processor has no bfloat16 matrix units (AMX)"
     if n_embd < LEAST_WIDTH:
