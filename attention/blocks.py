@@ -149,7 +149,9 @@ def _in_pieces(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     segments: Tensor | None, found: list[Piece], options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    qs = q.split([piece.I.stop - piece.I.start for piece in found], dim=1)
+    # Not split into one: its gradient would be a copy.
+    sizes = [piece.I.stop - piece.I.start for piece in found]
+    qs = q.split(sizes, dim=1) if len(found) > 1 else (q,)
     ks, vs = (slices(t, [piece.J for piece in found]) for t in (k, v))
     outs = []
     for piece, *qkv in zip(found, qs, ks, vs, strict=True):
@@ -162,7 +164,8 @@ def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
     """t[:, J] for each J. Autograd of plain slices would make a gradient of t's size for each."""
     if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
         return Slices.apply(t, at)
-    return tuple(t.narrow(1, J.start, J.stop - J.start) for J in at)
+    whole = slice(0, t.shape[1])
+    return tuple(t if whole == J else t.narrow(1, J.start, J.stop - J.start) for J in at)
 
 
 class Slices(torch.autograd.Function):
