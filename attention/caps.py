@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypedDict
 
-from .spec import DTYPES, UNKNOWN_VERSION, Machine, Spec
+from .machine.system import UNKNOWN_VERSION
+from .spec import DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,6 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
-UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
 Numbers = Any  # an integer, or a tensor or array of integers or bool
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..caps import dotted
-from ..spec import UNKNOWN_VERSION, Machine
+from ..spec import Machine
+from .system import UNKNOWN_VERSION
 
 Capability = tuple[int, int]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ..spec import UNKNOWN_VERSION
+UNKNOWN_VERSION = "unknown version"  # for a package that imports but has no version
+
 
 if TYPE_CHECKING:
     import torch
