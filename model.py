@@ -45,7 +45,8 @@ class GPTConfig:
     bias: bool = True  # in Linear and LayerNorm
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
     attention_backend: str = "auto"  # a backend's name, or the path of a kernel file
-    attention_window: int | None = None  # keys that a query attends to, itself included; None: all
+    # Keys that a query attends to, itself included; None: all. Several: see `windows`.
+    attention_window: int | tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -53,7 +54,13 @@ class GPTConfig:
         if C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
-        self.spec("float32")  # checks n_kv_head, attention_window and dropout
+        if isinstance(several := self.attention_window, tuple):
+            if not several:
+                raise ValueError("attention_window is empty")
+            if len(several) == 1:  # equal models have equal configs
+                object.__setattr__(self, "attention_window", several[0])
+        for layer in range(self.n_layer):
+            self.spec("float32", layer)  # checks n_kv_head, attention_window and dropout
 
     @property
     def head_dim(self) -> int:
@@ -63,12 +70,22 @@ class GPTConfig:
     def kv_heads(self) -> int:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
-    def spec(self, dtype: str, *, training: bool = True, **asked: Any) -> Spec:
-        """The attention that this model requests."""
-        window = self.attention_window
-        if window is not None and window >= self.block_size:
-            window = None  # as wide as every sequence: then kernels without a window can run it
-        asked = {"window": window, "dropout": self.dropout if training else 0.0, **asked}
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer: several are repeated, and the last layer takes the last one."""
+        given = self.attention_window
+        several = given if isinstance(given, tuple) else (given,)
+        layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
+        # As wide as every sequence is None: then kernels without a window can run it.
+        return tuple(None if w is None or w >= self.block_size else w for w in layers)
+
+    def spec(self, dtype: str, layer: int = 0, *, training: bool = True, **asked: Any) -> Spec:
+        """The attention that a layer requests."""
+        asked = {
+            "window": self.windows[layer],
+            "dropout": self.dropout if training else 0.0,
+            **asked,
+        }
         return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
 
 
@@ -108,6 +125,8 @@ class CausalSelfAttention(nn.Module):
         view = None  # how to read a static or a paged cache: attention/views.py
         if cache is not None:
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
+            if segments is not None:  # of the keys that this layer's window has kept
+                segments = segments[:, -k.shape[1] :]
         y = attend(q, k, v, spec, segments=segments, cache=view)  # (B, T, H, D)
         return self.dropout(self.c_proj(y.flatten(2)))  # (B, T, C)
 
@@ -206,14 +225,14 @@ class GPT(nn.Module):
         else:
             kind, page_size = cache.kind, cache.page_size
             pos, segments = cache.positions(T), cache.segments
-        chosen, spec = self.attention(segments is not None, (B, T), kind, page_size)
-        attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
+        kernels = self.attentions(segments is not None, (B, T), kind, page_size)
 
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
         if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.transformer.drop(x)
-        for i, block in enumerate(self.transformer.h):
+        for i, (block, (chosen, spec)) in enumerate(zip(self.transformer.h, kernels, strict=True)):
+            attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
             if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
             else:
@@ -224,15 +243,19 @@ class GPT(nn.Module):
         """(..., C) -> (..., V) logits."""
         return self.lm_head(x, self.transformer.wte.weight)
 
-    def attention(
+    def attention(self, *args: Any, **options: Any) -> tuple[Resolution, Spec]:
+        """The kernel of the first layer: attentions()[0]."""
+        return self.attentions(*args, **options)[0]
+
+    def attentions(
         self,
         segments: bool = False,
         shape: tuple[int, int] | None = None,
         cache: str = "none",
         page_size: int | None = None,
         compiled: bool = False,
-    ) -> tuple[Resolution, Spec]:
-        """The kernel for this phase, device and dtype: chosen at the first call, then remembered.
+    ) -> list[tuple[Resolution, Spec]]:
+        """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
 
         Call it once before torch.compile, which cannot trace the choice. `shape` is the batch size
         and the tokens in a sequence (None: 1, block_size); the other arguments are those of Spec.
@@ -246,23 +269,26 @@ class GPT(nn.Module):
                  "compiled": compiled, "cache": cache, "page_size": page_size,
                  "lse": self.ring is not None and cache == "none"}  # fmt: skip
         # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
-        key = str(device), dtype, *asked.values()
-        if key not in self.choices.known:
-            # Not as a decorator, which would import torch._dynamo: a second for everybody.
-            choose = torch.compiler.disable(self._choose) if compiled else self._choose
-            choose(key, device, dtype, asked, shape or (1, self.config.block_size))
-        return self.choices.known[key]
+        here = str(device), dtype, *asked.values()
+        keys = [(window, *here) for window in self.config.windows]
+        for layer, key in enumerate(keys):
+            if key not in self.choices.known:
+                # Not as a decorator, which would import torch._dynamo: a second for everybody.
+                choose = torch.compiler.disable(self._choose) if compiled else self._choose
+                choose(key, layer, device, dtype, asked, shape or (1, self.config.block_size))
+        return [self.choices.known[key] for key in keys]
 
     def _choose(
         self,
         key: tuple[object, ...],
+        layer: int,
         device: torch.device,
         dtype: torch.dtype,
         asked: dict[str, Any],
         shape: tuple[int, int],
     ) -> None:
         (B, T), cache = shape, asked["cache"]
-        spec = self.config.spec(str(dtype).removeprefix("torch."), **asked)
+        spec = self.config.spec(str(dtype).removeprefix("torch."), layer, **asked)
         # With a cache nearly all calls decode: one query, and in the end block_size keys.
         full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
         phase = f" with the {cache} cache" if cache != "none" else " without gradients"

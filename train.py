@@ -68,7 +68,7 @@ class TrainConfig:
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
     # --- attention ---
     attention_backend: str = "auto"  # a name (python -m attention) or a file (docs/KERNEL.md)
-    attention_window: PositiveInt | None = None  # keys per query, itself included; none: all
+    attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
     attention_hub_kernels: bool = False  # flash_attn_*: download and run a prebuilt kernel
     sdpa_flash_impl: Literal["FA2", "FA3", "FA4"] = "FA2"  # PyTorch's own flash kernel: swap it

@@ -72,7 +72,9 @@ def heading(row: Row, part: Part) -> str:
         H, Hkv, window = p["H"], p["Hkv"], p["window"]
         words = [f"{H} heads of {p['D']}"]
     else:
-        H, Hkv, window = m.n_head, m.kv_heads, m.attention_window
+        H, Hkv = m.n_head, m.kv_heads
+        window = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
+        window = "" if window == "none" else window
         words = [part["hf"]["name"]] if "hf" in part else []
         words += [f"{m.n_layer} layers", f"{m.n_embd} wide", f"{H} heads"]
     words[-1] += f" ({Hkv} for keys)" * (Hkv != H)

@@ -43,7 +43,7 @@ class Counted:
     n_head = property(lambda self: self.layers[0]["n_head"])
     kv_heads = property(lambda self: self.layers[0]["n_kv_head"])
     head_dim = property(lambda self: self.layers[0]["head_dim"])
-    attention_window = property(lambda self: self.layers[0]["window"])
+    windows = property(lambda self: tuple(layer["window"] for layer in self.layers))
 
 
 @flops_per_token.register

@@ -105,7 +105,7 @@ def grid(bench: Bench) -> list[Json]:
     elif bench.mode == "train":  # compiling all backends has taken minutes already
         default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
-    windows = config.windows or (model.attention_window,)
+    windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
     # Without the corner of large batches and long sequences, which takes most of the time.
     most = math.inf if config.lengths and config.batch_sizes else sorted(lengths)[len(lengths) // 2]

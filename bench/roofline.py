@@ -68,7 +68,7 @@ def work(
     W = C * (C + 2 * K) + C * C + 8 * C * C
     S = (2 * C + 2 * K) + 2 * C + 5 * C + 5 * C
     P = flops.n_params(config) + T * C
-    keys = flops.mean_keys(T, config.attention_window)
+    keys = sum(flops.mean_keys(T, w) for w in config.windows) / config.n_layer
     found = {
         "linear": Work(6 * N * L * W, L * (3 * a * N * S + micro * W * (2 * a + 4))),
         "head and loss": Work(6 * N * V * C, 3 * a * N * C + micro * V * C * (2 * a + 4)),

@@ -78,7 +78,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
 def save_hf(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers.GPT2LMHeadModel loads, with the same logits."""
     config = model.config
-    if config.kv_heads != config.n_head or config.attention_window is not None:
+    if config.kv_heads != config.n_head or any(config.windows):
         raise UserError("a model with n_kv_head or attention_window has no GPT-2 format")
     weights = {}
     for name, tensor in model.state_dict().items():

@@ -7,6 +7,7 @@ the model, restore() fills it and the optimizer.
 from __future__ import annotations
 
 import math
+import math
 import os
 import threading
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -190,7 +191,7 @@ def resumed(loaded: Loaded[C]) -> Loaded[C]:
     except ValueError as e:
         raise UserError(f"{e} (resuming {saved.folder})") from e
     decay_end = merged.lr_decay_iters
-    if merged.decay_lr and decay_end is not None and merged.max_iters > decay_end:
+    if merged.decay_lr and merged.warmup_iters <= (decay_end or math.inf) < merged.max_iters:
         store.log.warning(
             f"--lr_decay_iters={decay_end} is before --max_iters={merged.max_iters}: the last "
             f"{merged.max_iters - decay_end} steps train at the minimum learning rate"

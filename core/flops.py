@@ -55,7 +55,7 @@ class Sizes(Protocol):
     @property
     def bias(self) -> bool: ...
     @property
-    def attention_window(self) -> int | None: ...
+    def windows(self) -> tuple[int | None, ...]: ...  # of each layer
 
 
 def n_params(config: Sizes) -> int:
@@ -88,8 +88,8 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
         T: the length actually trained on.
         causal: count only the pairs of query and key that are visible.
     """
-    keys = mean_keys(T, config.attention_window) if causal else T
-    return 6 * n_params(config) + 12 * config.n_layer * config.n_head * config.head_dim * keys
+    keys = sum(mean_keys(T, window) if causal else T for window in config.windows)
+    return 6 * n_params(config) + 12 * config.n_head * config.head_dim * keys
 
 
 # --- the peak rate ---

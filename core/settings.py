@@ -163,6 +163,8 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     An integer is accepted for a float; True is not a number. strict=False converts from text.
     """
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
+    if _is_tuple(hint) and not isinstance(value, tuple):
+        value = (value,)
     try:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
@@ -171,9 +173,12 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 
 
 def check_fields(settings: object) -> None:
-    """Check every field of a dataclass by its annotation; call it in __post_init__."""
+    """Check every field of a dataclass by its annotation; call it in __post_init__. A list, or one
+    value in place of a tuple, becomes a tuple."""
     for name, hint in _hints(type(settings)).items():
-        check(hint, getattr(settings, name), name)
+        value = check(hint, getattr(settings, name), name)
+        if isinstance(value, tuple):
+            object.__setattr__(settings, name, value)
 
 
 @functools.cache

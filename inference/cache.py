@@ -103,7 +103,7 @@ class DynamicCache:
 
     Args:
         max_len: block_size of the model.
-        window: keys that a query sees, itself included; None: all.
+        windows: of each layer the keys that a query sees, itself included; None: all.
         pad: padding on the left of each row.
     """
 
@@ -112,13 +112,13 @@ class DynamicCache:
         n_layer: int,
         *,
         max_len: int,
-        window: int | None = None,
+        windows: Sequence[int | None] = (),
         pad: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.max_len, self.window = max_len, min(window or max_len, max_len)
-        self.device = device
-        self.layers = [DynamicLayer(self.window, max_len) for _ in range(n_layer)]
+        kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
+        self.max_len, self.widest, self.device = max_len, max(kept), device
+        self.layers = [DynamicLayer(window, max_len) for window in kept]
         self.pads = tuple(pad) if pad is not None and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None] if self.pads else None  # (B, 1)
         self.stored = 0  # tokens of a row so far, padding included
@@ -141,7 +141,7 @@ class DynamicCache:
         _check_fit(self.stored + T - min(pads, default=0), self.max_len)
         for layer in self.layers:
             layer.make_room()
-        past = min(self.stored, self.window - 1)
+        past = min(self.stored, self.widest - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
         if self.pad is None:
             return DynamicStep(self, at[past:], None)

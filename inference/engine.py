@@ -220,8 +220,8 @@ class _Batch(Decoder[Row]):
         _, spec = model.attention(False, (self.B, self.T), kind)
         device, L = self.device, config.n_layer
         if self.kv_cache == "dynamic":
-            limit, window = self.block_size, spec.window
-            return DynamicCache(L, max_len=limit, window=window, pad=self.pad, device=device)
+            limit, windows = self.block_size, config.windows
+            return DynamicCache(L, max_len=limit, windows=windows, pad=self.pad, device=device)
         # Rounded up, so that other lengths reuse the compiled graphs.
         max_len = bucket(min(self.T + self.max_new_tokens, self.block_size), self.block_size)
         dtype, heads = getattr(torch, spec.dtype), (config.kv_heads, config.head_dim)

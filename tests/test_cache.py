@@ -33,7 +33,7 @@ def test_a_dynamic_cache_gives_back_what_later_tokens_can_see(counts, window) ->
     """Against all keys kept in one tensor, for chunks of any lengths, in two layers."""
     total = sum(counts)
     k, v = random(2, 2, total, 3, 4), random(2, 2, total, 3, 4, seed=1)  # (layer, B, T, H, D)
-    cache, n = DynamicCache(2, max_len=total, window=window), 0
+    cache, n = DynamicCache(2, max_len=total, windows=[window] * 2), 0
     for T in counts:
         step = cache.reserve(T)
         assert step.positions(T).tolist() == list(range(n, n + T)) and step.segments is None

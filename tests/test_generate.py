@@ -132,8 +132,7 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
     sizes = {"dtype": model.transformer.wte.weight.dtype}
     heads = config.kv_heads, config.head_dim
     if kv == "dynamic":
-        window = config.spec("float32").window
-        dynamic = DynamicCache(config.n_layer, max_len=max_len, window=window)
+        dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
         return lambda T: dynamic.reserve(T)
     if kv == "static":
         static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)

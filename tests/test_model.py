@@ -368,7 +368,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa": {"n_kv_head": 2},
     "mqa-window": {"n_kv_head": 1, "attention_window": 5},
-    "window-no-bias": {"attention_window": 3, "bias": False, "gelu": "tanh"},
+    "window-no-bias": {"attention_window": (3, 6), "bias": False, "gelu": "tanh"},
 }
 
 
@@ -577,3 +577,28 @@ def test_checkpointing_drops_no_cache() -> None:
             got.append(model(part, cache=step)[0])
             step.advance()
     torch.testing.assert_close(torch.cat(got, dim=1), want, rtol=1e-4, atol=1e-5)
+
+
+# --- a window for each layer ---
+
+
+@pytest.mark.parametrize("given, n_layer, want", [
+    (None, 2, (None, None)), (4, 2, (4, 4)), (16, 2, (None, None)),
+    ((4, 5, None), 5, (4, 5, None, 4, None)), ((4, None), 1, (None,)), ([4, 8], 2, (4, 8)),
+])  # fmt: skip
+def test_windows_are_repeated_and_the_last_layer_takes_the_last(given, n_layer, want) -> None:
+    assert replace(TINY, attention_window=given, n_layer=n_layer).windows == want
+
+
+def test_a_token_sees_as_far_as_the_windows_of_all_layers_reach() -> None:
+    """Windows of 3, 1 and 4 reach back 2 + 0 + 3 tokens, by the gradients."""
+    model = build(replace(TINY, n_layer=3), attention_window=(3, 1, 4)).eval()
+    seen = []
+    model.transformer.wte.register_forward_hook(
+        lambda module, args, out: seen.append(out.detach().requires_grad_()) or seen[-1]
+    )
+    model.head(model.hidden(tokens(1))[0, 12]).square().sum().backward()
+    reached = seen[0].grad[0].abs().amax(dim=-1).nonzero().flatten().tolist()
+    assert reached == list(range(12 - 5, 13))
+    with pytest.raises(ValueError, match="0"):
+        replace(TINY, attention_window=(4, 0))

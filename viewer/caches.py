@@ -50,7 +50,7 @@ def empty_caches(model: GPT, n: int, like: Tensor) -> list[AnyCache]:
     c, dtype, device = model.config, like.dtype, like.device
     pages = (n - 1) // PAGE_SIZE + 5  # of the text, the null page, and three free ones
     return [
-        kv.DynamicCache(c.n_layer, max_len=c.block_size, window=c.attention_window, device=device),
+        kv.DynamicCache(c.n_layer, max_len=c.block_size, windows=c.windows, device=device),
         kv.StaticCache(c.n_layer, 1, kv.bucket(n, c.block_size), c.kv_heads, c.head_dim,
                        dtype=dtype, device=device),
         kv.PagedCache(c.n_layer, c.kv_heads, c.head_dim, n_pages=pages, page_size=PAGE_SIZE,
@@ -60,7 +60,7 @@ def empty_caches(model: GPT, n: int, like: Tensor) -> list[AnyCache]:
 
 def decode(cache: AnyCache, model: GPT, ids: list[int], want: Tensor) -> CacheStep:
     """Prefill all tokens but the last, decode that one; `want` (V,): logits without a cache."""
-    n, window = len(ids) - 1, model.config.attention_window
+    n, window = len(ids) - 1, model.config.windows[0]
     idx = torch.tensor([ids], device=want.device)
     rows = used_pool(cache) if isinstance(cache, kv.PagedCache) else []
     first = cache.reserve(rows, [n]) if isinstance(cache, kv.PagedCache) else cache.reserve(n)
