@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from .machine.system import UNKNOWN_VERSION
 from .spec import DTYPES, Machine, Spec
@@ -158,6 +159,39 @@ class Partial:
     backward: Callable[..., tuple[Tensor, ...]]
 
 
+def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap an attend() that raises ValueError for tensors that contradict the Spec. A compiled step
+    was checked before it was traced."""
+    if getattr(attend, "checked", False):
+        return attend
+
+    @wraps(attend)
+    def call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
+            right = q.dim() == k.dim() == 4 and q.shape[2:] == (H, D) and k.shape[2:] == (Hkv, D)
+            same = q.dtype == k.dtype == v.dtype == getattr(torch, spec.dtype)
+            if not (right and same and k.shape == v.shape):
+                _refuse(q, k, v, spec)
+        return attend(q, k, v, spec, **options)
+
+    call.checked = True  # type: ignore[attr-defined]
+    return call
+
+
+def _refuse(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> NoReturn:
+    got = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (q, k, v))
+    wanted = f"{spec.n_head}, {spec.n_kv_head} and {spec.n_kv_head} heads of {spec.head_dim}"
+    swapped = q.dim() == 4 and q.shape[1] == spec.n_head and q.shape[2] != spec.n_head
+    hint = "; PyTorch's (batch, heads, tokens, head_dim) needs .transpose(1, 2)" if swapped else ""
+    raise ValueError(
+        f"q, k and v must be (batch, tokens, heads, head_dim) with {wanted} in {spec.dtype}, as "
+        f"the Spec says; got {got}{hint}"
+    )
+
+
 @dataclass(frozen=True)
 class Backend:
     """One attention kernel.
@@ -180,6 +214,9 @@ class Backend:
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attend", checked(self.attend))
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest violations; empty if one has none."""

@@ -39,6 +39,8 @@ KERNELS = {
 # Namespaces of operators that are no attention kernels of another library.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
 
+SHORT = 64  # tokens in probe()
+LONG = 256  # a run with longer sequences is probed at its own length too
 # Scale of the second sequence's queries. Some of its scores are beyond 88, where exp() overflows in
 # float32, and some kernels fail (NVIDIA/TransformerEngine issue 3216).
 LARGE = 32
@@ -58,7 +60,7 @@ class Probe:
         return self.proof["error"] if self.proof else None
 
 
-def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64) -> Probe:
+def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` once, forward and, if `spec.grad`, backward, at batch 2 and length T.
 
     With a cache the queries come in chunks, then one by one. The random state is restored.
@@ -113,6 +115,63 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = 64)
     }
     wrong = (f"its numbers are wrong ({'; '.join(why)})",) if why else ()
     return Probe(wrong, kernels_of(events), tuple(events), proof)
+
+
+def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -> tuple[str, ...]:
+    """What is wrong at T tokens; empty if nothing is.
+
+    Compares the outputs of some queries, and the gradients that flow from them, of one sequence and
+    the query heads of one key/value head: memory O(T). With a cache, the last queries only.
+    """
+    R, on, cached = spec.n_head // spec.n_kv_head, torch.device(device), spec.cache != "none"
+    grad = spec.grad and not cached
+    spec = replace(spec, n_head=R, n_kv_head=1, dropout=0.0, grad=grad)
+    T += T % 2  # a ring takes two equal chunks
+    rows = sorted({*range(T - 3, T)} if cached else {0, T // 3, T // 2, T - T // 5, T - 2, T - 1})
+    inputs, seg = _inputs(spec, on, T, T, torch.Generator().manual_seed(0))
+    q, k, v, dout, *sinks = (t[:1] if t.dim() == 4 else t for t in inputs)
+    seg = None if seg is None else seg[:1]
+    kept = torch.zeros(T, device=on, dtype=torch.bool)
+    kept[rows] = True
+    dout = dout * kept[None, :, None, None]  # the gradients of these rows only
+    with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.enable_grad():
+        try:
+            if spec.cache in ("static", "paged"):
+                held_k, held_v, view = filled_cache(k, v, spec)
+                more = {"sinks": sinks[0]} if sinks else {}
+                part = q[:, rows]
+                got = [
+                    backend.attend(part, held_k, held_v, spec, cache=view([rows[0]], [3]), **more)
+                ]
+            else:
+                attend = Ring().attend(backend) if spec.lse else backend.attend
+                got = _run(attend, [q, k, v, dout, *sinks], seg, spec)
+        except Exception as e:  # anything that a kernel raises
+            return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
+        got[0] = got[0] if cached else got[0][:, rows]
+        given = [q, k, v, dout, *sinks]
+        plain, truth = (_rows(given, seg, spec, rows, exact) for exact in (False, True))
+    names = ["out", "dq", "dk", "dv", "dsinks"][: len(got)]
+    all_three = ([x.double().cpu() for x in xs] for xs in (got, plain, truth))
+    found = _deviations(names, *all_three, dtype=q.dtype, scale=1)
+    return tuple(f"at {T:,} tokens {text}" for text in _wrong(found))
+
+
+def _rows(inputs: list[Tensor], seg: Tensor | None, spec: Spec, rows: list[int],
+          exact: bool) -> list[Tensor]:  # fmt: skip
+    """_run() of manual for these queries, each against the keys up to its own."""
+    q, k, v, dout, *sinks = inputs
+    outs: list[Tensor] = []
+    sums = [torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v, *sinks)]
+    for i in rows:
+        part = [q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1], dout[:, i : i + 1], *sinks]
+        own = None if seg is None else seg[:, : i + 1]
+        one = _exact(part, own, spec) if exact else _run(manual.attend, part, own, spec)
+        outs.append(one[0])
+        spans = slice(i, i + 1), slice(0, i + 1), slice(0, i + 1), slice(None)  # the sinks: (H,)
+        for total, at, g in zip(sums, spans, one[1:], strict=False):
+            (total[:, at] if total.dim() == 4 else total).add_(g.to(total.device))
+    return [torch.cat(outs, dim=1), *(sums if spec.grad else ())]
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:

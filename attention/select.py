@@ -17,7 +17,7 @@ import torch
 
 from . import flash, flex, manual, own, paged, sdpa, sdpa_bmm, tiled, triton_flash
 from .caps import Backend, BackendUnavailable, Refusal, Resolution
-from .probing import probe
+from .probing import LONG, probe, wrong_at
 from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
@@ -31,6 +31,7 @@ BACKENDS: dict[str, Backend] = {
         flash.V4, paged.BACKEND,
     )
 }  # fmt: skip
+REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory, and no tiles: not probed at length
 RULES = ("auto", "fastest")  # they choose a kernel, by PREFERENCE or by timing (choose.py)
 _BY_ANY_NAME = {n: b for b in BACKENDS.values() for n in (b.name, *b.aliases)}
 
@@ -155,17 +156,21 @@ def select(
     """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
-        shape: batch size and tokens in a sequence, if known, for math_note().
+        shape: batch size and tokens in a sequence, if known: then it is probed at that length too.
     """
     machine = Machine.here(str(device))
     failed: dict[str, tuple[str, ...]] = {}
     while True:
         chosen = resolve(name, spec, machine, policy, failed=failed)
         tried = probe(chosen.backend, spec, device)
-        if not tried.why:
+        why, T = tried.why, shape[1] if shape else 0
+        if not why and T > LONG and chosen.backend.name not in REFERENCES:
+            why = wrong_at(chosen.backend, spec, device, T)
+        if not why:
+            warn(chosen)
             note = math_note(chosen.backend, spec, shape) if "math" in tried.kernels else ""
             return replace(chosen, kernels=tried.kernels, note=note, proof=tried.proof)
-        failed[chosen.backend.name] = tried.why
+        failed[chosen.backend.name] = why
 
 
 def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> str:
@@ -183,11 +188,14 @@ def math_note(backend: Backend, spec: Spec, shape: tuple[int, int] | None) -> st
 
 def announce(chosen: Resolution, phase: str = "") -> None:
     """Log the chosen backend and the refused ones, once per process, on rank 0 only."""
-    if int(os.environ.get("RANK", "0")):
-        return
-    for warning in chosen.warnings():
+    warn(chosen)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _once(logging.INFO, chosen.info() + phase)
+
+
+def warn(chosen: Resolution) -> None:
+    for warning in chosen.warnings() if int(os.environ.get("RANK", "0")) == 0 else ():
         _once(logging.WARNING, warning.replace("\n", "\n         "))
-    _once(logging.INFO, chosen.info() + phase)
 
 
 @cache

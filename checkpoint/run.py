@@ -7,7 +7,6 @@ the model, restore() fills it and the optimizer.
 from __future__ import annotations
 
 import math
-import math
 import os
 import threading
 from dataclasses import asdict, dataclass, field, fields, replace

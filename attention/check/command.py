@@ -8,6 +8,7 @@ code: 0 if all passed, 1 if a test failed or all were refused, 2 for a wrong com
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import torch
 from ..caps import Backend, Refusal
 from ..machine.system import first_line
 from ..machine.timing import aligned
+from ..probing import wrong_at
 from ..select import get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
@@ -32,7 +34,7 @@ from .properties import PHASES, Item, properties
 FEATURES = (
     *("causality", "causal", "lengths", "masked rows", "grouped heads", "window", "segments"),
     *("scale", "softcap", "sinks", "large scores", "unusual scores", "strides", "gradients"),
-    *("dropout", "determinism", "torch.compile", "caches", "parts"),
+    *("long sequences", "dropout", "determinism", "torch.compile", "caches", "parts"),
 )
 VERDICTS = ("passed", "failed", "refused")
 FIRST = {f"causality, {phase}" for phase in PHASES}  # without windows and grouped heads
@@ -40,11 +42,12 @@ FIRST = {f"causality, {phase}" for phase in PHASES}  # without windows and group
 GENERAL = {"device", "dtype", "packages", "capability", "torch", "interpreted", "hub_kernels"}
 
 
-def items(dtypes: Iterable[str], quick: bool = False) -> Iterator[Item]:
+def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterator[Item]:
     """Yield all tests: plain causality, cases from simple to complex, the other properties.
 
     Args:
         quick: only the cases of matrix.SAMPLE.
+        length: compare some queries of a sequence of this many tokens too; 0: do not.
     """
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
@@ -56,6 +59,16 @@ def items(dtypes: Iterable[str], quick: bool = False) -> Iterator[Item]:
         for case in cases:
             yield Item(case.name, case.features, case.spec(dtype), partial(_right, case), case=case)
         yield from others
+        for grad, window in itertools.product((True, False), (None, 100)) if length else ():
+            spec = Spec(2, 1, 64, dtype, window=window, grad=grad)
+            name = f"{length:,} tokens" + ", no gradients" * (not grad) + ", window" * bool(window)
+            long = partial(_right_at, length)
+            yield Item(name, ("long sequences",), spec, long, length=length)
+
+
+def _right_at(length: int, backend: Backend, spec: Spec, device: str) -> None:
+    if why := wrong_at(backend, spec, device, length):
+        raise AssertionError("; ".join(why))
 
 
 def _right(case: Case, backend: Backend, spec: Spec, device: str) -> None:
@@ -100,6 +113,7 @@ class Report:
     machine: dict[str, str]  # device -> its name
     torch: str
     quick: bool = False
+    length: int = 0  # tokens of the longest sequence
     # "total", "float32, cpu", "window", ... -> number of tests "passed", "failed" and "refused"
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)  # reason -> number of tests
@@ -147,6 +161,7 @@ def check(
     *,
     quick: bool = False,
     first: bool = False,
+    length: int = 0,
     watch: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> Report:
     """Run every test on a backend.
@@ -162,8 +177,10 @@ def check(
     backend, began = get(name), time.monotonic()
     here = {device: Machine.here(device) for device in devices}
     machine_names = {device: machine.name for device, machine in here.items()}
-    report = Report(name, backend.name, backend.title, machine_names, torch.__version__, quick)
-    tests = [(device, item) for device in devices for item in items(dtypes, quick)]
+    tests = [(device, item) for device in devices for item in items(dtypes, quick, length)]
+    longest = max(length, *(item.case.Tk for _, item in tests if item.case))
+    about = machine_names, torch.__version__, quick, longest
+    report = Report(name, backend.name, backend.title, *about)
     for n, (device, item) in enumerate(tests):
         watch(n, len(tests), f"{item.name}, {item.dtype}, {device}")
         try:
@@ -183,12 +200,13 @@ def script(name: str, item: Item, device: str, why: str) -> str:
     """Return a short script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
+    length = f", length={item.length}" if item.length else ""
     return "\n".join([
         *(f"# {line}" for line in f"{item.name}, {item.dtype}: {why}".splitlines()),
         f"from {package} import get",
         f"from {package}.check.command import items",
         "",
-        f"test = next(t for t in items([{item.dtype!r}]) if t.name == {item.name!r})",
+        f"test = next(t for t in items([{item.dtype!r}]{length}) if t.name == {item.name!r})",
         "print(test.case or test.spec)  # matrix.draw(test.case, test.dtype): its inputs",
         f"test.ask(get({name!r}), test.spec, {device!r})",
     ])  # fmt: skip
@@ -208,6 +226,9 @@ def text(report: Report) -> str:
     failures, total = report.failures, report.features["total"]
     if not failures:
         end = "Everything it declares is right." if total["passed"] else "It refused every test."
+        end += f" (Up to {report.length:,} tokens; --length=N looks further.)" * bool(
+            total["passed"]
+        )
         end += " (--quick: a sample of the cases.)" * report.quick
         return "\n".join([*lines, "", f"{end} {report.seconds:.0f} s."])
     lines += ["", f"{len(failures)} of {total['passed'] + total['failed']} failed:"]
@@ -229,6 +250,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: all that are here)")
     parser.add_argument("--dtype", help=f"some of {','.join(DTYPES)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="run a sample of the cases")
+    parser.add_argument("--length", type=int, default=0, help="check sequences of N tokens too")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
@@ -250,7 +272,7 @@ def main(argv: Sequence[str]) -> int:
     """Check one backend; returns the exit code."""
     options = read(argv)
     try:
-        how = {"quick": options.quick, "first": options.first}
+        how = {"quick": options.quick, "first": options.first, "length": options.length}
         report = check(options.backend, options.devices, options.dtypes, watch=progress, **how)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -31,6 +31,7 @@ class Item:
     ask: Callable[[Backend, Spec, str], None]  # (backend, spec, device)
     deterministic: bool = False  # runs under torch.use_deterministic_algorithms(True)
     case: matrix.Case | None = None  # None: a property
+    length: int = 0  # of a long sequence, in tokens
 
     @property
     def dtype(self) -> str:

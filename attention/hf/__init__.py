@@ -50,9 +50,13 @@ def implementation(name: str) -> str:
     return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
+_extra: list[str] = []  # files that register() was given
+
+
 def names() -> dict[str, str]:
-    """Every backend and rule, and its attn_implementation: {"triton": "nanoattn:triton", ...}."""
-    return {name: implementation(name) for name in (*RULES, *BACKENDS)}
+    """Every backend, rule and registered file, and its attn_implementation: {"triton":
+    "nanoattn:triton", ...}."""
+    return {name: implementation(name) for name in (*RULES, *BACKENDS, *_extra)}
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
@@ -78,7 +82,8 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
     # Both read tensors on the host, so each call is a graph break in a compiled model.
     untraced = torch.compiler.disable
     made: dict[str, Backend] = {}
-    for name in (*RULES, *BACKENDS, *extra):
+    _extra[:] = extra
+    for name in (*RULES, *BACKENDS, *_extra):
         key = implementation(name)
         if name not in RULES and made.setdefault(key.lower(), get(name)) is not get(name):
             raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
