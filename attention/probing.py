@@ -123,8 +123,9 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
     Compares the outputs of some queries, and the gradients that flow from them, of one sequence and
     the query heads of one key/value head: memory O(T). With a cache, the last queries only.
     """
-    R, on, cached = spec.n_head // spec.n_kv_head, torch.device(device), spec.cache != "none"
-    grad = spec.grad and not cached
+    R, on = spec.n_head // spec.n_kv_head, torch.device(device)
+    cached = spec.cache in ("static", "paged")
+    grad = spec.grad and spec.cache == "none"
     spec = replace(spec, n_head=R, n_kv_head=1, dropout=0.0, grad=grad)
     T += T % 2  # a ring takes two equal chunks
     rows = sorted({*range(T - 3, T)} if cached else {0, T // 3, T // 2, T - T // 5, T - 2, T - 1})
@@ -136,7 +137,7 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
     dout = dout * kept[None, :, None, None]  # the gradients of these rows only
     with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.enable_grad():
         try:
-            if spec.cache in ("static", "paged"):
+            if cached:
                 held_k, held_v, view = filled_cache(k, v, spec)
                 more = {"sinks": sinks[0]} if sinks else {}
                 part = q[:, rows]

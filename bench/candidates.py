@@ -63,7 +63,7 @@ def build(baseline: str, job: Job) -> Candidate:
         return Plain(job)
     config = job.config
     wanted = {
-        "attention_window": config.attention_window and not job.hf,
+        "attention_window": any(config.attention_window) and not job.hf,
         "n_kv_head": config.n_kv_head not in (None, config.n_head) and not job.hf,
         "gradient_checkpointing": config.gradient_checkpointing,
         "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
