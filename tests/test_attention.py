@@ -41,7 +41,7 @@ HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-ITEMS = list(items(DTYPES))
+ITEMS = list(items(DTYPES, length=600))
 # make test runs everything in float32 on the kernels that are fast. In other dtypes it runs these
 # cases, which have every feature, and no compilation. make test-all runs the rest.
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x64-window-packed",

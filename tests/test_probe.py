@@ -347,3 +347,44 @@ def test_a_kernel_that_reads_a_static_cache_wrongly_is_found(name, fault) -> Non
     spec = Spec(4, 4, 32, "float32", window=9, grad=False, cache="static")
     tried = probe(made_up(attend), spec, "cpu")
     assert any("its numbers are wrong" in w for w in tried.why), tried
+
+
+# --- at the length of the run, and with what comes in ---
+
+
+def wrong_beyond(n: int) -> Backend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        v = v if k.shape[1] <= n else torch.cat((v[:, :n], 2 * v[:, n:]), dim=1)
+        return manual.attend(q, k, v, spec, **options)
+
+    caches = ("none", "dynamic", "static")
+    caps = dataclasses.replace(BACKENDS["sdpa"].caps[0], caches=caches)
+    return Backend("far", "right up to some length", attend, (caps,), None)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"grad": False}, {"window": 50}, {"segments": True}, {"grad": False, "cache": "dynamic"},
+    {"grad": False, "cache": "static"}, {"dtype": "bfloat16"}])  # fmt: skip
+def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
+    changes, monkeypatch, caplog
+) -> None:
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "far", wrong_beyond(700))
+    spec = dataclasses.replace(SPEC, **changes)
+    assert select("far", spec, "cpu", STRICT, shape=(2, 700)).backend.name == "far"
+    with pytest.raises(BackendUnavailable, match="1,000 tokens"):
+        select("far", spec, "cpu", STRICT, shape=(2, 1000))
+    assert select("far", spec, "cpu", shape=(2, 1000)).backend.name == "sdpa"
+    assert "far" in caplog.text and "1,000" in caplog.text  # select() itself warns
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda q, k, v: (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
+    lambda q, k, v: (q[..., :16], k[..., :16], v[..., :16]), lambda q, k, v: (q, k, v.double()),
+    lambda q, k, v: (q.half(), k.half(), v.half()), lambda q, k, v: (q, q, q),
+    lambda q, k, v: (q[0], k[0], v[0]), lambda q, k, v: (q, k, v[:, 1:])])  # fmt: skip
+@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash"])
+def test_tensors_that_contradict_the_spec_are_refused(name, wrong) -> None:
+    q, k, v = (torch.randn(2, 10, h, 32) for h in (4, 2, 2))
+    BACKENDS[name].attend(q, k, v, SPEC)
+    with pytest.raises(ValueError, match=r"\(batch, tokens, heads, head_dim\)"):
+        BACKENDS[name].attend(*wrong(q, k, v), SPEC)
