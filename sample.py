@@ -50,10 +50,7 @@ class SampleConfig:
     stop: str | None = None  # a text ends before this string
     seed: int = 1337  # of the first text; one more for each further text
     overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
-    # --- constraint on each text (inference/constrain.py) ---
-    regex: str | None = None  # a regular expression for the whole text
-    choices: tuple[str, ...] = ()  # one of these, or one line of FILE:choices.txt
-    json_schema: str | None = None  # JSON of this schema, or of FILE:schema.json
+    regex: str | None = None  # each new text matches this regular expression
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
     out: str | None = None  # file for JSON lines instead of stdout
@@ -76,9 +73,8 @@ class SampleConfig:
             raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
         if self.stop == "":
             raise ValueError("stop must have at least one character, or be none")
-        given = [n for n in ("regex", "choices", "json_schema", "stop") if getattr(self, n)]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} cannot be combined")
+        if self.regex and self.stop:
+            raise ValueError("regex and stop cannot be combined")
 
 
 ALIASES = {"attn_implementation": "attention_backend"}
@@ -204,17 +200,6 @@ def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int, overflow:
     return ids
 
 
-def constraint_of(config: SampleConfig, tokenizer: data.Tokenizer) -> constrain.Automaton | None:
-    if config.regex:
-        return constrain.regex(config.regex, tokenizer)
-    if config.choices:
-        lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
-        return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
-    if config.json_schema:
-        return constrain.schema(_text(config.json_schema), tokenizer)
-    return None
-
-
 # --- output ---
 
 
@@ -260,7 +245,8 @@ def writer_of(
         for _ in range(c.num_samples):
             texts.append(Text(prompt.text, ids, c.seed + len(texts)))
     options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size, c.overflow)
-    if constraint := constraint_of(c, tokenizer):
+    if c.regex:
+        constraint = constrain.regex(c.regex, tokenizer)
         options.constraint = constraint.to(model.transformer.wte.weight.device)
     size = 1 if c.stream else c.batch_size
     how = c.max_new_tokens, c.stop, size, c.kv_cache, c.compile, c.n_pages
