@@ -49,7 +49,6 @@ class SampleConfig:
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
     stop: str | None = None  # a text ends before this string
     seed: int = 1337  # of the first text; one more for each further text
-    overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
     regex: str | None = None  # each new text matches this regular expression
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
@@ -184,8 +183,8 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read {path} ({e})") from e
 
 
-def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int, overflow: str) -> list[int]:
-    """The prompt's token ids. Raises UserError if it is empty or too long."""
+def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
+    """The prompt's token ids. Raises UserError if it is empty."""
     try:
         ids = tokenizer.encode(prompt.text)
     except UserError as e:
@@ -193,10 +192,10 @@ def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int, overflow:
     if not ids:
         raise UserError(f"{prompt.where}a prompt is empty")
     if len(ids) > block_size:
-        too_long = f"{prompt.where}a prompt has {len(ids)} tokens, more than block_size"
-        if overflow == "stop":
-            raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
-        log.warning(f"{too_long}: only the last {block_size} are read")
+        log.warning(
+            f"{prompt.where}a prompt has {len(ids)} tokens, more than block_size: only the last "
+            f"{block_size} are read"
+        )
     return ids
 
 
@@ -241,10 +240,10 @@ def writer_of(
 ) -> Writer:
     texts: list[Text] = []
     for prompt in given:
-        ids = encode(prompt, tokenizer, model.config.block_size, c.overflow)
+        ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
             texts.append(Text(prompt.text, ids, c.seed + len(texts)))
-    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size, c.overflow)
+    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
     if c.regex:
         constraint = constrain.regex(c.regex, tokenizer)
         options.constraint = constraint.to(model.transformer.wte.weight.device)

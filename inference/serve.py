@@ -36,7 +36,7 @@ from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
 from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
-from inference.sampling import ENDED, Options, Prompt, Uniform
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt
 
 if TYPE_CHECKING:
     from model import GPT
@@ -204,7 +204,8 @@ class _Server(Decoder[_Row]):
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
-            row = _Row(index, self.options.room(index, len(prompt), most, self.block_size))
+            check_prompt(index, prompt, most)
+            row = _Row(index, most)
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size

@@ -194,26 +194,6 @@ def test_causality_with_caches(name, kv, phase) -> None:
             assert not torch.equal(before[:, t], after[:, t])
 
 
-# --- the limit of positions ---
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-def test_stop_ends_a_text_that_has_block_size_tokens(kv) -> None:
-    model, prompts = lively(), ragged()
-    slid = engine.generate(model, prompts, 30, temperature=0, kv_cache=kv)
-    texts = engine.generate(model, prompts, 30, temperature=0, kv_cache=kv, overflow="stop")
-    assert [len(t) for t in texts] == [16] * 4
-    assert all(torch.equal(t, s[:16]) for t, s in zip(texts, slid, strict=True))
-    rows = torch.stack(
-        list(engine.stream(model, prompts, 30, temperature=0, kv_cache=kv, overflow="stop"))
-    )
-    assert (rows != ENDED).sum(0).tolist() == [11, 15, 7, 11] and len(rows) == 15
-    full = tokens(T=16)
-    assert torch.equal(engine.generate(model, full, 5, kv_cache=kv, overflow="stop"), full)
-    with pytest.raises(ValueError, match=r"17 tokens.* 16"):
-        engine.generate(model, tokens(T=17), 5, kv_cache=kv, overflow="stop")
-
-
 # --- memory ---
 
 
@@ -282,7 +262,6 @@ def test_invalid_options_are_named() -> None:
     model, idx = build().eval(), tokens(T=5)
     for options, words in (
         ({"kv_cache": "ring"}, "kv_cache.*ring"),
-        ({"overflow": "grow"}, "overflow.*grow"),
         ({"compile": True}, "compile.*dynamic"),
         ({"temperature": -1}, "temperature.* -1"),
         ({"top_k": 0}, "top_k.* 0"),
@@ -432,18 +411,6 @@ def test_a_constrained_text_matches_with_every_cache(sampling) -> None:
         constrained(constraint, 7)
 
 
-def test_a_constraint_where_the_context_ends() -> None:
-    constraint = constrain.regex(PATTERN, Bytes())
-    model = build(block_size=64, vocab_size=320).eval()
-    prompts = [tokens(1, T, vocab_size=256)[0] for T in (50, 55)]
-    out = engine.generate(
-        model, prompts, 30, constraint=constraint, vocab_size=257, overflow="stop"
-    )
-    for text, prompt in zip(out, prompts, strict=True):
-        new = bytes(t for t in text[len(prompt) :].tolist() if t < 256).decode()
-        assert re.fullmatch(PATTERN, new) and len(text) <= 64
-
-
 # --- torch.compile ---
 
 
@@ -484,11 +451,9 @@ def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
 
 def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
     model = lively()
-    for overflow in ("slide", "stop"):
-        options = {"temperature": 0, "overflow": overflow}
-        want = engine.generate(model, ragged(), 30, kv_cache="none", **options)
-        got = engine.generate(model, ragged(), 30, kv_cache="static", compile=True, **options)
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    want = engine.generate(model, ragged(), 30, kv_cache="none", temperature=0)
+    got = engine.generate(model, ragged(), 30, kv_cache="static", compile=True, temperature=0)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert len(eager_graphs) == 1
 
 

@@ -98,12 +98,6 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     assert str(path) in refused(*of(trained, f"--start=FILE:{path}"))
 
 
-def test_overflow_stop_ends_the_text(trained):
-    (a,) = text_of(*of(trained, "--start=Ann", "--overflow=stop", "--temperature=0"))
-    (b,) = text_of(*of(trained, "--start=Ann", "--temperature=0"))
-    assert len(a) == 16 and b.startswith(a) and len(b) == 43
-
-
 # --- files, Ctrl-C, --stop ---
 
 
