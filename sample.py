@@ -47,7 +47,6 @@ class SampleConfig:
     temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
-    stop: str | None = None  # a text ends before this string
     seed: int = 1337  # of the first text; one more for each further text
     regex: str | None = None  # each new text matches this regular expression
     # --- output ---
@@ -70,10 +69,6 @@ class SampleConfig:
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and self.kv_cache != "paged":
             raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
-        if self.stop == "":
-            raise ValueError("stop must have at least one character, or be none")
-        if self.regex and self.stop:
-            raise ValueError("regex and stop cannot be combined")
 
 
 ALIASES = {"attn_implementation": "attention_backend"}
@@ -90,7 +85,7 @@ from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from inference import constrain
 from inference.sampling import Options
-from inference.texts import Text, Writer, before
+from inference.texts import Text, Writer
 from model import GPT
 
 
@@ -248,7 +243,7 @@ def writer_of(
         constraint = constrain.regex(c.regex, tokenizer)
         options.constraint = constraint.to(model.transformer.wte.weight.device)
     size = 1 if c.stream else c.batch_size
-    how = c.max_new_tokens, c.stop, size, c.kv_cache, c.compile, c.n_pages
+    how = c.max_new_tokens, size, c.kv_cache, c.compile, c.n_pages
     return Writer(model, tokenizer, texts, options, *how)
 
 
@@ -264,12 +259,12 @@ def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
 def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
     print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-    for piece in before(writer.stop, writer.tokenizer.stream_decode(new)):
+    for piece in writer.tokenizer.stream_decode(new):
         print(piece, end="", flush=True)
 
 
 def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = "".join(before(config.stop, [writer.tokenizer.decode(text.new)]))
+    new = writer.tokenizer.decode(text.new)
     row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
     print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
     if config.stream:

@@ -15,7 +15,6 @@ from test_train import TEXT, enter, make_data, nanogpt_file, run
 
 import checkpoint
 import sample
-from inference import texts
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -98,7 +97,7 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
     assert str(path) in refused(*of(trained, f"--start=FILE:{path}"))
 
 
-# --- files, Ctrl-C, --stop ---
+# --- files, Ctrl-C ---
 
 
 def rows_of(text: str) -> list[dict[str, Any]]:
@@ -169,30 +168,6 @@ def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
         assert shown == whole.split(BAR)[0] + BAR + whole.split(BAR)[1][: 1 + n] + BAR
 
 
-@pytest.mark.parametrize("how", [(), ("--stream",)])
-def test_a_text_ends_before_the_stop_string(how, trained):
-    words = of(trained, "--start=Ann", "--temperature=0", *how)
-    (whole,) = text_of(*words)
-    for stop in (whole[10:12], whole[20], whole[8:15]):
-        end = 3 + whole[3:].index(stop)
-        assert text_of(*words, f"--stop={stop}") == [whole[:end]]
-    assert text_of(*words, "--stop=§") == [whole]
-    _, shown, _ = enter(sample.main, ["--device=cpu", *words, f"--stop={whole[20]}"])
-    assert shown == whole[: 3 + whole[3:].index(whole[20])] + BAR
-
-
-@pytest.mark.parametrize("pieces", [
-    ["a", "ab", "ac", "aba", "cd"], list("aababcaba"), ["", "aababcaba"], ["c", "ca"], ["cab"],
-])  # fmt: skip
-@pytest.mark.parametrize("stop", [None, "abc", "a", "bab", "x", "caba", "ba", "aa"])
-def test_a_stream_ends_before_the_stop_string(pieces, stop) -> None:
-    """Independent of the pieces; nothing is held back that cannot begin the stop string."""
-    text = "".join(pieces)
-    assert "".join(texts.before(stop, pieces)) == (text.partition(stop)[0] if stop else text)
-    if stop == "x":
-        assert list(texts.before(stop, pieces)) == [p for p in pieces if p]
-
-
 # --- caches, precision, speed ---
 
 
@@ -251,7 +226,6 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path):
     ("--temperature=-1", "temperature"), ("--top_p=0", "top_p"), ("--top_k=0", "top_k"),
     ("--num_samples=0", "num_samples"), ("--temprature=1", "--temperature"),
     ("--checkpoint=newest", "latest"), ("--regex=(", "'('"),
-    ("--regex=a --stop=a", "stop"), ("--stop=", "stop"),
     ("--kv_cache=ring", "paged"), ("--compile", "kv_cache=static"), ("--device=cuda:7", "cuda:7"),
 ])  # fmt: skip
 def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
@@ -312,17 +286,6 @@ def test_the_text_ends_where_the_model_ends_it(bpe, tmp_path, monkeypatch):
     tokens = iter([[65], [66], [50256], [67]])
     monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor(next(tokens)))
     assert text_of(f"--init_from={path}", "--start=x") == ["xAB"]
-
-
-def test_a_stop_string_within_a_token(bpe, tmp_path, monkeypatch):
-    path, out = gpt2_like(tmp_path / "ckpt.pt"), tmp_path / "o.jsonl"
-    ab = 256 + 256 * ord("a") + ord("b")
-    monkeypatch.setattr("inference.decode.sample_token", lambda *a: torch.tensor([ab]))
-    for stop, text, tokens in (("a", "", 1), ("b", "a", 1), ("ab", "", 1), ("ba", "a", 2)):
-        words = (f"--init_from={path}", "--start=x", f"--stop={stop}", f"--out={out}")
-        enter(sample.main, ["--device=cpu", *words])
-        (told,) = rows_of(out.read_text())
-        assert (told["text"], told["tokens"], told["finish"]) == (text, tokens, "stop")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(bpe, tmp_path):
