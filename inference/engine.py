@@ -22,16 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from inference import serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
-from inference.decode import (
-    Decoder,
-    Drawn,
-    Launched,
-    Row,
-    next_logits,
-    next_token,
-    sample_step,
-    to_host,
-)
+from inference.decode import Decoder, Drawn, Launched, Row, next_token, to_host
 from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
 
 if TYPE_CHECKING:
@@ -176,26 +167,18 @@ class _Batch(Decoder[Row]):
             yield self.rows, to_host(self.token, over)
 
     def _next(self, n: int, going: Sequence[bool]) -> Drawn:
-        decode, decode_and_sample = next_logits, next_token
+        sample = next_token
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
         else:
             step = self.cache.reserve(1, [int(on) for on in going])
             idx, last = self.token[:, None], None
             if self.compile:
-                decode = compiled(next_logits, self.device.type)
-                decode_and_sample = compiled(next_token, self.device.type)
+                sample = compiled(next_token, self.device.type)
         u = None if self.random is None else self.random.next()
         how = self.params, self.options.constraint, u, self.state
         read = self.model, idx, last, step, self.options.vocab_size
-        if self.options.logits_processor is None:
-            drawn = decode_and_sample(read, how)
-        else:  # Python code, outside the graph
-            texts: Tensor | list[Tensor | None] = self.ids[:, :n]
-            if any(self.pad):  # without the padding
-                rows = zip(self.ids, self.pad, going, strict=True)
-                texts = [ids[pad:n] if on else None for ids, pad, on in rows]
-            drawn = sample_step(self.processed(decode(*read), texts), *how)
+        drawn = sample(read, how)
         if step is not None:
             step.advance()
         return drawn

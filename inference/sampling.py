@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ENDED = -1  # in place of a token: the text has ended
 
-Processor = Callable[[Tensor, Tensor], Tensor]
 StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
 Prompt = Tensor | Sequence[int]  # token ids
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -45,9 +44,7 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
-        logits_processor: (input_ids (B, T) int64, logits (B, V)) -> logits; called row by row if
-            prompts have different lengths.
-        constraint: pattern of the new text, on the model's device; applied last.
+        constraint: pattern of the new text, on the model's device.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
@@ -59,7 +56,6 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     vocab_size: int | None = None
-    logits_processor: Processor | None = None
     constraint: Automaton | None = None
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)

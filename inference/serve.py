@@ -251,8 +251,6 @@ class _Server(Decoder[_Row]):
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
-        if self.options.logits_processor is not None:
-            logits = self.processed(logits, [self.texts[r.place, : r.n] for r in rows])
         # All rows have one, or none.
         u = [row.random.next() for row in rows if row.random is not None]
         states = [row.state for row in rows if row.state is not None]

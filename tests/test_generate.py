@@ -318,65 +318,6 @@ def test_a_tensor_of_rows_that_ended_repeats_the_last_token() -> None:
     assert torch.equal(short, full[:, :7])
 
 
-# --- logits processors ---
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-@pytest.mark.parametrize("compile", [False, True])
-def test_processors(kv, compile, eager_graphs) -> None:
-    if compile and kv != "static":
-        return
-    model, idx = lively(), tokens(T=5)
-    options = {"kv_cache": kv, "compile": compile, "vocab_size": 30}
-
-    def text(processor: Any = None) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return engine.generate(
-            model, idx, 15, generator=generator, logits_processor=processor, **options
-        )
-
-    seen = []
-
-    def nothing(input_ids: Tensor, logits: Tensor) -> Tensor:
-        assert input_ids.dtype == torch.int64 and logits.shape == (len(input_ids), 30)
-        seen.append(input_ids.clone())
-        return logits
-
-    plain = text()
-    assert torch.equal(text(nothing), plain)
-    if kv == "paged":  # each row by itself
-        seen = [torch.cat(pair) for pair in zip(seen[::2], seen[1::2], strict=True)]
-    assert len(seen) == 15
-    assert all(torch.equal(ids, plain[:, :n]) for n, ids in enumerate(seen, 5))
-
-    def even(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return logits.masked_fill(torch.arange(30) % 2 == 1, -torch.inf)
-
-    assert (plain[:, 5:] % 2 == 1).any() and (text(even)[:, 5:] % 2 == 0).all()
-
-    def one_more(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return torch.full_like(logits, -torch.inf).scatter(1, (input_ids[:, -1:] + 1) % 30, 0.0)
-
-    want = (idx[:, -1:] % 30 + torch.arange(1, 16)) % 30
-    assert torch.equal(text(one_more)[:, 5:], want)
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-def test_a_processor_never_sees_padding(kv) -> None:
-    def rarely(input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Repetition penalty: padding would count as token 0."""
-        return logits - 5 * torch.zeros_like(logits).scatter(1, input_ids, 1.0)
-
-    model, prompts = lively(), ragged()
-    options = {"temperature": 0, "kv_cache": kv, "logits_processor": rarely}
-    four = engine.generate(model, prompts, 14, **options)
-    for text, prompt in zip(four, prompts, strict=True):
-        assert torch.equal(text[None], engine.generate(model, prompt[None], 14, **options))
-    assert not torch.equal(
-        four[0], engine.generate(model, prompts, 14, temperature=0, kv_cache=kv)[0]
-    )
-
-
 # --- constraints ---
 
 PATTERN = r"[0-9]{3}-[0-9]{4}( [a-zé]+)*"
