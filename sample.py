@@ -1,7 +1,7 @@
 """Generate text from prompts.
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
-python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
+python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
 Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
 exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
@@ -14,10 +14,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -41,7 +40,7 @@ class SampleConfig:
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
     start: Texts = ()  # prompt or FILE:prompt.txt, repeatable; none: a newline
-    prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
+    prompts: str | None = None  # a file with one prompt a line
     num_samples: PositiveInt = 1  # texts for each prompt
     max_new_tokens: PositiveInt = 500  # most tokens to generate
     temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
@@ -135,40 +134,15 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
 # --- prompts ---
 
 
-class Prompt(NamedTuple):
-    text: str
-    where: str = ""  # "prompts.txt:3: ", for messages
-
-
-def prompts(config: SampleConfig) -> list[Prompt]:
+def prompts(config: SampleConfig) -> list[str]:
     """The prompts of --start and --prompts."""
-    starts = config.start or (("\n",) if config.prompts is None else ())
-    lines = [] if config.prompts is None else prompt_lines(config.prompts)
-    return [Prompt(_text(start)) for start in starts] + lines
-
-
-def prompt_lines(path: str) -> list[Prompt]:
-    """The prompts of a file: JSON lines if it begins with a brace."""
-    text = _read(path)
-    found = [
-        Prompt(_prompt_of(line, f"{path}:{n}") if text[0] == "{" else line, f"{path}:{n}: ")
-        for n, line in enumerate(text.splitlines(), 1)
-        if line.strip()
-    ]
-    if not found:
-        raise UserError(f"no prompt in {path}")
-    return found
-
-
-def _prompt_of(line: str, where: str) -> str:
-    with suppress(ValueError, TypeError, KeyError):
-        if isinstance(prompt := json.loads(line)["prompt"], str):
-            return prompt
-    raise UserError(f'{where}: expected a JSON object with a text "prompt"')
-
-
-def _text(given: str) -> str:
-    return _read(given.removeprefix("FILE:")) if given.startswith("FILE:") else given
+    given = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
+    if config.prompts is not None:
+        lines = [line for line in _read(config.prompts).splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"no prompt in {config.prompts}")
+        given += lines
+    return given or ["\n"]
 
 
 def _read(path: str) -> str:
@@ -178,18 +152,15 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read {path} ({e})") from e
 
 
-def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
-    """The prompt's token ids. Raises UserError if it is empty."""
-    try:
-        ids = tokenizer.encode(prompt.text)
-    except UserError as e:
-        raise UserError(f"{prompt.where}{e}") from None
+def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
+    """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
+    ids = tokenizer.encode(prompt)
     if not ids:
-        raise UserError(f"{prompt.where}a prompt is empty")
+        raise UserError("a prompt is empty")
     if len(ids) > block_size:
         log.warning(
-            f"{prompt.where}a prompt has {len(ids)} tokens, more than block_size: only the last "
-            f"{block_size} are read"
+            f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
+            "are read"
         )
     return ids
 
@@ -230,14 +201,12 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def writer_of(
-    c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[Prompt]
-) -> Writer:
+def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[str]) -> Writer:
     texts: list[Text] = []
     for prompt in given:
         ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
-            texts.append(Text(prompt.text, ids, c.seed + len(texts)))
+            texts.append(Text(prompt, ids, c.seed + len(texts)))
     options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
     if c.regex:
         constraint = constrain.regex(c.regex, tokenizer)

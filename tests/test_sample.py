@@ -104,13 +104,12 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize(("form", "kv"), [("lines", "dynamic"), ("json", "paged")])
-def test_prompts_from_a_file(form, kv, trained, tmp_path):
+@pytest.mark.parametrize("kv", ["dynamic", "paged"])
+def test_prompts_from_a_file(kv, trained, tmp_path):
     """In order, each prompt continued as alone."""
     wanted = ["Ann sees", " The king ", "m", "Bob keeps the moon and"]
-    lines = [json.dumps({"prompt": w, "id": 1}) if form == "json" else w for w in wanted]
     path, out = tmp_path / "prompts", tmp_path / "out.jsonl"
-    path.write_text("\n\n".join(lines) + "\n")
+    path.write_text("\n\n".join(wanted) + "\n")
     words = of(trained, f"--prompts={path}", f"--out={out}", "--num_samples=2", n=20)
     words += (f"--kv_cache={kv}",)
     seeded = enumerate((w for w in wanted for _ in range(2)), 1337)
@@ -234,15 +233,14 @@ def test_errors_name_the_option_or_the_value(words, said, trained, monkeypatch):
     assert said in refused(f"--out_dir={trained}", *words.split())
 
 
-def test_errors_name_the_line_of_a_file(trained, tmp_path):
+def test_errors_name_the_file(trained, tmp_path):
     path = tmp_path / "prompts.txt"
     words = of(trained, f"--prompts={path}")
     assert str(path) in refused(*words)
-    for text, said in (("\n \n", str(path)), ("Ann\n\nBob §\n", f"{path}:3"),
-                       ('{"prompt": "Ann"}\n{"text": "Bob"}\n', f"{path}:2"),
-                       ('{"prompt": "Ann"}\n{"prompt": ""}\n', f"{path}:2")):  # fmt: skip
-        path.write_text(text)
-        assert said in refused(*words)
+    path.write_text("\n \n")
+    assert str(path) in refused(*words)
+    path.write_text("Ann\n\nBob §\n")
+    assert "§" in refused(*words)
     assert "out.jsonl" in refused(*of(trained, f"--out={tmp_path / 'no' / 'out.jsonl'}"))
 
 
