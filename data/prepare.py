@@ -48,7 +48,7 @@ class PrepareConfig:
 
     # --- what to read ---
     source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
-    text_key: str = "text"  # the field with the text in .jsonl and .parquet
+    text_key: str = "text"  # the field with the text in .jsonl and on the hub
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
     # --- what to make of it ---

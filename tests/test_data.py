@@ -228,23 +228,14 @@ DOCUMENTS = [f"Page {i}, with words.\nAnd more.\n" for i in range(40)]
 
 
 def write(path: Path, documents: list[str]) -> Path:
-    if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path)
-        return path
     lines = "".join(json.dumps({"text": d}) + "\n" for d in documents)
     path.write_text(lines, encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "char"])
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_every_tenth_document_validates(tmp_path: Path, gpt2: Any, ending: str,
-                                        tokenizer: str) -> None:  # fmt: skip
-    source = write(tmp_path / f"pages{ending}", DOCUMENTS)
+def test_every_tenth_document_validates(tmp_path: Path, gpt2: Any, tokenizer: str) -> None:
+    source = write(tmp_path / "pages.jsonl", DOCUMENTS)
     meta = run("text", tmp_path / "out", source=str(source), tokenizer=tokenizer, limit=30)
     assert documents_of(tmp_path / "out", meta, "val") == DOCUMENTS[9:30:10]
     train = [d for i, d in enumerate(DOCUMENTS[:30]) if i % 10 != 9]
@@ -289,7 +280,6 @@ def test_parts_have_the_tokens_of_the_whole_text(gpt2: Any, tmp_path: Path, text
         ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
         ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
         ("a.txt", b"caf\xe9", ["utf-8"]),
-        ("a.parquet", b"PAR1 not really", ["cannot read"]),
         ("a.md", b"text", [".jsonl"]),
         ("a.txt", b"", ["no text"]),
     ],
