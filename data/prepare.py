@@ -34,7 +34,7 @@ DATASETS = {  # name -> the settings that determine its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS | {"tokenizer"},
-    **dict.fromkeys(HUB, _DOCUMENTS),
+    **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
 }
 BINS = ("train.bin", "val.bin")
 
@@ -187,7 +187,7 @@ def prepare_documents(
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
     def batches() -> Iterator[list[Piece]]:
-        if web and config.source is None:
+        if web:
             found = documents.web_documents(*HUB[dataset], config.text_key)
         else:
             found = documents.file_documents(config.source, config.text_key)
