@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -33,7 +33,7 @@ _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
 DATASETS = {  # name -> the settings that determine its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
-    "text": _DOCUMENTS | {"tokenizer"},
+    "text": _DOCUMENTS,
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
 }
 BINS = ("train.bin", "val.bin")
@@ -52,7 +52,6 @@ class PrepareConfig:
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
     # --- what to make of it ---
-    tokenizer: Literal["gpt2", "char"] | None = None  # of text: char suits small ones (None: gpt2)
     val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
     workers: PositiveInt | None = None  # processes that tokenize (None: one a core)
@@ -107,8 +106,6 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
-    if options.get("tokenizer") == "gpt2":
-        del options["tokenizer"]
     state, source = None, options.get("source")
     if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
         if source != "tinyshakespeare":
@@ -193,18 +190,8 @@ def prepare_documents(
             found = documents.file_documents(config.source, config.text_key)
         return documents.pieces(islice(found, config.limit))
 
-    workers = config.workers or os.cpu_count() or 1
+    tokenizer, workers = GPT2Tokenizer(), config.workers or os.cpu_count() or 1
     with ProcessPoolExecutor(workers) as pool:
-        tokenizer: Tokenizer
-        if config.tokenizer == "char":
-            seen: set[str] = set()
-            for chars in map_ahead(pool, _characters, batches(), 2 * workers):
-                seen |= chars
-                report("looking for characters", f"found {len(seen):,}")
-            # The end-of-text entry is empty, so no text contains it.
-            tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
-        else:
-            tokenizer = GPT2Tokenizer()
         count = tokens = 0
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, partial(_encode, tokenizer), batches(), 2 * workers):
@@ -222,13 +209,9 @@ def prepare_documents(
     return tokenizer, {"documents": count}
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
+def _encode(tokenizer: GPT2Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
     texts = ((i, [tokenizer.eot] if t is None else tokenizer.encode(t)) for i, t in batch)
     return [(i, np.array(ids, dtype="<u2").tobytes()) for i, ids in texts]
-
-
-def _characters(batch: list[Piece]) -> set[str]:
-    return set().union(*(text or "" for _, text in batch))
 
 
 def _move_tail(folder: Path, fraction: float) -> None:

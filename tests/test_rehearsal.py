@@ -51,8 +51,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "nvidia-smi").chmod(stat.S_IRWXU)
     lines = "".join(f"{i} quick brown foxes jump over {i * i % 97} dogs\n" for i in range(300))
     (folder / "text.txt").write_text(lines, encoding="utf-8")
-    made = [sys.executable, "-m", "data", "text", f"--source={folder / 'text.txt'}",
-            "--tokenizer=char", f"--out_dir={folder / 'text'}"]  # fmt: skip
+    made = [sys.executable, "-m", "data", "shakespeare_char",
+            f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"]  # fmt: skip
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
     return folder
 
