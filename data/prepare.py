@@ -47,7 +47,7 @@ class PrepareConfig:
     """Options of `python -m data`."""
 
     # --- what to read ---
-    source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
+    source: str | None = None  # your text: a file or folder; or tinyshakespeare
     text_key: str = "text"  # the field with the text in .jsonl and on the hub
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
@@ -130,15 +130,16 @@ def prepare_shakespeare(
     dataset: str, config: PrepareConfig, folder: Path, report: Report
 ) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
-    source = config.source or "plays"
-    report("reading", f"the text ({source})")
-    named = {"plays": sources.plays, "tinyshakespeare": sources.tiny_shakespeare}
-    if source in named:
-        text = named[source]()
+    source = config.source
+    report("reading", f"the text ({source or 'the plays'})")
+    if source is None:
+        text = sources.plays()
+    elif source == "tinyshakespeare":
+        text = sources.tiny_shakespeare()
     elif Path(source).is_file():
         text = "".join(documents.text_parts(Path(source)))
     else:
-        raise UserError(f"--source={source}: expected a file, plays or tinyshakespeare")
+        raise UserError(f"--source={source}: expected a file or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = text[:cut], text[cut:]
     if min(map(len, parts)) < 2:
