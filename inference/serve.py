@@ -12,8 +12,7 @@ A step runs the new prompts in groups of similar length, and one token of every 
 equals that of generate() for its prompt alone.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
-for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error,
-raised after the earlier texts have ended.
+for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -147,7 +146,6 @@ class _Server(Decoder[_Row]):
         self.pool, self.stats = self.cache.pool, self.options.stats
         self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
         self.coming = self.new_rows(prompts, max_new_tokens, generator)
-        self.refused: ValueError | None = None  # error in the next prompt
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # free rows of `texts`
@@ -164,8 +162,6 @@ class _Server(Decoder[_Row]):
                         yield row, ENDED
         finally:
             self.leave(self.rows)
-        if self.refused is not None:
-            raise self.refused
 
     def launch(self) -> Iterator[Launched[_Row]]:
         while True:
@@ -188,12 +184,9 @@ class _Server(Decoder[_Row]):
     def pull(self) -> list[_Row]:
         """Take a prompt for each free slot; returns those without room for a token."""
         empty: list[_Row] = []
-        try:
-            free = self.slots - len(self.rows) - len(self.waiting)
-            for row in islice(self.coming, free):
-                (self.waiting if row.room else empty).append(row)
-        except ValueError as e:
-            self.refused = e
+        free = self.slots - len(self.rows) - len(self.waiting)
+        for row in islice(self.coming, free):
+            (self.waiting if row.room else empty).append(row)
         return empty
 
     def new_rows(
