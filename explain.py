@@ -98,7 +98,7 @@ class Prompt:
 
 def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
     """The first tokens of the prompt. Raises UserError if it is empty or too long."""
-    given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0].text  # FILE: is read
+    given = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [given] if config.segments is None else given.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]

@@ -1,7 +1,7 @@
 """Generate text from prompts.
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
-python sample.py --init_from=gpt2 --prompts=questions.jsonl --out=answers.jsonl --kv_cache=paged
+python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
 Texts go to stdout, or as JSON lines to --out, in prompt order. Ctrl-C writes the texts so far and
 exits with code 130. Text n has the seed --seed + n: it is the same with any batch and cache.
@@ -14,10 +14,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -41,19 +40,14 @@ class SampleConfig:
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- text ---
     start: Texts = ()  # prompt or FILE:prompt.txt, repeatable; none: a newline
-    prompts: str | None = None  # a file of prompts: one a line, or JSON lines with "prompt"
+    prompts: str | None = None  # a file with one prompt a line
     num_samples: PositiveInt = 1  # texts for each prompt
     max_new_tokens: PositiveInt = 500  # most tokens to generate
     temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
     top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
-    stop: str | None = None  # a text ends before this string
     seed: int = 1337  # of the first text; one more for each further text
-    overflow: Literal["slide", "stop"] = "slide"  # at block_size: drop the oldest tokens, or end
-    # --- constraint on each text (inference/constrain.py) ---
-    regex: str | None = None  # a regular expression for the whole text
-    choices: tuple[str, ...] = ()  # one of these, or one line of FILE:choices.txt
-    json_schema: str | None = None  # JSON of this schema, or of FILE:schema.json
+    regex: str | None = None  # each new text matches this regular expression
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
     out: str | None = None  # file for JSON lines instead of stdout
@@ -74,11 +68,6 @@ class SampleConfig:
             raise ValueError(f"compile needs kv_cache=static, got {self.kv_cache}")
         if self.n_pages is not None and self.kv_cache != "paged":
             raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
-        if self.stop == "":
-            raise ValueError("stop must have at least one character, or be none")
-        given = [n for n in ("regex", "choices", "json_schema", "stop") if getattr(self, n)]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} cannot be combined")
 
 
 ALIASES = {"attn_implementation": "attention_backend"}
@@ -95,7 +84,7 @@ from core.cpu import int8
 from core.runtime import Setup, decide_compile, pick_device, show_log
 from inference import constrain
 from inference.sampling import Options
-from inference.texts import Text, Writer, before
+from inference.texts import Text, Writer
 from model import GPT
 
 
@@ -145,40 +134,15 @@ def tokenizer_of(config: SampleConfig, source: str, vocab_size: int) -> data.Tok
 # --- prompts ---
 
 
-class Prompt(NamedTuple):
-    text: str
-    where: str = ""  # "prompts.txt:3: ", for messages
-
-
-def prompts(config: SampleConfig) -> list[Prompt]:
+def prompts(config: SampleConfig) -> list[str]:
     """The prompts of --start and --prompts."""
-    starts = config.start or (("\n",) if config.prompts is None else ())
-    lines = [] if config.prompts is None else prompt_lines(config.prompts)
-    return [Prompt(_text(start)) for start in starts] + lines
-
-
-def prompt_lines(path: str) -> list[Prompt]:
-    """The prompts of a file: JSON lines if it begins with a brace."""
-    text = _read(path)
-    found = [
-        Prompt(_prompt_of(line, f"{path}:{n}") if text[0] == "{" else line, f"{path}:{n}: ")
-        for n, line in enumerate(text.splitlines(), 1)
-        if line.strip()
-    ]
-    if not found:
-        raise UserError(f"no prompt in {path}")
-    return found
-
-
-def _prompt_of(line: str, where: str) -> str:
-    with suppress(ValueError, TypeError, KeyError):
-        if isinstance(prompt := json.loads(line)["prompt"], str):
-            return prompt
-    raise UserError(f'{where}: expected a JSON object with a text "prompt"')
-
-
-def _text(given: str) -> str:
-    return _read(given.removeprefix("FILE:")) if given.startswith("FILE:") else given
+    given = [_read(s.removeprefix("FILE:")) if s.startswith("FILE:") else s for s in config.start]
+    if config.prompts is not None:
+        lines = [line for line in _read(config.prompts).splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"no prompt in {config.prompts}")
+        given += lines
+    return given or ["\n"]
 
 
 def _read(path: str) -> str:
@@ -188,31 +152,17 @@ def _read(path: str) -> str:
         raise UserError(f"cannot read {path} ({e})") from e
 
 
-def encode(prompt: Prompt, tokenizer: data.Tokenizer, block_size: int, overflow: str) -> list[int]:
-    """The prompt's token ids. Raises UserError if it is empty or too long."""
-    try:
-        ids = tokenizer.encode(prompt.text)
-    except UserError as e:
-        raise UserError(f"{prompt.where}{e}") from None
+def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
+    """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
+    ids = tokenizer.encode(prompt)
     if not ids:
-        raise UserError(f"{prompt.where}a prompt is empty")
+        raise UserError("a prompt is empty")
     if len(ids) > block_size:
-        too_long = f"{prompt.where}a prompt has {len(ids)} tokens, more than block_size"
-        if overflow == "stop":
-            raise UserError(f"{too_long}; --overflow=slide reads its last {block_size}")
-        log.warning(f"{too_long}: only the last {block_size} are read")
+        log.warning(
+            f"a prompt has {len(ids)} tokens, more than block_size: only the last {block_size} "
+            "are read"
+        )
     return ids
-
-
-def constraint_of(config: SampleConfig, tokenizer: data.Tokenizer) -> constrain.Automaton | None:
-    if config.regex:
-        return constrain.regex(config.regex, tokenizer)
-    if config.choices:
-        lines = _text(config.choices[0]).splitlines() if len(config.choices) == 1 else []
-        return constrain.choices([c for c in lines if c] or config.choices, tokenizer)
-    if config.json_schema:
-        return constrain.schema(_text(config.json_schema), tokenizer)
-    return None
 
 
 # --- output ---
@@ -251,19 +201,18 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def writer_of(
-    c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[Prompt]
-) -> Writer:
+def writer_of(c: SampleConfig, model: GPT, tokenizer: data.Tokenizer, given: list[str]) -> Writer:
     texts: list[Text] = []
     for prompt in given:
-        ids = encode(prompt, tokenizer, model.config.block_size, c.overflow)
+        ids = encode(prompt, tokenizer, model.config.block_size)
         for _ in range(c.num_samples):
-            texts.append(Text(prompt.text, ids, c.seed + len(texts)))
-    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size, c.overflow)
-    if constraint := constraint_of(c, tokenizer):
+            texts.append(Text(prompt, ids, c.seed + len(texts)))
+    options = Options(c.temperature, c.top_k, c.top_p, tokenizer.vocab_size)
+    if c.regex:
+        constraint = constrain.regex(c.regex, tokenizer)
         options.constraint = constraint.to(model.transformer.wte.weight.device)
     size = 1 if c.stream else c.batch_size
-    how = c.max_new_tokens, c.stop, size, c.kv_cache, c.compile, c.n_pages
+    how = c.max_new_tokens, size, c.kv_cache, c.compile, c.n_pages
     return Writer(model, tokenizer, texts, options, *how)
 
 
@@ -279,12 +228,12 @@ def _new(steps: Iterator[None], text: Text) -> Iterator[int]:
 def _stream(new: Iterator[int], text: Text, writer: Writer) -> None:
     print(text.prompt, end="", flush=True)
     text.finish = "interrupted"
-    for piece in before(writer.stop, writer.tokenizer.stream_decode(new)):
+    for piece in writer.tokenizer.stream_decode(new):
         print(piece, end="", flush=True)
 
 
 def _print(text: Text, writer: Writer, out: IO[str], config: SampleConfig) -> None:
-    new = "".join(before(config.stop, [writer.tokenizer.decode(text.new)]))
+    new = writer.tokenizer.decode(text.new)
     row = {"prompt": text.prompt, "text": new, "tokens": len(text.new), "seed": text.seed}
     print(json.dumps({**row, "finish": text.finish}, ensure_ascii=False), file=out, flush=True)
     if config.stream:

@@ -129,9 +129,9 @@ def convergence(bench: Bench, box: float) -> Content:
         pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
         source = Path(folder) / "pages.txt"
         source.write_text("\n".join(pages), encoding="utf-8")
-        text = PrepareConfig(out_dir=f"{folder}/text", source=str(source), tokenizer="char")
+        text = PrepareConfig(out_dir=f"{folder}/text", source=str(source))
         with redirect_stdout(sys.stderr):
-            data.prepare("text", text)
+            data.prepare("shakespeare_char", text)
         V = data.read_meta(Path(folder) / "text")["vocab_size"]
         train = replace(config.train, data_dir=folder, dataset="text", vocab_size=V, **SMALL)
         bench.config, bench.vocab_size = replace(config, train=train), V

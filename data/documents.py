@@ -14,7 +14,7 @@ from pathlib import Path
 from core.hub import why_not_hub
 from core.settings import UserError, first_line
 
-ENDINGS = (".txt", ".jsonl", ".parquet")
+ENDINGS = (".txt", ".jsonl")
 HUB: dict[str, tuple[str, str | None]] = {  # dataset -> name and configuration on the hub
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -34,9 +34,9 @@ def source_files(root: Path) -> list[Path]:
 def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]:
     """Yield each document of a file, or of the files in a folder, sorted.
 
-    A document is a .txt file, a line of a .jsonl file, or a row of a .parquet file.
+    A document is a .txt file, or a line of a .jsonl file.
     """
-    wanted = "a .txt, .jsonl or .parquet file, or a folder of them"
+    wanted = "a .txt or .jsonl file, or a folder of them"
     if source is None:
         raise UserError(f"text needs --source=PATH: {wanted}")
     files = source_files(Path(source))
@@ -48,9 +48,8 @@ def file_documents(source: str | None, text_key: str) -> Iterator[Iterable[str]]
         if path.suffix == ".txt":
             yield text_parts(path)
             continue
-        texts = _parquet_texts if path.suffix == ".parquet" else _json_texts
         with _reading(path):
-            for text in texts(path, text_key):
+            for text in _json_texts(path, text_key):
                 yield (text,)
 
 
@@ -61,7 +60,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or pyarrow's own
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8
         raise UserError(f"cannot read {path} ({e})") from None
 
 
@@ -91,20 +90,8 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
                     raise UserError(f"{where}: invalid JSON ({e.msg})") from None
 
 
-def _parquet_texts(path: Path, key: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError("reading .parquet needs pyarrow (pip install pyarrow)") from None
-    with pq.ParquetFile(path) as table:
-        columns = {key} & set(names := table.schema_arrow.names) or names
-        rows = (row for b in table.iter_batches(64, columns=list(columns)) for row in b.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield _text(row, key, f"{path}, row {number}")
-
-
 def _text(row: object, key: str, where: str) -> str:
-    """Return the text of a JSON line or a table row."""
+    """Return the text of a JSON line, or of a row of a dataset on the hub."""
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
         has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
@@ -128,8 +115,8 @@ def web_documents(name: str, configuration: str | None, key: str) -> Iterator[It
         raise
     except Exception as e:  # the library has dozens of errors for an unreachable hub
         raise UserError(
-            f"cannot load {name} ({type(e).__name__}: {first_line(e)}); check the network, or use "
-            "local .parquet or .jsonl files with --source=PATH"
+            f"cannot load {name} ({type(e).__name__}: {first_line(e)}); check the network, or "
+            "prepare your own files: python -m data text --source=PATH"
         ) from e
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -33,8 +33,8 @@ _DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
 DATASETS = {  # name -> the settings that determine its result
     "shakespeare_char": _SHAKESPEARE,
     "shakespeare": _SHAKESPEARE,
-    "text": _DOCUMENTS | {"tokenizer"},
-    **dict.fromkeys(HUB, _DOCUMENTS),
+    "text": _DOCUMENTS,
+    **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
 }
 BINS = ("train.bin", "val.bin")
 
@@ -47,12 +47,11 @@ class PrepareConfig:
     """Options of `python -m data`."""
 
     # --- what to read ---
-    source: str | None = None  # your text: a file or folder; shakespeare: plays, tinyshakespeare
-    text_key: str = "text"  # the field with the text in .jsonl and .parquet
+    source: str | None = None  # your text: a file or folder; or tinyshakespeare
+    text_key: str = "text"  # the field with the text in .jsonl and on the hub
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
     # --- what to make of it ---
-    tokenizer: Literal["gpt2", "char"] | None = None  # of text: char suits small ones (None: gpt2)
     val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
     workers: PositiveInt | None = None  # processes that tokenize (None: one a core)
@@ -101,25 +100,15 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """The settings that change the result, not at their defaults, and the state of the source."""
+    """The settings that change the result and are not at their defaults."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
-    if options.get("tokenizer") == "gpt2":
-        del options["tokenizer"]
-    state, source = None, options.get("source")
-    if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
-        if source != "tinyshakespeare":
-            options.pop("source", None)
-            state = sources.PLAYS_SHA256  # a later version may extract another text
-    elif source and (root := Path(source)).exists():
-        options["source"] = os.path.abspath(source)
-        stats = {str(f.relative_to(root)): f.stat() for f in documents.source_files(root)}
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-        state = sources.sha256(repr(files).encode())
-    return {"dataset": dataset, "options": options, "source": state}
+    if "source" in options and Path(options["source"]).exists():
+        options["source"] = os.path.abspath(options["source"])
+    return {"dataset": dataset, "options": options}
 
 
 def _is_prepared(out_dir: Path, made_from: Json) -> bool:
@@ -129,28 +118,28 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
         sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in meta["tokens"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         return False
-    if there | {"source": None} != made_from | {"source": None}:
+    if there != made_from:
         raise UserError(
             f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
             "use another --out_dir, or --force to replace it"
         )
-    complete = all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
-    return complete and there["source"] == made_from["source"]
+    return all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
 
 
 def prepare_shakespeare(
     dataset: str, config: PrepareConfig, folder: Path, report: Report
 ) -> tuple[Tokenizer, Json]:
     """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
-    source = config.source or "plays"
-    report("reading", f"the text ({source})")
-    named = {"plays": sources.plays, "tinyshakespeare": sources.tiny_shakespeare}
-    if source in named:
-        text = named[source]()
+    source = config.source
+    report("reading", f"the text ({source or 'the plays'})")
+    if source is None:
+        text = sources.plays()
+    elif source == "tinyshakespeare":
+        text = sources.tiny_shakespeare()
     elif Path(source).is_file():
         text = "".join(documents.text_parts(Path(source)))
     else:
-        raise UserError(f"--source={source}: expected a file, plays or tinyshakespeare")
+        raise UserError(f"--source={source}: expected a file or tinyshakespeare")
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = text[:cut], text[cut:]
     if min(map(len, parts)) < 2:
@@ -187,24 +176,14 @@ def prepare_documents(
     fraction = config.val_fraction or (0.0005 if web else 0.1)
 
     def batches() -> Iterator[list[Piece]]:
-        if web and config.source is None:
+        if web:
             found = documents.web_documents(*HUB[dataset], config.text_key)
         else:
             found = documents.file_documents(config.source, config.text_key)
         return documents.pieces(islice(found, config.limit))
 
-    workers = config.workers or os.cpu_count() or 1
+    tokenizer, workers = GPT2Tokenizer(), config.workers or os.cpu_count() or 1
     with ProcessPoolExecutor(workers) as pool:
-        tokenizer: Tokenizer
-        if config.tokenizer == "char":
-            seen: set[str] = set()
-            for chars in map_ahead(pool, _characters, batches(), 2 * workers):
-                seen |= chars
-                report("looking for characters", f"found {len(seen):,}")
-            # The end-of-text entry is empty, so no text contains it.
-            tokenizer = CharTokenizer([*sorted(seen), ""], eot=len(seen))
-        else:
-            tokenizer = GPT2Tokenizer()
         count = tokens = 0
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, partial(_encode, tokenizer), batches(), 2 * workers):
@@ -222,13 +201,9 @@ def prepare_documents(
     return tokenizer, {"documents": count}
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
+def _encode(tokenizer: GPT2Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
     texts = ((i, [tokenizer.eot] if t is None else tokenizer.encode(t)) for i, t in batch)
     return [(i, np.array(ids, dtype="<u2").tobytes()) for i, ids in texts]
-
-
-def _characters(batch: list[Piece]) -> set[str]:
-    return set().union(*(text or "" for _, text in batch))
 
 
 def _move_tail(folder: Path, fraction: float) -> None:

@@ -1,7 +1,7 @@
-"""Constrained text: a regular expression, one of several choices, or a JSON schema.
+"""Constrained text: every new text matches a regular expression.
 
     regular expression  ->  automaton over bytes  ->  automaton over tokens  ->  tensors
-    (choices, JSON schema)    (n states, 256)           (n states, V)
+                              (n states, 256)           (n states, V)
 
 The state decides which tokens may follow (Willard & Louf 2023, arXiv 2307.09702). Tokens with the
 same column are one class: GPT-2's 50,257 tokens need hundreds.
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
-from inference import json_schema
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
@@ -99,19 +98,6 @@ def regex(pattern: str, tokenizer: Tokenizer) -> Automaton:
         UserError: no text matches, or the pattern is not supported.
     """
     return over_tokens(compiled(pattern), tokenizer, f"the regex {_shortened(pattern)}")
-
-
-def choices(texts: Sequence[str], tokenizer: Tokenizer) -> Automaton:
-    """One of several texts. Raises UserError if no text is possible."""
-    if not texts:
-        raise UserError("choices must not be empty")
-    pattern = "|".join(map(re.escape, texts))
-    return over_tokens(compiled(pattern), tokenizer, f"the choices {_shortened(', '.join(texts))}")
-
-
-def schema(text: str | json_schema.Schema, tokenizer: Tokenizer) -> Automaton:
-    """JSON values of a JSON schema. Raises UserError as json_schema.to_regex() does."""
-    return over_tokens(compiled(json_schema.to_regex(text)), tokenizer, "the JSON schema")
 
 
 # --- the automaton over bytes ---
@@ -230,7 +216,7 @@ def _classes(
             at = composed[key]
         of_token[i] = at if token else -1
         if len(maps) * len(table) > MAX_ENTRIES:
-            raise UserError(f"{what} has too many states: use fewer choices or repetitions")
+            raise UserError(f"{what} has too many states: use fewer alternatives or repetitions")
     maps.append(np.full_like(maps[0], len(table) - 1))
     used, token_class = np.unique(of_token, return_inverse=True)
     return np.stack([maps[i] for i in used], axis=1), token_class.reshape(-1)

@@ -1,6 +1,6 @@
 """The decoding loop of engine.py (one batch) and serve.py (continuous batching).
 
-Model, logits processor, constraint, sampling. The host never waits before it launches a step:
+Model, constraint, sampling. The host never waits before it launches a step:
 on CUDA the tokens are copied back while the next step runs.
 """
 
@@ -84,19 +84,6 @@ class Decoder(Generic[R]):
 
     def uniform(self, B: int, generator: Generators | None) -> Uniform | None:
         return None if self.options.temperature == 0 else Uniform(B, self.device, generator)
-
-    def processed(self, logits: Tensor, texts: Tensor | Sequence[Tensor | None]) -> Tensor:
-        """Apply the logits processor to logits (B, V).
-
-        Args:
-            texts: (B, T) int64, or one (T,) a row; None for a text that has ended.
-        """
-        processor = self.options.logits_processor
-        assert processor is not None
-        if isinstance(texts, Tensor):
-            return processor(texts, logits)
-        pairs = zip(texts, logits.split(1), strict=True)
-        return torch.cat([x if text is None else processor(text[None], x) for text, x in pairs])
 
 
 def next_logits(

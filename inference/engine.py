@@ -5,7 +5,6 @@
 
 GPT-2 has learned vectors for block_size positions. A longer text slides as in nanoGPT: the model
 reads its last block_size tokens. This moves every position, so nothing can be cached.
-overflow="stop" ends the text instead.
 
 Rows are independent: padding is masked, and each row can have its own random generator.
 """
@@ -23,17 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from inference import serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
-from inference.decode import (
-    Decoder,
-    Drawn,
-    Launched,
-    Row,
-    next_logits,
-    next_token,
-    sample_step,
-    to_host,
-)
-from inference.sampling import ENDED, Generators, Options, Prompt
+from inference.decode import Decoder, Drawn, Launched, Row, next_token, to_host
+from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
 
 if TYPE_CHECKING:
     from model import GPT
@@ -89,8 +79,8 @@ def stream(
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
 
     Raises:
-        ValueError: an option is out of range, a prompt is empty or does not fit, or the shortest
-            match of the constraint does not fit.
+        ValueError: an option is out of range, a prompt is empty, or the shortest match of the
+            constraint has more than max_new_tokens tokens.
     """
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
@@ -137,8 +127,9 @@ class _Batch(Decoder[Row]):
         super().__init__(model, options)
         self.max_new_tokens, self.kv_cache, self.compile = max_new_tokens, kv_cache, compile
         lengths = [len(prompt) for prompt in prompts]
-        room = [options.room(b, T, max_new_tokens, self.block_size) for b, T in enumerate(lengths)]
-        self.rows = [Row(b, n) for b, n in enumerate(room)]
+        for b, prompt in enumerate(prompts):
+            check_prompt(b, prompt, max_new_tokens)
+        self.rows = [Row(b, max_new_tokens) for b in range(len(prompts))]
         self.B, self.T = len(prompts), max(lengths)
         self.pad = [self.T - T for T in lengths]
         self.pads = torch.tensor(self.pad, device=self.device)[:, None]  # (B, 1)
@@ -147,8 +138,9 @@ class _Batch(Decoder[Row]):
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
         self.random = self.uniform(self.B, generator)
-        constraint = options.constraint
-        self.state = None if constraint is None else constraint.start(room)  # (B, 2)
+        self.state: Tensor | None = None  # (B, 2), of the constraint
+        if options.constraint is not None:
+            self.state = options.constraint.start([max_new_tokens] * self.B)
         self.token: Tensor | None = None  # (B,), the last one drawn
         self.cache: DynamicCache | StaticCache | None = None
         self.lent: dict[CacheKey, StaticCache] = {}
@@ -162,7 +154,7 @@ class _Batch(Decoder[Row]):
 
     def launch(self) -> Iterator[Launched[Row]]:
         for n in range(self.T, self.T + self.max_new_tokens):
-            going = [not row.ended and n - self.T < row.room for row in self.rows]
+            going = [not row.ended for row in self.rows]
             if not any(going):
                 return
             longest = n - min(pad for pad, on in zip(self.pad, going, strict=True) if on)
@@ -175,26 +167,18 @@ class _Batch(Decoder[Row]):
             yield self.rows, to_host(self.token, over)
 
     def _next(self, n: int, going: Sequence[bool]) -> Drawn:
-        decode, decode_and_sample = next_logits, next_token
+        sample = next_token
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
         else:
             step = self.cache.reserve(1, [int(on) for on in going])
             idx, last = self.token[:, None], None
             if self.compile:
-                decode = compiled(next_logits, self.device.type)
-                decode_and_sample = compiled(next_token, self.device.type)
+                sample = compiled(next_token, self.device.type)
         u = None if self.random is None else self.random.next()
         how = self.params, self.options.constraint, u, self.state
         read = self.model, idx, last, step, self.options.vocab_size
-        if self.options.logits_processor is None:
-            drawn = decode_and_sample(read, how)
-        else:  # Python code, outside the graph
-            texts: Tensor | list[Tensor | None] = self.ids[:, :n]
-            if any(self.pad):  # without the padding
-                rows = zip(self.ids, self.pad, going, strict=True)
-                texts = [ids[pad:n] if on else None for ids, pad, on in rows]
-            drawn = sample_step(self.processed(decode(*read), texts), *how)
+        drawn = sample(read, how)
         if step is not None:
             step.advance()
         return drawn

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ENDED = -1  # in place of a token: the text has ended
 
-Processor = Callable[[Tensor, Tensor], Tensor]
 StopCondition = int | Iterable[int] | Callable[[int, list[int]], bool]
 Prompt = Tensor | Sequence[int]  # token ids
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -45,10 +44,7 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
-        overflow: "slide" or "stop", when a text has block_size tokens.
-        logits_processor: (input_ids (B, T) int64, logits (B, V)) -> logits; called row by row if
-            prompts have different lengths.
-        constraint: pattern of the new text, on the model's device; applied last.
+        constraint: pattern of the new text, on the model's device.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
@@ -60,15 +56,11 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     vocab_size: int | None = None
-    overflow: str = "slide"
-    logits_processor: Processor | None = None
     constraint: Automaton | None = None
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        if self.overflow not in ("slide", "stop"):
-            raise ValueError(f"overflow must be one of slide, stop, got {self.overflow!r}")
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -76,25 +68,19 @@ class Options:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
-    def room(self, row: int, T: int, max_new_tokens: int, block_size: int) -> int:
-        """Most new tokens after a prompt of T tokens. Raises ValueError if it does not fit."""
-        if not T:
-            raise ValueError(f"each prompt must have at least one token; prompt {row} has none")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-        if self.overflow == "slide":
-            return max_new_tokens
-        if block_size < T:
-            raise ValueError(
-                f"a prompt of {T} tokens does not fit into block_size {block_size} (prompt {row})"
-            )
-        return min(max_new_tokens, block_size - T)
-
     def ends(self) -> Callable[[int, list[int]], bool]:
         if callable(self.stop):
             return self.stop
         ids = {self.stop} if isinstance(self.stop, int) else set(self.stop or ())
         return lambda row, new: new[-1] in ids
+
+
+def check_prompt(index: int, prompt: Prompt, max_new_tokens: int) -> None:
+    """Raise ValueError if the prompt is empty or max_new_tokens negative."""
+    if not len(prompt):
+        raise ValueError(f"each prompt must have at least one token; prompt {index} has none")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
 
 
 @dataclass(frozen=True)

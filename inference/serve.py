@@ -12,8 +12,7 @@ A step runs the new prompts in groups of similar length, and one token of every 
 equals that of generate() for its prompt alone.
 
 **Admission.** A prompt waits, and all behind it, until the pool has pages for its longest text and
-for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error,
-raised after the earlier texts have ended.
+for those in progress. So no text stops for lack of pages. A prompt that can never fit is an error.
 
 **Sharing.** A prompt takes the full pages of a prefix in the pool. If another new prompt computes
 them in this step, it waits for the next one. Texts that may slide share nothing.
@@ -36,7 +35,7 @@ from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
 from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
-from inference.sampling import ENDED, Options, Prompt, Uniform
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt
 
 if TYPE_CHECKING:
     from model import GPT
@@ -147,7 +146,6 @@ class _Server(Decoder[_Row]):
         self.pool, self.stats = self.cache.pool, self.options.stats
         self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
         self.coming = self.new_rows(prompts, max_new_tokens, generator)
-        self.refused: ValueError | None = None  # error in the next prompt
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
         self.places = list(range(slots))  # free rows of `texts`
@@ -164,8 +162,6 @@ class _Server(Decoder[_Row]):
                         yield row, ENDED
         finally:
             self.leave(self.rows)
-        if self.refused is not None:
-            raise self.refused
 
     def launch(self) -> Iterator[Launched[_Row]]:
         while True:
@@ -188,12 +184,9 @@ class _Server(Decoder[_Row]):
     def pull(self) -> list[_Row]:
         """Take a prompt for each free slot; returns those without room for a token."""
         empty: list[_Row] = []
-        try:
-            free = self.slots - len(self.rows) - len(self.waiting)
-            for row in islice(self.coming, free):
-                (self.waiting if row.room else empty).append(row)
-        except ValueError as e:
-            self.refused = e
+        free = self.slots - len(self.rows) - len(self.waiting)
+        for row in islice(self.coming, free):
+            (self.waiting if row.room else empty).append(row)
         return empty
 
     def new_rows(
@@ -204,7 +197,8 @@ class _Server(Decoder[_Row]):
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
-            row = _Row(index, self.options.room(index, len(prompt), most, self.block_size))
+            check_prompt(index, prompt, most)
+            row = _Row(index, most)
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
@@ -250,8 +244,6 @@ class _Server(Decoder[_Row]):
         groups = self.groups()
         logits = torch.cat([self.read(group) for group in groups])
         rows = [row for group in groups for row in group]
-        if self.options.logits_processor is not None:
-            logits = self.processed(logits, [self.texts[r.place, : r.n] for r in rows])
         # All rows have one, or none.
         u = [row.random.next() for row in rows if row.random is not None]
         states = [row.state for row in rows if row.state is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,6 @@ class Writer:
     texts: list[Text]
     options: Options
     max_new_tokens: int
-    stop: str | None
     batch_size: int
     kv_cache: str
     compile: bool
@@ -63,7 +62,7 @@ class Writer:
 
     def tokens(self, device: torch.device) -> Iterator[tuple[Text, int]]:
         model, texts, most, size = self.model, self.texts, self.max_new_tokens, self.batch_size
-        options = vars(self.options) | {"stop": lambda _, new: self.stops(new)}
+        options = vars(self.options) | {"stop": self.tokenizer.eot}
         ids = [text.ids for text in texts]
         generators = [torch.Generator(device).manual_seed(text.seed) for text in texts]
         if self.kv_cache == "paged":
@@ -82,19 +81,13 @@ class Writer:
 
     def add(self, text: Text, token: int) -> None:
         if token != ENDED:
-            text.new.append(token)
-            text.finish = "stop" if self.stops(text.new) else "interrupted"
             if token == self.tokenizer.eot:
-                text.new.pop()
+                text.finish = "stop"
+            else:
+                text.finish = "interrupted"
+                text.new.append(token)
         elif not text.done:
             text.finish = "length" if self.options.constraint is None else "stop"
-
-    def stops(self, new: list[int]) -> bool:
-        """True if the text ends with the end-of-text token or contains --stop."""
-        if new[-1] == self.tokenizer.eot or self.stop is None:
-            return new[-1] == self.tokenizer.eot
-        last = new[-len(self.stop.encode()) :]  # no token is shorter than a byte
-        return self.stop in self.tokenizer.decode(last)
 
     def report(self) -> str:
         texts = sum(text.finish != "waiting" for text in self.texts)
@@ -107,21 +100,3 @@ class Writer:
             f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
             f"{1e3 * self.first:.0f} ms; KV cache ({self.kv_cache}): {cache}"
         )
-
-
-def before(stop: str | None, pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the text before `stop`; a possible prefix of `stop` is held back."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        sure = len(held)
-        if stop is not None:
-            if stop in held:
-                yield held.partition(stop)[0]
-                return
-            sure -= next(n for n in range(len(stop), -1, -1) if held.endswith(stop[:n]))
-        if sure:
-            yield held[:sure]
-            held = held[sure:]
-    if held:
-        yield held

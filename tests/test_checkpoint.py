@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,9 +288,8 @@ def safetensors_full() -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_space(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
     save(tmp_path, 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_300_000))
     writes, n = set(), 0
     while True:
         with pytest.MonkeyPatch.context() as patch:
@@ -308,7 +306,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_space(tmp_path, monk
                 message = str(e)
         writes.add(seen[n])
         assert f"step-{2 + n:08d}" in message and os.strerror(errno.ENOSPC) in message
-        assert "2.3 MB free" in message and "serializing" not in message
+        assert "serializing" not in message
         assert value(checkpoint.latest(tmp_path)) in (1, 50)
         assert not list(tmp_path.glob(".step*"))
         n += 1
@@ -366,13 +364,6 @@ def test_json_of_another_kind(file, content, tmp_path):
     (folder / file).write_text(content)
     with pytest.raises(UserError, match=str(folder / file)):
         checkpoint.load(folder)
-
-
-def test_checkpoints_are_sorted_by_step(tmp_path):
-    names = ["step-9", "step-10", "step-00000011", "step-200"]
-    for name in [*reversed(names), "step-x", "step-7.partial"]:
-        (tmp_path / name).mkdir()
-    assert [p.name for p in checkpoint.folders(tmp_path)] == names
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

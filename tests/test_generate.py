@@ -193,26 +193,6 @@ def test_causality_with_caches(name, kv, phase) -> None:
             assert not torch.equal(before[:, t], after[:, t])
 
 
-# --- the limit of positions ---
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-def test_stop_ends_a_text_that_has_block_size_tokens(kv) -> None:
-    model, prompts = lively(), ragged()
-    slid = engine.generate(model, prompts, 30, temperature=0, kv_cache=kv)
-    texts = engine.generate(model, prompts, 30, temperature=0, kv_cache=kv, overflow="stop")
-    assert [len(t) for t in texts] == [16] * 4
-    assert all(torch.equal(t, s[:16]) for t, s in zip(texts, slid, strict=True))
-    rows = torch.stack(
-        list(engine.stream(model, prompts, 30, temperature=0, kv_cache=kv, overflow="stop"))
-    )
-    assert (rows != ENDED).sum(0).tolist() == [11, 15, 7, 11] and len(rows) == 15
-    full = tokens(T=16)
-    assert torch.equal(engine.generate(model, full, 5, kv_cache=kv, overflow="stop"), full)
-    with pytest.raises(ValueError, match=r"17 tokens.* 16"):
-        engine.generate(model, tokens(T=17), 5, kv_cache=kv, overflow="stop")
-
-
 # --- memory ---
 
 
@@ -281,7 +261,6 @@ def test_invalid_options_are_named() -> None:
     model, idx = build().eval(), tokens(T=5)
     for options, words in (
         ({"kv_cache": "ring"}, "kv_cache.*ring"),
-        ({"overflow": "grow"}, "overflow.*grow"),
         ({"compile": True}, "compile.*dynamic"),
         ({"temperature": -1}, "temperature.* -1"),
         ({"top_k": 0}, "top_k.* 0"),
@@ -338,65 +317,6 @@ def test_a_tensor_of_rows_that_ended_repeats_the_last_token() -> None:
     assert torch.equal(short, full[:, :7])
 
 
-# --- logits processors ---
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-@pytest.mark.parametrize("compile", [False, True])
-def test_processors(kv, compile, eager_graphs) -> None:
-    if compile and kv != "static":
-        return
-    model, idx = lively(), tokens(T=5)
-    options = {"kv_cache": kv, "compile": compile, "vocab_size": 30}
-
-    def text(processor: Any = None) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return engine.generate(
-            model, idx, 15, generator=generator, logits_processor=processor, **options
-        )
-
-    seen = []
-
-    def nothing(input_ids: Tensor, logits: Tensor) -> Tensor:
-        assert input_ids.dtype == torch.int64 and logits.shape == (len(input_ids), 30)
-        seen.append(input_ids.clone())
-        return logits
-
-    plain = text()
-    assert torch.equal(text(nothing), plain)
-    if kv == "paged":  # each row by itself
-        seen = [torch.cat(pair) for pair in zip(seen[::2], seen[1::2], strict=True)]
-    assert len(seen) == 15
-    assert all(torch.equal(ids, plain[:, :n]) for n, ids in enumerate(seen, 5))
-
-    def even(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return logits.masked_fill(torch.arange(30) % 2 == 1, -torch.inf)
-
-    assert (plain[:, 5:] % 2 == 1).any() and (text(even)[:, 5:] % 2 == 0).all()
-
-    def one_more(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return torch.full_like(logits, -torch.inf).scatter(1, (input_ids[:, -1:] + 1) % 30, 0.0)
-
-    want = (idx[:, -1:] % 30 + torch.arange(1, 16)) % 30
-    assert torch.equal(text(one_more)[:, 5:], want)
-
-
-@pytest.mark.parametrize("kv", KV_CACHES)
-def test_a_processor_never_sees_padding(kv) -> None:
-    def rarely(input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Repetition penalty: padding would count as token 0."""
-        return logits - 5 * torch.zeros_like(logits).scatter(1, input_ids, 1.0)
-
-    model, prompts = lively(), ragged()
-    options = {"temperature": 0, "kv_cache": kv, "logits_processor": rarely}
-    four = engine.generate(model, prompts, 14, **options)
-    for text, prompt in zip(four, prompts, strict=True):
-        assert torch.equal(text[None], engine.generate(model, prompt[None], 14, **options))
-    assert not torch.equal(
-        four[0], engine.generate(model, prompts, 14, temperature=0, kv_cache=kv)[0]
-    )
-
-
 # --- constraints ---
 
 PATTERN = r"[0-9]{3}-[0-9]{4}( [a-zé]+)*"
@@ -429,18 +349,6 @@ def test_a_constrained_text_matches_with_every_cache(sampling) -> None:
             assert constrained(constraint, n, kv_cache=kv, **sampling) == want
     with pytest.raises(ValueError, match=r"8 tokens.* 7"):
         constrained(constraint, 7)
-
-
-def test_a_constraint_where_the_context_ends() -> None:
-    constraint = constrain.regex(PATTERN, Bytes())
-    model = build(block_size=64, vocab_size=320).eval()
-    prompts = [tokens(1, T, vocab_size=256)[0] for T in (50, 55)]
-    out = engine.generate(
-        model, prompts, 30, constraint=constraint, vocab_size=257, overflow="stop"
-    )
-    for text, prompt in zip(out, prompts, strict=True):
-        new = bytes(t for t in text[len(prompt) :].tolist() if t < 256).decode()
-        assert re.fullmatch(PATTERN, new) and len(text) <= 64
 
 
 # --- torch.compile ---
@@ -483,11 +391,9 @@ def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
 
 def test_prompts_of_any_lengths_through_the_graph(eager_graphs) -> None:
     model = lively()
-    for overflow in ("slide", "stop"):
-        options = {"temperature": 0, "overflow": overflow}
-        want = engine.generate(model, ragged(), 30, kv_cache="none", **options)
-        got = engine.generate(model, ragged(), 30, kv_cache="static", compile=True, **options)
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    want = engine.generate(model, ragged(), 30, kv_cache="none", temperature=0)
+    got = engine.generate(model, ragged(), 30, kv_cache="static", compile=True, temperature=0)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     assert len(eager_graphs) == 1
 
 

@@ -41,7 +41,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     (folder / "text.txt").write_text(" ".join(draw.choice(words, 4000)))
     source, out = f"--source={folder / 'text.txt'}", f"--out_dir={folder / 'text'}"
-    assert main(["text", source, out, "--tokenizer=char"]) == 0
+    assert main(["shakespeare_char", source, out]) == 0
     return folder
 
 
