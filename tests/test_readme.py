@@ -22,6 +22,7 @@ from attention.__main__ import parser
 from attention.check import command as check
 from bench import support
 from bench.config import load_config
+from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import COUNT
 from data.prepare import DATASETS, PrepareConfig
@@ -84,6 +85,8 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         words = rest[1:]
         if words[:1] != ["compare"]:
             load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
+    elif rest[:3] == ["-m", "checkpoint", "export"]:
+        read(ExportConfig, rest[2:], positional="command")
     elif rest[:2] == ["-m", "course.exercises"]:
         assert rest[2] in map(str, range(1, COUNT + 1))
     else:

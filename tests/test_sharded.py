@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run
+from safetensors import safe_open
 from test_checkpoint import Bomb, at_operation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from checkpoint import shards
+from checkpoint.__main__ import main as export
 from checkpoint.run import numbers, tensors
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -374,3 +376,46 @@ def test_nothing_in_a_shared_checkpoint_runs_code(shared, tmp_path):
     assert not blown.exists()
     pickle.loads(pickle.dumps(Bomb(blown)))
     assert blown.exists()
+
+
+# --- python -m checkpoint export ---
+
+
+@pytest.mark.parametrize("of", ["one", "ddp", "fsdp"])
+def test_an_export_gives_the_same_logits(of, two, tmp_path, capsys):
+    out, held = two[of]
+    want = checkpoint.load(checkpoint.latest(two["one"][0])).model().eval()
+    want.load_state_dict({n.removeprefix("model."): t for n, t in held.items() if "model." in n})
+    x = torch.randint(19, (2, 7))
+    with torch.no_grad():
+        logits = want(x)[0]
+        for source, form in ((out, "safetensors"), (checkpoint.latest(out), "transformers")):
+            to = tmp_path / "new" / form
+            killed = to.with_name(f".{form}.partial")  # an export into the same place
+            killed.mkdir(parents=True)
+            (killed / "config.json").write_text("{")
+            assert export(["export", str(source), f"--to={to}", f"--format={form}"]) == 0
+            got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
+            assert torch.equal(got, logits)
+            assert str(to) in capsys.readouterr().out
+            assert [p.name for p in to.parent.glob(".*")] == []
+            assert (to / "config.json").exists() == (form == "transformers")
+            with safe_open(to / "model.safetensors", "pt") as file:
+                assert file.metadata() == {"format": "pt"}  # transformers refuses others
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(to).eval()(x).logits
+    torch.testing.assert_close(theirs, logits)
+
+
+@pytest.mark.parametrize("words, said", [
+    ([], "--to"),
+    (["export", "x"], "--to"),
+    (["import", "x", "--to=y"], "--to"),
+    (["export", "nowhere", "--to=y"], "nowhere"),
+    (["export", "{out}", "--to={out}"], "exists"),
+    (["export", "{out}", "--to={out}/step-00000003/settings.json/x"], "could not write"),
+])  # fmt: skip
+def test_an_impossible_export_is_an_error(words, said, two):
+    with pytest.raises(UserError, match=re.escape(said)) as e:
+        export([word.format(out=two["fsdp"][0]) for word in words])
+    assert "\n" not in str(e.value)
