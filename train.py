@@ -88,6 +88,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # copies of the model, or shards (FSDP2)
     shard_size: PositiveInt | None = None  # fsdp: processes per copy; none: all
     context_parallel: PositiveInt = 1  # processes per sequence (attention/ring.py)
+    async_checkpoint: bool = False  # write checkpoints in the background
     hang_timeout: PositiveFloat = 45.0  # seconds in which nothing moves until all end
     # --- machine ---
     device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
@@ -222,7 +223,8 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     say("\n".join([*setup.report(distributed.world_size), parallel.held(model)]))
     N, counted = model.get_num_params(non_embedding=False), model.get_num_params()
     say(f"model: {N:,} parameters, {counted:,} without positions")
-    saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed, best_loss)
+    saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
+                             config.async_checkpoint, best_loss)  # fmt: skip
     return Run(config, distributed, setup, meta, model, module, optimizer, scaler, splits, kernel,
                micro_steps, saver, step)  # fmt: skip
 
@@ -328,6 +330,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
                 f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}"
             )
             say(text, file=sys.stderr)
+            run.saver.wait()
             return 1
         if logging_now:
             meter.log(run.step, mean_loss, lr, seconds)
@@ -343,6 +346,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
             break
         began, began_step = runtime.now(device), run.step
 
+    run.saver.wait()
     if meter.metrics:
         meter.metrics.close()
     if run.step < config.max_iters:

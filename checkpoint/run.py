@@ -1,19 +1,21 @@
 """The state of a training run, to and from checkpoints of any number of processes.
 
-Saver writes it. resumed() merges the settings, build_model() makes the model, restore() fills it
-and the optimizer.
+Saver writes it, at once or in the background. resumed() merges the settings, build_model() makes
+the model, restore() fills it and the optimizer.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, fields, replace
+import threading
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from checkpoint import store
 from checkpoint.convert import init_model
@@ -33,16 +35,20 @@ C = TypeVar("C")  # train.py's TrainConfig
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run, one at a time.
 
-    saver = Saver("out/gpt", keep=2, distributed=distributed)
+    saver = Saver("out/gpt", keep=2, distributed=distributed, background=True)
     saver.save(model, optimizer, scaler, settings, tokenizer, step=100, val_loss=3.2)
+    saver.wait()  # before the run ends
     """
 
     out_dir: str
     keep: int  # the newest ones that stay, besides the best
     distributed: DistInfo
+    background: bool = False  # write while the training goes on
     best_loss: float = math.inf  # lowest validation loss so far
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
 
     def save(
         self,
@@ -56,7 +62,7 @@ class Saver:
         val_loss: float | None,
         **state: object,
     ) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint; in the background, return when the tensors are copied.
 
         Args:
             settings: of the run, as plain values.
@@ -65,8 +71,9 @@ class Saver:
             state: more values for train_state.json.
 
         Raises:
-            UserError: on all processes, if it could not be written.
+            UserError: this checkpoint or the previous one could not be written.
         """
+        self.wait()
         distributed, random_state = self.distributed, {"cpu": torch.get_rng_state()}
         if distributed.device.type == "cuda":
             random_state["cuda"] = torch.cuda.get_rng_state(distributed.device)
@@ -91,9 +98,32 @@ class Saver:
             "torch": torch.__version__,
             **state,
         }
-        # The group `disk` waits longer for a slow disk than `control`.
-        distributed = replace(distributed, control=distributed.disk)
-        store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
+        if self.background:
+            contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
+            # A daemon: a failing run ends at once.
+            self._thread = threading.Thread(target=self._write, args=[contents], daemon=True)
+            self._thread.start()
+        else:
+            self._write(contents)
+            self.wait()
+
+    def _write(self, contents: Json) -> None:
+        try:
+            if (device := self.distributed.device).type == "cuda":
+                torch.cuda.set_device(device)  # a new thread starts on device 0
+            # A separate group: training uses `control` at the same time.
+            distributed = replace(self.distributed, control=self.distributed.disk)
+            store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
+        except BaseException as e:
+            self._failure = e
+
+    def wait(self) -> None:
+        """Wait for a checkpoint in the background. Raises UserError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._thread, self._failure = self._failure, None, None
+        if failure is not None:
+            raise failure
 
 
 def numbers(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
