@@ -15,6 +15,7 @@ A missing or damaged file raises UserError.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from attention import Policy, is_file
 from core.distributed import DistInfo
@@ -250,9 +252,10 @@ def save(
             together(distributed, step)
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
+        reason = with_sizes(str(e), out_dir, [weights, shards, optimizer])
         had = [p.name for p in folders(out_dir)]
         still = f"{had[-1]} is still good" if had else "no earlier one exists"
-        raise UserError(f"could not write checkpoint {final} ({e}): {still}") from e
+        raise UserError(f"could not write checkpoint {final} ({reason}): {still}") from e
     if distributed.main:
         _prune(out_dir, keep)
     return final
@@ -331,3 +334,12 @@ def disk_error(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     number = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors
     return os.strerror(int(number[1])) if number else first_line(error)
+
+
+def with_sizes(reason: str, folder: Path, content: object) -> str:
+    """Add the needed and the free space if the disk is full. Delete partial files before."""
+    needed = sum(t.nbytes for t in tree_leaves(content) if isinstance(t, Tensor)) / 1e6
+    if os.strerror(errno.ENOSPC) not in reason:
+        return reason
+    free = shutil.disk_usage(folder).free / 1e6
+    return f"{reason}: {needed:,.1f} MB needed, {free:,.1f} MB free"

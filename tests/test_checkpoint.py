@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,8 +289,9 @@ def safetensors_full() -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
 
-def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
+def test_a_full_disk_keeps_the_old_checkpoint_and_names_the_space(tmp_path, monkeypatch):
     save(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_300_000))
     writes, n = set(), 0
     while True:
         with pytest.MonkeyPatch.context() as patch:
@@ -306,7 +308,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
                 message = str(e)
         writes.add(seen[n])
         assert f"step-{2 + n:08d}" in message and os.strerror(errno.ENOSPC) in message
-        assert "serializing" not in message
+        assert "2.3 MB free" in message and "serializing" not in message
         assert value(checkpoint.latest(tmp_path)) in (1, 50)
         assert not list(tmp_path.glob(".step*"))
         n += 1
