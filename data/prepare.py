@@ -100,15 +100,23 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """The settings that change the result and are not at their defaults."""
+    """The settings that change the result, not at their defaults, and the state of the source."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
         raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
-    if "source" in options and Path(options["source"]).exists():
-        options["source"] = os.path.abspath(options["source"])
-    return {"dataset": dataset, "options": options}
+    state, source = None, options.get("source")
+    if dataset.startswith("shakespeare") and source in (None, "plays", "tinyshakespeare"):
+        if source != "tinyshakespeare":
+            options.pop("source", None)
+            state = sources.PLAYS_SHA256  # a later version may extract another text
+    elif source and (root := Path(source)).exists():
+        options["source"] = os.path.abspath(source)
+        stats = {str(f.relative_to(root)): f.stat() for f in documents.source_files(root)}
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        state = sources.sha256(repr(files).encode())
+    return {"dataset": dataset, "options": options, "source": state}
 
 
 def _is_prepared(out_dir: Path, made_from: Json) -> bool:
@@ -118,12 +126,13 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
         sizes = {s: (out_dir / f"{s}.bin").stat().st_size for s in meta["tokens"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         return False
-    if there != made_from:
+    if there | {"source": None} != made_from | {"source": None}:
         raise UserError(
             f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
             "use another --out_dir, or --force to replace it"
         )
-    return all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
+    complete = all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
+    return complete and there["source"] == made_from["source"]
 
 
 def prepare_shakespeare(
