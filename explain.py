@@ -111,10 +111,11 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     if len(ids) > MOST_TOKENS:
         notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
     if config.segments is not None:
-        notes.append("Documents do not change the skipped tiles. The caches read them as one text.")
+        notes.append("The caches read the documents as one text.")
     return Prompt(given, ids[:MOST_TOKENS], segments if config.segments else None, notes)
 
 
+@torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """Compute the document; `source` names the weights. Raises ValueError or UserError."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)

@@ -58,7 +58,8 @@ function tileText(step) {
   const queries = range(step.rows, "query", "queries");
   const keys = range(step.cols, "key", "keys");
   if (step.skipped) {
-    const why = step.cols[0] >= step.rows[1] ? "later than" : "outside the window of";
+    const why = step.cols[0] >= step.rows[1] ? "later than"
+      : about.segments === null ? "outside the window of" : "hidden from";
     return `Skipped: ${keys}, ${why} ${queries}.`;
   }
   const scores = unpack(player.head.scores).subarray(step.at * M * B, (step.at + 1) * M * B);
