@@ -4,7 +4,7 @@ python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
-Maps of every head, FlashAttention's tiles, KV caches, cost on a GPU, and a ring of processes.
+Maps of every head, FlashAttention's tiles, KV caches, and the cost on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from viewer.cost import costs
 from viewer.document import About, Document, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
-from viewer.ring import play
 from viewer.text import render as as_text
 from viewer.tiles import tiles
 
@@ -56,7 +55,6 @@ class ExplainConfig:
     head: int = 0  # of that layer
     block_m: PositiveInt = 8  # queries in a tile
     block_n: PositiveInt = 8  # keys in a tile
-    ring: PositiveInt = 4  # processes of the ring
     fast_memory: PositiveInt = 192 << 10  # bytes on chip
     gpu: str = "A100-SXM4-80GB"  # of the roofline
     # --- output ---
@@ -126,7 +124,6 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "about": about(model, config, prompt, pieces, source),
         "maps": maps(calls),
         "tiles": tiles(shown, config.block_m, config.block_n, config.layer),
-        "ring": play(shown, config.ring, config.layer, config.head),
         "caches": caches(model, prompt.ids, pieces),
         "costs": costs(shown.spec, config.gpu, config.fast_memory),
     }

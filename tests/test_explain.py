@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import explain
-import viewer.ring
 import viewer.tiles
 from attention import Policy, Spec, manual, visible
 from attention.tiled import forward_tiles
@@ -443,68 +442,6 @@ def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, 
     assert errors == [n == wrong for n in range(3)] and not found["caches"]["agree"]
 
 
-# --- the ring ---
-
-
-def ring_of(shape: str, n: int) -> dict[str, Any]:
-    call = calls_of(shape)[1]
-    return viewer.ring.play(call, n, 1, 2)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
-)
-def test_who_has_what_and_who_computes_what_in_the_ring(shape, n):
-    """Each pair of chunks that is not hidden by position, once, where its keys are at that step."""
-    found, call = ring_of(shape, n), calls_of(shape)[1]
-    T, c = call.q.shape[1], found["chunk"]
-    assert c == math.ceil(T / (2 * n)) and (found["layer"], found["head"]) == (1, 2)
-    assert found["chunks"] == [[r, 2 * n - 1 - r] for r in range(n)]
-    assert found["homes"] == [[(r - step) % n for r in range(n)] for step in range(n)]
-    seg = [-1] * (2 * n * c) if call.segments is None else call.segments[0].tolist()
-    seg += [-1] * (2 * n * c - len(seg))
-    want = {}
-    for a, b in product(range(2 * n), repeat=2):
-        pairs = [(i, j) for i in range(a * c, (a + 1) * c) for j in range(b * c, (b + 1) * c)]
-        if any(visible(i, j, 0, call.spec.window) for i, j in pairs):
-            whole = all(visible(i, j, 0, call.spec.window, seg[i], seg[j]) for i, j in pairs)
-            want[a, b] = not whole
-    assert {(t["queries"], t["keys"]): t["masked"] for t in found["tiles"]} == want
-    assert len(found["tiles"]) == len(want)
-    for t in found["tiles"]:
-        assert t["queries"] in found["chunks"][t["rank"]]
-        assert t["keys"] in found["chunks"][found["homes"][t["step"]][t["rank"]]]
-    # K and V of all heads, and the documents' numbers, but not in the last step.
-    numbers = 2 * call.k[0, 0].numel() * call.k.element_size()
-    a_step = 2 * c * (numbers + (0 if call.segments is None else 4))
-    assert found["sent"] == [[a_step] * n] * (n - 1) + [[0] * n]
-
-
-@pytest.mark.parametrize(
-    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
-)
-def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
-    found, call = ring_of(shape, n), calls_of(shape)[1]
-    T, c, D = call.q.shape[1], found["chunk"], call.q.shape[3]
-    g = 2 // (4 // call.k.shape[2])  # the key/value head of head 2
-    q, k, v = (t[0, :, h].double() for t, h in ((call.q, 2), (call.k, g), (call.v, g)))
-    S = (q @ k.T / math.sqrt(D)).masked_fill(~sees(call), -torch.inf)
-    part, L, O = (torch.from_numpy(unpack(found[name])).double() for name in ("part", "L", "O"))
-    assert part.shape == L.shape == O.shape[:2] == (len(found["tiles"]), c)
-    off = 0.05 if call.q.dtype == torch.bfloat16 else 2e-5
-    met: dict[int, list[int]] = {i: [] for i in range(T)}
-    for n_, t in enumerate(found["tiles"]):
-        keys = [j for j in range(t["keys"] * c, (t["keys"] + 1) * c) if j < T]
-        for row, i in enumerate(range(t["queries"] * c, min((t["queries"] + 1) * c, T))):
-            met[i] += keys
-            want = torch.logsumexp(S[i, keys], 0), torch.logsumexp(S[i, met[i]], 0)
-            assert part[n_, row] == pytest.approx(float(want[0]), abs=off)
-            assert L[n_, row] == pytest.approx(float(want[1]), abs=off)
-            out = torch.softmax(S[i, met[i]], 0).nan_to_num() @ v[met[i]]
-            torch.testing.assert_close(O[n_, row], out, atol=off, rtol=off)
-    assert found["difference"] <= 2 * found["allowed"] and found["error"] <= found["allowed"]
-
-
 # --- the document and the prompt ---
 
 
@@ -637,28 +574,6 @@ def test_the_cost_table():
         assert line.split() == want
 
 
-@pytest.mark.parametrize("shape", ["plain", "gqa-window-segments", "one token"])
-def test_the_terminal_shows_the_ring(shape):
-    found, text = document(shape)["ring"], render(document(shape))
-    text, T = text[text.index("RING of layer 0, head 0") :], len(document(shape)["about"]["tokens"])
-    rows = re.findall(r"^ +(\d) +(\d) +(\d)  ((?:\d+,\d+/? ?)*) +(\S+ k?B)$", text, re.M)
-    assert len(rows) == 16
-    for step, rank, home, pairs, sent in rows:
-        s, r = int(step), int(rank)
-        mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (s, r)]
-        want = [f"{t['queries']},{t['keys']}{'/' if t['masked'] else ''}" for t in mine]
-        assert (int(home), pairs.split()) == (found["homes"][s][r], want)
-        assert sent == amount(sum(found["sent"][n][r] for n in range(s + 1)))
-    growth = re.findall(r"^ +(\d) +\d+\.\.\d+ +(\S+) +(\S+) +(\S+)$", text, re.M)
-    at, row = divmod(T - 1, found["chunk"])
-    visits = [n for n, t in enumerate(found["tiles"]) if t["queries"] == at]
-    part, L, O = (unpack(found[name])[:, row] for name in ("part", "L", "O"))  # type: ignore[literal-required]
-    for (step, *numbers), n in zip(growth, visits, strict=True):
-        want = [part[n], L[n], np.linalg.norm(O[n])]
-        assert int(step) == found["tiles"][n]["step"]
-        assert [float(x) for x in numbers] == pytest.approx(want, abs=5.1e-5)
-
-
 # --- the command ---
 
 
@@ -701,7 +616,7 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path):
     want = json.loads(
         json.dumps(explained(tiny(attention_window=6, attention_backend="manual"), config))
     )
-    assert all(found[part] == want[part] for part in ("maps", "tiles", "costs", "caches", "ring"))
+    assert all(found[part] == want[part] for part in ("maps", "tiles", "costs", "caches"))
     assert not (run / "explain.html").exists()
 
 
@@ -722,7 +637,7 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
     (["--layer=2"], "got 2"), (["--head=-1"], "got -1"), (["--prompt=né"], "'é'"),
     ([f"--prompt={'a' * 49}"], "49"), (["--prompt="], "prompt"),
     (["--prompt=||", "--segments=|"], "prompt"), (["--gpu=Voodoo", "--text"], "Voodoo"),
-    (["--fast_memory=5"], "got 5"), (["--ring=17"], "got 17"), (["--ring=0"], "ring"),
+    (["--fast_memory=5"], "got 5"),
     (["--block_m=0"], "block_m"), (["--window=0"], "window"), (["--segments="], "segments"),
     (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),
     (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"),

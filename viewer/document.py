@@ -133,28 +133,6 @@ class Tiles(TypedDict):
     heads: list[TracedHead]  # of the layer shown first
 
 
-class RingTile(TypedDict):
-    step: int
-    rank: int  # of the process
-    queries: int  # chunk
-    keys: int  # chunk
-    masked: bool  # partly
-
-
-class Played(Compared):
-    """attention/ring.py, forward, for one head: 2 n chunks, V tiles."""
-
-    n: int  # processes
-    chunk: int  # positions in a chunk, padding included
-    chunks: list[list[int]]  # of each process
-    homes: list[list[int]]  # [step][process]: whose keys and values are there
-    sent: list[list[int]]  # [step][process]
-    tiles: list[RingTile]
-    part: Packed  # (V, chunk) log-sum-exp over this tile's keys; -inf: no key
-    L: Packed  # (V, chunk) the same over all keys so far
-    O: Packed  # (V, chunk, D) output over all keys so far
-
-
 class CacheStep(TypedDict):
     """One decode step through one cache, in layer 0. Cells are numbered page by page."""
 
@@ -223,7 +201,6 @@ class Document(TypedDict):
     about: About
     maps: Maps
     tiles: Tiles
-    ring: Played
     caches: Caches
     costs: Costs
 

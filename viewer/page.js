@@ -15,8 +15,6 @@ function opening() {
     check(agreeing === L, `${about.backend} agrees with the formula in ${agreeing} of ${L} layers`),
     check(close === tiles.heads.length, `tiled gives the right output in ${close} of `
       + `${many(tiles.heads.length, "head")} of layer ${about.layer}`),
-    check(ring.error <= ring.allowed, `${many(ring.n, "process", "processes")} of a ring give the `
-      + "same output"),
     check(caches.agree, `${caches.steps.length} caches give the logits that no cache gives`));
   $("notes").append(...about.notes.map((note) => h("p", { class: "note" }, note)),
     ...about.refused.map(refusal));
@@ -44,7 +42,6 @@ function draw() {
   if (player.head === null) choosePlayed(about.head);
   else drawPlayer();
   drawCosts();
-  drawRing();
 }
 draw();
 

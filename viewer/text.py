@@ -24,7 +24,6 @@ def render(document: doc.Document) -> str:
         tile_walk(document, about["layer"], about["head"]),
         caches(document["caches"]),
         costs(document["costs"], about["n_head"]),
-        ring(document["ring"], len(about["tokens"])),
     )
     return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
 
@@ -129,31 +128,6 @@ def grid(
         cells = "".join(f"{c:>5}" for c in signs[row : row + n_cols])
         lines.append(f"{f'Q_{row // n_cols}':>12}{cells}")
     return [*lines, "", "            x wholly visible   / partly masked   . skipped"]
-
-
-def ring(found: doc.Played, T: int) -> list[str]:
-    n, c = found["n"], found["chunk"]
-    many = "1 process" if n == 1 else f"{n} processes"
-    lines = title(f"RING of layer {found['layer']}, head {found['head']}: {many}")
-    lines += wrap(
-        f"{2 * n} chunks of {c} tokens. Queries stay, keys and values move. A pair is a chunk of "
-        "queries and one of keys; /: partly masked; others are skipped."
-    )
-    lines += ["", f"{'step':>4}{'process':>9}{'K, V of':>9}  {'pairs':38}{'sent so far':>12}"]
-    for step, homes in enumerate(found["homes"]):
-        for rank, home in enumerate(homes):
-            mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (step, rank)]
-            pairs = " ".join(f"{t['queries']},{t['keys']}{'/' * t['masked']}" for t in mine)
-            sent = amount(sum(at[rank] for at in found["sent"][: step + 1]))
-            lines.append(f"{step:>4}{rank:>9}{home:>9}  {pairs:38}{sent:>12}")
-    lines += ["", f"The last query, {T - 1}, tile by tile:", ""]
-    lines.append(f"{'step':>4}{'keys':>13}{'L of these':>12}{'L so far':>12}{'|O|':>12}")
-    part, L, O = (unpack(found[name])[:, (T - 1) % c] for name in ("part", "L", "O"))
-    for at, t in enumerate(found["tiles"]):
-        if t["queries"] == (T - 1) // c:
-            keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[at]))
-            lines.append(f"{t['step']:>4}{keys:>13}{part[at]:>12.4f}{L[at]:>12.4f}{size:>12.4f}")
-    return lines + verdict("The ring's output", found)
 
 
 def verdict(name: str, found: doc.Compared) -> list[str]:
