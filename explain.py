@@ -4,7 +4,7 @@ python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
-Maps of every head, FlashAttention's tiles, KV caches, and the cost on a GPU.
+Maps of every head, FlashAttention's tiles, and KV caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from core.settings import UserError, check_fields, exit_on_user_error, read
 from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.caches import caches, refused
-from viewer.cost import costs
 from viewer.document import About, Document, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
@@ -55,8 +54,6 @@ class ExplainConfig:
     head: int = 0  # of that layer
     block_m: PositiveInt = 8  # queries in a tile
     block_n: PositiveInt = 8  # keys in a tile
-    fast_memory: PositiveInt = 192 << 10  # bytes on chip
-    gpu: str = "A100-SXM4-80GB"  # of the roofline
     # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal
@@ -119,13 +116,11 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
-    shown = calls[config.layer]
     return {
         "about": about(model, config, prompt, pieces, source),
         "maps": maps(calls),
-        "tiles": tiles(shown, config.block_m, config.block_n, config.layer),
+        "tiles": tiles(calls[config.layer], config.block_m, config.block_n, config.layer),
         "caches": caches(model, prompt.ids, pieces),
-        "costs": costs(shown.spec, config.gpu, config.fast_memory),
     }
 
 

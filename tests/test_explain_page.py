@@ -159,7 +159,7 @@ def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
 def test_a_hostile_prompt_is_shown_as_text(show, said):
     shown = document(HOSTILE)
     about, caches, image = shown["about"], shown["caches"], "<img src=x onerror='taken=4'>"
-    about["source"] = about["device"] = about["backend"] = shown["costs"]["gpu"] = image
+    about["source"] = about["device"] = about["backend"] = image
     about["notes"].append(image)
     about["refused"].append({"name": image, "why": [image]})
     for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
@@ -169,7 +169,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-rows",
-                 "#cache-step", "#cost-about"):  # fmt: skip
+                 "#cache-step"):  # fmt: skip
         assert image in page.inner_text(part), part
     assert page.evaluate("typeof taken") == "undefined"
     assert page.locator("script").count() == 2 and page.locator("img").count() == 0
@@ -344,7 +344,7 @@ def test_it_plays_pauses_and_plays_again(show, plain):
     assert page.get_attribute("#player-play", "aria-label") == "Play"
 
 
-# --- caches, cost ---
+# --- caches ---
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -391,22 +391,6 @@ def test_the_caches_show_what_is_read_and_written(show, which, request):
     ]  # fmt: skip
 
 
-def test_the_cost_is_the_rooflines(show, plain):
-    page = show(plain)
-    costs = plain["costs"]
-    assert page.get_attribute("#length", "max") == str(len(costs["rows"]) - 1)
-    for n, row in enumerate(costs["rows"]):
-        page.fill("#length", str(n))
-        want = []
-        for cost in (row["manual"], row["tiled"]):
-            least = max(cost["flops"] / costs["peak"], cost["bytes"] / costs["bandwidth"])
-            assert cost["seconds"] == pytest.approx(least)
-            want += [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
-        assert numbers(page, "#cost-said") == want
-        said = page.inner_text("#cost-said")
-        assert f"T = {row['T']:,}." in said and row["tiled"]["bound"] in said
-
-
 # --- the keyboard ---
 
 
@@ -416,14 +400,14 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     keys = page.keyboard
     page.evaluate("$('player-speed').selectedOptions[0].value = 1e-6")  # a step in 11 days
     reached = []
-    while not reached or reached[-1] != "length":
+    while not reached or reached[-1] != "cache":
         keys.press("Tab")
         reached.append(
             page.evaluate("""() => { const e = document.activeElement;
           return e.id || e.parentElement.id || e.parentElement.parentElement?.id; }""")
         )
     for name in ("thumbs", "map", "map-tokens", "player", "tile-head", "player-play",
-                 "player-scrub", "cache-tokens", "length"):  # fmt: skip
+                 "player-scrub", "cache-tokens"):  # fmt: skip
         assert name in reached, name
 
     page.locator("#thumbs [tabindex='0']").focus()

@@ -1,6 +1,6 @@
 """The JSON document of explain.py, which page.py and text.py show.
 
-T tokens, L layers, H query heads of D numbers. Sizes are in bytes, times in seconds.
+T tokens, L layers, H query heads of D numbers. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -165,44 +165,11 @@ class Caches(TypedDict):
     agree: bool
 
 
-class Cost(TypedDict):
-    """One forward pass of attention under the roofline."""
-
-    flops: int
-    bytes: int
-    intensity: float  # FLOPs per byte
-    seconds: float
-    bound: str  # memory, compute
-
-
-class CostRow(TypedDict):
-    T: int
-    manual: Cost
-    tiled: Cost
-
-
-class Costs(TypedDict):
-    """One layer of this model's attention, forward, batch 1."""
-
-    gpu: str
-    dtype: str
-    peak: float  # FLOP/s
-    peak_source: str
-    bandwidth: float  # bytes per second
-    bandwidth_source: str
-    ridge: float  # FLOPs per byte
-    block_m: int
-    block_n: int
-    fast_memory: int  # on chip
-    rows: list[CostRow]
-
-
 class Document(TypedDict):
     about: About
     maps: Maps
     tiles: Tiles
     caches: Caches
-    costs: Costs
 
 
 LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}

@@ -33,7 +33,6 @@ $("to-player").addEventListener("click", () => {
 });
 buildPlayer();
 buildCaches();
-buildCosts();
 
 /** Everything that depends on the width or the colours. */
 function draw() {
@@ -41,7 +40,6 @@ function draw() {
   drawMaps();
   if (player.head === null) choosePlayed(about.head);
   else drawPlayer();
-  drawCosts();
 }
 draw();
 

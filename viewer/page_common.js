@@ -2,7 +2,7 @@
 // Shared by all parts. Every number comes from the document; text is set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
-const { about, maps, tiles, caches, costs } = doc;
+const { about, maps, tiles, caches } = doc;
 const T = about.tokens.length;
 const L = about.n_layer;
 const H = about.n_head;
@@ -13,7 +13,7 @@ const $ = (id) => document.getElementById(id);
 
 /** An element with attributes ("on..." are listeners) and children; strings become text. */
 function h(tag, attributes = {}, ...children) {
-  const svg = /^(svg|g|path|line|circle|rect|text)$/.test(tag);
+  const svg = /^(svg|path)$/.test(tag);
   const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -58,9 +58,6 @@ function scaled(x, unit) {
   return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
 }
 
-const seconds = (s) => (s < 1e-6 ? scaled(s * 1e9, "ns") : s < 1e-3 ? scaled(s * 1e6, "µs")
-  : s < 1 ? scaled(s * 1e3, "ms") : scaled(s, "s"));
-
 function real(x, decimals = 4) {
   if (Number.isNaN(x)) return "";
   if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
@@ -77,7 +74,6 @@ const td = (...children) => h("td", {}, ...children);
 const th = (child, more) => h("th", { scope: "col", ...more }, child);
 const rowHead = (child) => h("th", { scope: "row" }, child);
 const hint = (...children) => h("p", { class: "hint" }, ...children);
-const named = (algorithm) => h("b", { class: `${algorithm}-text` }, algorithm);
 const entry = (...children) => h("span", {}, ...children); // of a legend
 const judged = (good) => `verdict ${good ? "good" : "bad"}`;
 const compared = (id, said, name, found) => h("p",

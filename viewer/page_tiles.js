@@ -148,7 +148,7 @@ function drawCounters() {
     meter("tiled", step.read_so_far, step.written_so_far,
       `by this tile ${int(step.read)} read, ${int(step.written)} written`),
     meter("manual", manual.read, manual.written, manual.text),
-    hint("Small tiles on a short text may move more than manual; part 4 has long texts."));
+    hint("Small tiles on a short text may move more than manual; page 5 of the course has long ones."));
 }
 
 function drawPlayer() {

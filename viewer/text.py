@@ -23,7 +23,6 @@ def render(document: doc.Document) -> str:
         attention_map(document, about["layer"], about["head"]),
         tile_walk(document, about["layer"], about["head"]),
         caches(document["caches"]),
-        costs(document["costs"], about["n_head"]),
     )
     return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
 
@@ -172,27 +171,6 @@ def cells(step: doc.CacheStep) -> list[str]:
     ]
 
 
-def costs(found: doc.Costs, n_head: int) -> list[str]:
-    lines = title(f"COST on one {found['gpu']}, {found['dtype']}")
-    lines += wrap(
-        f"One layer forward, batch 1, {n_head} heads, tiles of {found['block_m']} x "
-        f"{found['block_n']}, the largest that fit into {amount(found['fast_memory'])}. Peak "
-        f"{found['peak'] / 1e12:,.4g} TFLOP/s ({found['peak_source']}), "
-        f"{found['bandwidth'] / 1e9:,.4g} GB/s ({found['bandwidth_source']}). Ridge: "
-        f"{found['ridge']:.0f} FLOPs a byte (F/B). time: the least possible."
-    )
-    columns = f"{'FLOPs':>9}{'bytes':>9}{'F/B':>6}{'time':>10}  "
-    lines += ["", f"{'':8}{'manual':^36}{'tiled':^36}", f"{'T':>7} {columns}{columns}"]
-    for row in found["rows"]:
-        numbers = "".join(
-            f"{scaled(c['flops']):>9}{scaled(c['bytes']):>9}{c['intensity']:>6.0f}"
-            f"{duration(c['seconds']):>8} {c['bound'][0]}  "
-            for c in (row["manual"], row["tiled"])
-        )
-        lines.append(f"{row['T']:>7,} {numbers}")
-    return [*lines, "", "m: memory-bound, c: compute-bound"]
-
-
 # --- words and numbers ---
 
 
@@ -204,21 +182,13 @@ def wrap(*texts: str) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
 
 
-def scaled(n: float, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
-    """Three digits and a unit: "12.3 M"."""
-    for unit in units:
-        if n < 999.5 or unit == units[-1]:
-            break
+def amount(n: float) -> str:
+    """Three digits and a unit: "12.3 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if n < 999.5:
+            return f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} {unit}" if unit else f"{n:.0f}  "
-
-
-def amount(n: int) -> str:
-    return f"{scaled(n).rstrip()}{'B' if n >= 999.5 else ' B'}"
-
-
-def duration(seconds: float) -> str:
-    return scaled(seconds * 1e9, ("ns", "us", "ms", "s"))
+    return f"{n:.3g} GB"
 
 
 def span(ends: Sequence[int]) -> str:
