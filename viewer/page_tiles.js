@@ -6,7 +6,7 @@ const M = tiles.block_m;
 const B = tiles.block_n;
 
 const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
-const player = Object.assign(transport("player", "tile", N, N > 100 ? 8 : 2, drawPlayer, {
+const player = Object.assign(transport(N, N > 100 ? 8 : 2, drawPlayer, {
   PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
   PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
 }), { head: null });
