@@ -42,7 +42,6 @@ class ExplainConfig:
     # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
     init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
-    checkpoint: Literal["latest", "best"] = "latest"  # best: lowest validation loss
     attention_backend: str = "auto"  # a name or a file
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
@@ -69,8 +68,7 @@ class ExplainConfig:
 
 
 def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
-    same = ("out_dir", "init_from", "checkpoint", "attention_backend", "attention_fallback",
-            "dtype", "device")  # fmt: skip
+    same = ("out_dir", "init_from", "attention_backend", "attention_fallback", "dtype", "device")
     settings = sample.SampleConfig(
         kv_cache="none", **{name: getattr(config, name) for name in same}
     )
@@ -171,10 +169,7 @@ def about(
 def source_of(config: ExplainConfig) -> str:
     """The folder or name of the weights that sample.load() loads."""
     source = config.out_dir if config.init_from == "resume" else config.init_from
-    if not checkpoint.folders(source):
-        return source
-    best = checkpoint.best_folder(source) if config.checkpoint == "best" else None
-    return str(best or checkpoint.latest(source))
+    return str(checkpoint.latest(source)) if checkpoint.folders(source) else source
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -603,16 +602,3 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
 def test_a_wrong_setting_is_named(run, words, named):
     code, out, err = command(f"--out_dir={run}", *words)
     assert code == 2 and not out and "Traceback" not in err and named in err
-
-
-def test_the_best_checkpoint_is_explained(run, tmp_path):
-    """By validation loss, here not the latest; its folder is named."""
-    folder = Path(shutil.copytree(run, tmp_path / "run"))
-    later = Path(shutil.copytree(run / "step-00000007", folder / "step-00000009"))
-    state = (later / "train_state.json").read_text().replace('"val_loss": 1.0', '"val_loss": 2.0')
-    (later / "train_state.json").write_text(state.replace('"step": 7', '"step": 9'))
-    for asked in ({"out_dir": str(folder)}, {"init_from": str(folder)}):
-        for which, step in (("best", 7), ("latest", 9)):
-            config = ExplainConfig(**asked, checkpoint=which)  # type: ignore[arg-type]
-            assert explain.source_of(config) == str(folder / f"step-0000000{step}")
-    assert explain.source_of(ExplainConfig(init_from="gpt2", checkpoint="best")) == "gpt2"
