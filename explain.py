@@ -4,7 +4,7 @@ python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
-Maps of every head, FlashAttention's tiles, KV caches, cost on a GPU, and a ring of processes.
+Maps of every head, FlashAttention's tiles, and KV caches.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from core.settings import UserError, check_fields, exit_on_user_error, read
 from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.caches import caches, refused
-from viewer.cost import costs
 from viewer.document import About, Document, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
-from viewer.ring import play
 from viewer.text import render as as_text
 from viewer.tiles import tiles
 
@@ -44,7 +42,6 @@ class ExplainConfig:
     # --- model ---
     out_dir: str = "out/shakespeare_cpu"  # folder of the run
     init_from: str = "resume"  # or gpt2[-...], a checkpoint, ckpt.pt
-    checkpoint: Literal["latest", "best"] = "latest"  # best: lowest validation loss
     attention_backend: str = "auto"  # a name or a file
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
@@ -56,9 +53,6 @@ class ExplainConfig:
     head: int = 0  # of that layer
     block_m: PositiveInt = 8  # queries in a tile
     block_n: PositiveInt = 8  # keys in a tile
-    ring: PositiveInt = 4  # processes of the ring
-    fast_memory: PositiveInt = 192 << 10  # bytes on chip
-    gpu: str = "A100-SXM4-80GB"  # of the roofline
     # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal
@@ -74,8 +68,7 @@ class ExplainConfig:
 
 
 def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
-    same = ("out_dir", "init_from", "checkpoint", "attention_backend", "attention_fallback",
-            "dtype", "device")  # fmt: skip
+    same = ("out_dir", "init_from", "attention_backend", "attention_fallback", "dtype", "device")
     settings = sample.SampleConfig(
         kv_cache="none", **{name: getattr(config, name) for name in same}
     )
@@ -111,23 +104,21 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     if len(ids) > MOST_TOKENS:
         notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
     if config.segments is not None:
-        notes.append("Documents do not change the skipped tiles. The caches read them as one text.")
+        notes.append("The caches read the documents as one text.")
     return Prompt(given, ids[:MOST_TOKENS], segments if config.segments else None, notes)
 
 
+@torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """Compute the document; `source` names the weights. Raises ValueError or UserError."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
-    shown = calls[config.layer]
     return {
         "about": about(model, config, prompt, pieces, source),
         "maps": maps(calls),
-        "tiles": tiles(shown, config.block_m, config.block_n, config.layer),
-        "ring": play(shown, config.ring, config.layer, config.head),
+        "tiles": tiles(calls[config.layer], config.block_m, config.block_n, config.layer),
         "caches": caches(model, prompt.ids, pieces),
-        "costs": costs(shown.spec, config.gpu, config.fast_memory),
     }
 
 
@@ -178,10 +169,7 @@ def about(
 def source_of(config: ExplainConfig) -> str:
     """The folder or name of the weights that sample.load() loads."""
     source = config.out_dir if config.init_from == "resume" else config.init_from
-    if not checkpoint.folders(source):
-        return source
-    best = checkpoint.best_folder(source) if config.checkpoint == "best" else None
-    return str(best or checkpoint.latest(source))
+    return str(checkpoint.latest(source)) if checkpoint.folders(source) else source
 
 
 def main(argv: list[str]) -> int:

@@ -63,9 +63,6 @@ class Ring:
 
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def on_tile(self, *tile: Any) -> None:
-        """Hook for the viewer: step, I, J, L_ij, O and L after each forward tile."""
-
     def chunks(self, rank: int) -> tuple[int, int]:
         """The two of 2 N chunks that a process holds."""
         return rank, 2 * self.size - 1 - rank
@@ -179,7 +176,6 @@ class RingAttention(torch.autograd.Function):
                 old = torch.sigmoid(L[..., I] - L_ij).mT[..., None].to(acc)
                 O[:, I] = old * O[:, I] + new * O_ij
                 L[..., I] = torch.logaddexp(L[..., I], L_ij.to(wide))
-                ring.on_tile(step, I, J, L_ij, O, L)
             block = coming() if coming else block
         out, L = O.to(q.dtype), L.to(acc)
         ctx.save_for_backward(q, k, v, segments, out, L)

@@ -184,7 +184,7 @@ def masked_tiles(
     ):  # a part's ids say nothing of the keys between
         return hidden
     run = (segments[:, 1:] != segments[:, :-1]).cumsum(dim=1)
-    run = F.pad(run, (1, 0))  # (B, Tk), segments counted from the left
+    run = F.pad(run, (1, 0)).cpu()  # (B, Tk), segments counted from the left
     first_q = run[:, [offset + I.start for I in rows], None]
     last_k = run[:, None, [J.stop - 1 for J in cols]]
     apart = (last_k < first_q).all(dim=0).tolist()

@@ -14,7 +14,7 @@ import torch
 from test_readme import commands
 
 import bench_mfu
-from attention import Spec, visible
+from attention import visible
 from attention.__main__ import parser
 from bench.config import load_config
 from core import settings
@@ -27,8 +27,6 @@ from course.figures import __main__ as figures
 from course.figures import fused
 from course.format import table
 from explain import ExplainConfig
-from viewer.maps import Call
-from viewer.ring import played
 
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "course"
@@ -261,11 +259,6 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 
-def call_of(T: int, H: int, Hkv: int, D: int) -> Call:
-    q, k, v = (torch.zeros(1, T, heads, D) for heads in (H, Hkv, Hkv))
-    return Call(q, k, v, q, Spec(H, Hkv, D, "float32"), None)
-
-
 @pytest.mark.parametrize("words", [
     ["masks"], ["mask", "--T=3"], ["mask", "Tq=3"], ["mask", "--Tq=many"], ["mask", "--window=0"],
     ["mask", "--segments=(1, 2)"], ["online", "--block=0"], ["one_query", "--q=(1, 2)"],
@@ -421,15 +414,12 @@ def test_the_work_is_counted_pair_by_pair(N, window) -> None:
 
 @pytest.mark.parametrize("H, Hkv, D", [(32, 8, 128)])
 def test_a_step_takes_what_its_bytes_and_pairs_take(H, Hkv, D) -> None:
-    """Against the bytes that a ring sends and the pairs that it computes."""
+    """Against the bytes of K and V and the pairs of a step."""
     words = [f"--H={H}", f"--Hkv={Hkv}", f"--D={D}", "--itemsize=4", "--links=(2, 400)"]
     text = figures.draw(["ring_hides", "--tokens=(16, 4096)", *words])
     assert "no peak is known" not in text
     for n, row in zip((16, 4096), cells(text), strict=True):
         sent = 2 * 4 * Hkv * D * n
-        if n == 16:
-            ring, _ = played(call_of(2 * n, H, Hkv, D), 2)
-            assert ring[0].sent[0] == sent
         want: list[float] = []
         for products, size in ((2, sent), (5, 2 * sent)):  # dK and dV are float32, as K and V here
             computing = products * 2 * D * H * (n**2 / 2) / 989.4e12

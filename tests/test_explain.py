@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -18,23 +17,20 @@ import torch
 from test_tiled import Recorder
 from test_train import enter
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import explain
-import viewer.ring
 import viewer.tiles
 from attention import Policy, Spec, manual, visible
-from attention.tiled import forward_tiles
 from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig, forward, prompt_of
 from inference.cache import PagedStep, StaticStep
 from model import GPT, GPTConfig
-from viewer.cost import costs, fast_memory, find_gpu, manual_steps, tiled_bytes, visited
 from viewer.document import Document, pack, token_of, unpack
 from viewer.maps import Call, maps, watched, weights
-from viewer.text import amount, duration, render, scaled
+from viewer.text import amount, render
+from viewer.tiles import fast_memory, manual_steps
 
 PROMPT = "to be or not to be that is it"
 
@@ -191,7 +187,7 @@ def test_an_output_that_is_no_number_is_refused():
             explained(model, made("plain")[1])
 
 
-# --- bytes, FLOPs, roofline ---
+# --- bytes ---
 
 
 def trace_of(spec: Spec, T: int, B_r: int, B_c: int) -> list[viewer.tiles.Tile]:
@@ -209,6 +205,24 @@ def moved(
     """Bytes read and written, added up step by step."""
     found = viewer.tiles.steps(trace, spec, T, T, B_r, B_c)
     return sum(step["read"] for step in found), sum(step["written"] for step in found)
+
+
+def visited(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
+    """Keys read and pairs computed by all blocks of queries, of one head: a closed form."""
+    keys = pairs = 0
+    for first in range(0, T, B_r):
+        stop = min(first + B_r, T)
+        begin = 0 if spec.window is None else max(0, first - spec.window + 1) // B_c * B_c
+        read = min(-(-stop // B_c) * B_c, T) - begin
+        keys, pairs = keys + read, pairs + (stop - first) * read
+    return keys, pairs
+
+
+def tiled_bytes(spec: Spec, T: int, B_r: int, B_c: int) -> tuple[int, int]:
+    """Bytes that tiled reads and writes."""
+    s, D, H, Hkv = getattr(torch, spec.dtype).itemsize, spec.head_dim, spec.n_head, spec.n_kv_head
+    keys, _ = visited(spec, T, B_r, B_c)
+    return s * D * (H * T + 2 * Hkv * keys), s * H * T * D + max(4, s) * H * T
 
 
 TILES = [(1, 1), (5, 3), (3, 8), (64, 64)]
@@ -248,54 +262,6 @@ def test_bytes_of_manual_are_those_of_its_operators(dtype, T, D):
     with Bytes() as counted:
         manual.attend(q, q, q, spec)
     assert counted.moved == [(s["read"], s["written"]) for s in manual_steps(spec, T)]
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_flops_are_those_that_torch_counts(window):
-    spec, T = Spec(2, 2, 16, "float32", window=window), 45
-    q = torch.randn(1, T, 2, 16)
-    with FlopCounterMode(display=False) as by_manual:
-        manual.attend(q, q, q, spec)
-    assert by_manual.get_total_flops() == 4 * 16 * 2 * T * T
-    for B_r, B_c in TILES[1:]:
-        with FlopCounterMode(display=False) as by_tiled:
-            forward_tiles(q, q, q, spec, B_r=B_r, B_c=B_c)
-        assert by_tiled.get_total_flops() == 4 * 16 * 2 * visited(spec, T, B_r, B_c)[1]
-
-
-def test_the_roofline():
-    spec = Spec(12, 12, 64, "float32")
-    found, half = costs(spec, "A100-SXM4-80GB", 192 * 1024), replace(spec, dtype="bfloat16")
-    assert (found["peak"], found["bandwidth"], found["dtype"]) == (312e12, 2039e9, "bfloat16")
-    assert found["ridge"] == 312e12 / 2039e9
-    with pytest.raises(ValueError, match="got 5"):
-        costs(spec, "A100-SXM4-80GB", 5)
-    B_r, B_c = found["block_m"], found["block_n"]
-    needed = fast_memory(half, B_r, B_c)
-    assert needed <= 192 * 1024 < fast_memory(half, 2 * B_r, B_c)
-    for memory, rows in ((needed, B_r), (needed - 1, B_r // 2)):
-        assert costs(spec, "A100-SXM4-80GB", memory)["block_m"] == rows  # to the byte
-    assert [row["T"] for row in found["rows"]] == [2**n for n in range(6, 17)]
-    for row in found["rows"]:
-        T = row["T"]
-        total = manual_steps(half, T)[-1]
-        assert row["manual"]["bytes"] == total["read_so_far"] + total["written_so_far"]
-        assert row["manual"]["flops"] == 4 * 64 * 12 * T * T
-        assert row["tiled"]["bytes"] == sum(tiled_bytes(half, T, B_r, B_c))
-        for c in (row["manual"], row["tiled"]):
-            assert c["seconds"] == max(c["flops"] / 312e12, c["bytes"] / 2039e9)
-            assert c["intensity"] == c["flops"] / c["bytes"]
-            assert c["bound"] == ("memory" if c["intensity"] < found["ridge"] else "compute")
-
-
-def test_a_gpu_is_found_by_a_part_of_its_name():
-    assert find_gpu("4090") == "RTX 4090" and find_gpu("l4") == "L4"
-    assert find_gpu("NVIDIA A100-SXM4-80GB") == "A100-SXM4-80GB"
-    with pytest.raises(ValueError, match="H100 NVL"):
-        find_gpu("h100")
-    for unknown in ("Voodoo 2", ""):
-        with pytest.raises(ValueError, match="RTX 4090"):
-            find_gpu(unknown)
 
 
 # --- tiles ---
@@ -347,9 +313,8 @@ def test_the_steps_and_their_bytes(shape):
     call, found = calls_of(shape)[0], document(shape)["tiles"]
     T, spec, steps = call.q.shape[1], call.spec, found["steps"]
     assert [(s["i"], s["j"]) for s in steps] == [*product(range(-(-T // 8)), range(-(-T // 5)))]
-    plain = replace(call, segments=None)
     for s in steps:
-        tile = sees(plain)[slice(*s["rows"]), slice(*s["cols"])]
+        tile = sees(call)[slice(*s["rows"]), slice(*s["cols"])]
         assert s["skipped"] == (not tile.any()) == (s["at"] is None)
         assert not (s["skipped"] and s["read"])
     visited_ = [s for s in steps if not s["skipped"]]
@@ -360,8 +325,12 @@ def test_the_steps_and_their_bytes(shape):
         assert [s["last"] for s in row] == [False] * (len(row) - 1) + [True]
         assert [s["written"] > 0 for s in row] == [s["last"] for s in row]
     assert steps[-1]["read_so_far"] == sum(s["read"] for s in steps)
-    totals = steps[-1]["read_so_far"], steps[-1]["written_so_far"]
-    assert totals == tiled_bytes(spec, T, 8, 5)
+    assert steps[-1]["written_so_far"] == tiled_bytes(spec, T, 8, 5)[1]
+    keys = sum(s["cols"][1] - s["cols"][0] for s in visited_)
+    numbers = spec.n_head * T + 2 * spec.n_kv_head * keys
+    assert steps[-1]["read_so_far"] == found["size"] * spec.head_dim * numbers
+    if call.segments is None:
+        assert steps[-1]["read_so_far"] == tiled_bytes(spec, T, 8, 5)[0]
     assert found["manual"] == manual_steps(spec, T)
     assert found["fast_memory"] == fast_memory(spec, 8, 5)
 
@@ -438,68 +407,6 @@ def test_a_cache_that_stores_the_wrong_thing_does_not_agree(step, wrong, shape, 
     found = explained(*made(shape))
     errors = [s["error"] > found["caches"]["allowed"] for s in found["caches"]["steps"]]
     assert errors == [n == wrong for n in range(3)] and not found["caches"]["agree"]
-
-
-# --- the ring ---
-
-
-def ring_of(shape: str, n: int) -> dict[str, Any]:
-    call = calls_of(shape)[1]
-    return viewer.ring.play(call, n, 1, 2)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
-)
-def test_who_has_what_and_who_computes_what_in_the_ring(shape, n):
-    """Each pair of chunks that is not hidden by position, once, where its keys are at that step."""
-    found, call = ring_of(shape, n), calls_of(shape)[1]
-    T, c = call.q.shape[1], found["chunk"]
-    assert c == math.ceil(T / (2 * n)) and (found["layer"], found["head"]) == (1, 2)
-    assert found["chunks"] == [[r, 2 * n - 1 - r] for r in range(n)]
-    assert found["homes"] == [[(r - step) % n for r in range(n)] for step in range(n)]
-    seg = [-1] * (2 * n * c) if call.segments is None else call.segments[0].tolist()
-    seg += [-1] * (2 * n * c - len(seg))
-    want = {}
-    for a, b in product(range(2 * n), repeat=2):
-        pairs = [(i, j) for i in range(a * c, (a + 1) * c) for j in range(b * c, (b + 1) * c)]
-        if any(visible(i, j, 0, call.spec.window) for i, j in pairs):
-            whole = all(visible(i, j, 0, call.spec.window, seg[i], seg[j]) for i, j in pairs)
-            want[a, b] = not whole
-    assert {(t["queries"], t["keys"]): t["masked"] for t in found["tiles"]} == want
-    assert len(found["tiles"]) == len(want)
-    for t in found["tiles"]:
-        assert t["queries"] in found["chunks"][t["rank"]]
-        assert t["keys"] in found["chunks"][found["homes"][t["step"]][t["rank"]]]
-    # K and V of all heads, and the documents' numbers, but not in the last step.
-    numbers = 2 * call.k[0, 0].numel() * call.k.element_size()
-    a_step = 2 * c * (numbers + (0 if call.segments is None else 4))
-    assert found["sent"] == [[a_step] * n] * (n - 1) + [[0] * n]
-
-
-@pytest.mark.parametrize(
-    "n, shape", [(1, "plain"), (2, "bfloat16"), (4, "gqa-window-segments"), (7, "full")]
-)
-def test_O_and_L_of_the_ring_are_those_of_the_keys_so_far(shape, n):
-    found, call = ring_of(shape, n), calls_of(shape)[1]
-    T, c, D = call.q.shape[1], found["chunk"], call.q.shape[3]
-    g = 2 // (4 // call.k.shape[2])  # the key/value head of head 2
-    q, k, v = (t[0, :, h].double() for t, h in ((call.q, 2), (call.k, g), (call.v, g)))
-    S = (q @ k.T / math.sqrt(D)).masked_fill(~sees(call), -torch.inf)
-    part, L, O = (torch.from_numpy(unpack(found[name])).double() for name in ("part", "L", "O"))
-    assert part.shape == L.shape == O.shape[:2] == (len(found["tiles"]), c)
-    off = 0.05 if call.q.dtype == torch.bfloat16 else 2e-5
-    met: dict[int, list[int]] = {i: [] for i in range(T)}
-    for n_, t in enumerate(found["tiles"]):
-        keys = [j for j in range(t["keys"] * c, (t["keys"] + 1) * c) if j < T]
-        for row, i in enumerate(range(t["queries"] * c, min((t["queries"] + 1) * c, T))):
-            met[i] += keys
-            want = torch.logsumexp(S[i, keys], 0), torch.logsumexp(S[i, met[i]], 0)
-            assert part[n_, row] == pytest.approx(float(want[0]), abs=off)
-            assert L[n_, row] == pytest.approx(float(want[1]), abs=off)
-            out = torch.softmax(S[i, met[i]], 0).nan_to_num() @ v[met[i]]
-            torch.testing.assert_close(O[n_, row], out, atol=off, rtol=off)
-    assert found["difference"] <= 2 * found["allowed"] and found["error"] <= found["allowed"]
 
 
 # --- the document and the prompt ---
@@ -612,7 +519,7 @@ def test_the_walk_in_a_table(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_caches_in_characters(shape):
     found, text = document(shape)["caches"], render(document(shape))
-    drawn = text[text.index("CACHES:") : text.index("COST on")]
+    drawn = text[text.index("CACHES:") : len(text)]
     parts = re.split(r"^(?=dynamic,|static,|paged,)", drawn, flags=re.M)[1:]
     for part, step in zip(parts, found["steps"], strict=True):
         cells = "".join(re.findall(r"^  (?: *\d+|page \d+) +([Wrms.]+)(?:  .*)?$", part, re.M))
@@ -621,39 +528,6 @@ def test_the_caches_in_characters(shape):
             for c in places:
                 want[c] = sign
         assert cells == "".join(want)
-
-
-def test_the_cost_table():
-    found, text = document("plain")["costs"], render(document("plain"))
-    lines = re.findall(r"^ *[\d,]+ .* [mc]$", text[text.index("COST on") :], re.M)
-    for line, row in zip(lines, found["rows"], strict=True):
-        want = [f"{row['T']:,}"]
-        for c in (row["manual"], row["tiled"]):
-            want += [*scaled(c["flops"]).split(), *scaled(c["bytes"]).split()]
-            want += [f"{c['intensity']:.0f}", *duration(c["seconds"]).split(), c["bound"][0]]
-        assert line.split() == want
-
-
-@pytest.mark.parametrize("shape", ["plain", "gqa-window-segments", "one token"])
-def test_the_terminal_shows_the_ring(shape):
-    found, text = document(shape)["ring"], render(document(shape))
-    text, T = text[text.index("RING of layer 0, head 0") :], len(document(shape)["about"]["tokens"])
-    rows = re.findall(r"^ +(\d) +(\d) +(\d)  ((?:\d+,\d+/? ?)*) +(\S+ k?B)$", text, re.M)
-    assert len(rows) == 16
-    for step, rank, home, pairs, sent in rows:
-        s, r = int(step), int(rank)
-        mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (s, r)]
-        want = [f"{t['queries']},{t['keys']}{'/' if t['masked'] else ''}" for t in mine]
-        assert (int(home), pairs.split()) == (found["homes"][s][r], want)
-        assert sent == amount(sum(found["sent"][n][r] for n in range(s + 1)))
-    growth = re.findall(r"^ +(\d) +\d+\.\.\d+ +(\S+) +(\S+) +(\S+)$", text, re.M)
-    at, row = divmod(T - 1, found["chunk"])
-    visits = [n for n, t in enumerate(found["tiles"]) if t["queries"] == at]
-    part, L, O = (unpack(found[name])[:, row] for name in ("part", "L", "O"))  # type: ignore[literal-required]
-    for (step, *numbers), n in zip(growth, visits, strict=True):
-        want = [part[n], L[n], np.linalg.norm(O[n])]
-        assert int(step) == found["tiles"][n]["step"]
-        assert [float(x) for x in numbers] == pytest.approx(want, abs=5.1e-5)
 
 
 # --- the command ---
@@ -698,7 +572,7 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path):
     want = json.loads(
         json.dumps(explained(tiny(attention_window=6, attention_backend="manual"), config))
     )
-    assert all(found[part] == want[part] for part in ("maps", "tiles", "costs", "caches", "ring"))
+    assert all(found[part] == want[part] for part in ("maps", "tiles", "caches"))
     assert not (run / "explain.html").exists()
 
 
@@ -718,8 +592,8 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, named", [
     (["--layer=2"], "got 2"), (["--head=-1"], "got -1"), (["--prompt=né"], "'é'"),
     ([f"--prompt={'a' * 49}"], "49"), (["--prompt="], "prompt"),
-    (["--prompt=||", "--segments=|"], "prompt"), (["--gpu=Voodoo", "--text"], "Voodoo"),
-    (["--fast_memory=5"], "got 5"), (["--ring=17"], "got 17"), (["--ring=0"], "ring"),
+    (["--prompt=||", "--segments=|"], "prompt"),
+   
     (["--block_m=0"], "block_m"), (["--window=0"], "window"), (["--segments="], "segments"),
     (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),
     (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"),
@@ -728,16 +602,3 @@ def test_the_page_is_written(run, tmp_path, monkeypatch):
 def test_a_wrong_setting_is_named(run, words, named):
     code, out, err = command(f"--out_dir={run}", *words)
     assert code == 2 and not out and "Traceback" not in err and named in err
-
-
-def test_the_best_checkpoint_is_explained(run, tmp_path):
-    """By validation loss, here not the latest; its folder is named."""
-    folder = Path(shutil.copytree(run, tmp_path / "run"))
-    later = Path(shutil.copytree(run / "step-00000007", folder / "step-00000009"))
-    state = (later / "train_state.json").read_text().replace('"val_loss": 1.0', '"val_loss": 2.0')
-    (later / "train_state.json").write_text(state.replace('"step": 7', '"step": 9'))
-    for asked in ({"out_dir": str(folder)}, {"init_from": str(folder)}):
-        for which, step in (("best", 7), ("latest", 9)):
-            config = ExplainConfig(**asked, checkpoint=which)  # type: ignore[arg-type]
-            assert explain.source_of(config) == str(folder / f"step-0000000{step}")
-    assert explain.source_of(ExplainConfig(init_from="gpt2", checkpoint="best")) == "gpt2"

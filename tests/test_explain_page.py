@@ -136,7 +136,7 @@ def test_the_page_holds_the_document_and_escapes_it(plain):
 def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
     page = show(plain, width, scheme)
     for done in (0, 5, len(plain["tiles"]["steps"])):
-        page.evaluate(f"goTo({done}); circle.goTo({done})")
+        page.evaluate(f"goTo({done})")
         page.eval_on_selector_all("details", "all => all.forEach(d => { d.open = true })")
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
         # No text of one element over that of another, and nothing cut off outside its own box.
@@ -159,7 +159,7 @@ def test_it_fits_is_painted_and_follows_the_scheme(show, plain, width, scheme):
 def test_a_hostile_prompt_is_shown_as_text(show, said):
     shown = document(HOSTILE)
     about, caches, image = shown["about"], shown["caches"], "<img src=x onerror='taken=4'>"
-    about["source"] = about["device"] = about["backend"] = shown["costs"]["gpu"] = image
+    about["source"] = about["device"] = about["backend"] = image
     about["notes"].append(image)
     about["refused"].append({"name": image, "why": [image]})
     for token in (*about["tokens"], *caches["prompt"], caches["token"]):  # as GPT-2's may be
@@ -169,8 +169,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said):
     page.locator("#map-tokens button").last.click()
     assert page.inner_text("#prompt") == HOSTILE
     for part in ("#notes", "#agreement", "#query-title", "#map-tokens", "#tile-rows",
-                 "#cache-step", "#cost-about",
-                 "#query-name"):  # fmt: skip
+                 "#cache-step"):  # fmt: skip
         assert image in page.inner_text(part), part
     assert page.evaluate("typeof taken") == "undefined"
     assert page.locator("script").count() == 2 and page.locator("img").count() == 0
@@ -256,14 +255,13 @@ def test_the_verdict_is_the_documents(show, plain):
     assert numbers(show(plain), "#agreement") == [a["error"], a["allowed"]]
     wrong = deepcopy(plain)
     wrong["maps"]["layers"][1]["agrees"] = wrong["caches"]["agree"] = False
-    for compared in (wrong["ring"], *wrong["tiles"]["heads"]):
+    for compared in wrong["tiles"]["heads"]:
         compared["error"] = 2 * compared["allowed"]
     for shown, kind in ((plain, "good"), (wrong, "bad")):
         page = show(shown)
         page.click("#player-to-end")
-        page.click("#ring-player-to-end")
-        assert page.locator(f"#checks .{kind}").count() == 4
-        for verdict in ("#agreement", "#difference", "#ring-verdict", "#cache-verdict"):
+        assert page.locator(f"#checks .{kind}").count() == 3
+        for verdict in ("#agreement", "#difference", "#cache-verdict"):
             assert page.get_attribute(verdict, "class") == f"verdict {kind}"
 
 
@@ -346,7 +344,7 @@ def test_it_plays_pauses_and_plays_again(show, plain):
     assert page.get_attribute("#player-play", "aria-label") == "Play"
 
 
-# --- caches, cost, ring ---
+# --- caches ---
 
 
 @pytest.mark.parametrize("which", ["plain", "windowed"])
@@ -393,77 +391,6 @@ def test_the_caches_show_what_is_read_and_written(show, which, request):
     ]  # fmt: skip
 
 
-def test_the_cost_is_the_rooflines(show, plain):
-    page = show(plain)
-    costs = plain["costs"]
-    assert page.get_attribute("#length", "max") == str(len(costs["rows"]) - 1)
-    for n, row in enumerate(costs["rows"]):
-        page.fill("#length", str(n))
-        want = []
-        for cost in (row["manual"], row["tiled"]):
-            least = max(cost["flops"] / costs["peak"], cost["bytes"] / costs["bandwidth"])
-            assert cost["seconds"] == pytest.approx(least)
-            want += [cost["flops"], cost["bytes"], cost["intensity"], cost["seconds"]]
-        assert numbers(page, "#cost-said") == want
-        said = page.inner_text("#cost-said")
-        assert f"T = {row['T']:,}." in said and row["tiled"]["bound"] in said
-
-
-RING = """() => {
-  const numbers = where => [...document.querySelectorAll(where + " data")].map(e => e.value);
-  const rows = [...document.querySelectorAll("#growing tbody tr")];
-  return {
-    processes: [...$("processes").children].map(e => e.innerText),
-    bytes: numbers("#processes"), all: numbers("#ring-sent .hint"),
-    cells: [...document.querySelectorAll("#pairs i")].map(e => [e.className, e.innerText]),
-    grown: numbers("#growing"),
-    steps: rows.map(e => e.firstChild.innerText) }; }"""
-
-
-@pytest.mark.parametrize("which", ["plain", "windowed"])
-def test_every_step_of_the_ring_shows_its_numbers(show, which, request):
-    shown = request.getfixturevalue(which)
-    ring, T = shown["ring"], len(shown["about"]["tokens"])
-    n, c = ring["n"], ring["chunk"]
-    part, L, O = (unpack(ring[name]) for name in ("part", "L", "O"))
-    page = show(shown)
-    assert page.is_disabled("#ring-player-back") and numbers(page, "#ring-sent") == [0]
-    query = T - 1
-    for step in range(n):
-        page.click("#ring-player-step")
-        if step == 1:
-            page.focus("#ring-player")
-            page.keyboard.press("ArrowUp")
-            query -= 1
-        look = page.evaluate(RING)
-        sent = [sum(ring["sent"][s][r] for s in range(step + 1)) for r in range(n)]
-        assert read(look["bytes"]) == sent and read(look["all"]) == [sum(sent)]
-        where = {(t["queries"], t["keys"]): t for t in ring["tiles"]}
-        for at, (kinds, text) in enumerate(look["cells"]):
-            tile = where.get(divmod(at, 2 * n))
-            if tile is None:
-                assert (kinds, text) == ("hatch", "")
-                continue
-            assert text == str(tile["step"]) and ("part" in kinds) == tile["masked"]
-            assert ("now" in kinds) == (tile["step"] == step)
-            assert ("done" in kinds) == (tile["step"] < step)
-        visits = [k for k, t in enumerate(ring["tiles"])
-                  if t["queries"] == query // c and t["step"] <= step]  # fmt: skip
-        assert look["steps"] == [*(str(ring["tiles"][k]["step"]) for k in visits)]
-        want, before = [], -np.inf
-        for k in visits:
-            now = float(L[k, query % c])
-            old = np.exp(before - now) if np.isfinite(now) else 1.0
-            length = np.linalg.norm(O[k, query % c].astype(float))
-            want += [float(part[k, query % c]), now, old, length]
-            before = now
-        assert read(look["grown"]) == pytest.approx(want, abs=1e-6)
-        numbers(page, "#growing")  # shown as they are
-    assert numbers(page, "#ring-verdict") == [ring["difference"], ring["error"], ring["allowed"]]
-    assert page.get_attribute("#ring-verdict", "class") == "verdict good"
-    assert page.is_disabled("#ring-player-step")
-
-
 # --- the keyboard ---
 
 
@@ -473,14 +400,14 @@ def test_all_of_it_works_with_the_keyboard(show, plain):
     keys = page.keyboard
     page.evaluate("$('player-speed').selectedOptions[0].value = 1e-6")  # a step in 11 days
     reached = []
-    while not reached or reached[-1] != "ring-player-scrub":
+    while not reached or reached[-1] != "cache":
         keys.press("Tab")
         reached.append(
             page.evaluate("""() => { const e = document.activeElement;
           return e.id || e.parentElement.id || e.parentElement.parentElement?.id; }""")
         )
     for name in ("thumbs", "map", "map-tokens", "player", "tile-head", "player-play",
-                 "player-scrub", "cache-tokens", "length", "ring-player"):  # fmt: skip
+                 "player-scrub", "cache-tokens"):  # fmt: skip
         assert name in reached, name
 
     page.locator("#thumbs [tabindex='0']").focus()

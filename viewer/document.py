@@ -1,6 +1,6 @@
 """The JSON document of explain.py, which page.py and text.py show.
 
-T tokens, L layers, H query heads of D numbers. Sizes are in bytes, times in seconds.
+T tokens, L layers, H query heads of D numbers. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -133,28 +133,6 @@ class Tiles(TypedDict):
     heads: list[TracedHead]  # of the layer shown first
 
 
-class RingTile(TypedDict):
-    step: int
-    rank: int  # of the process
-    queries: int  # chunk
-    keys: int  # chunk
-    masked: bool  # partly
-
-
-class Played(Compared):
-    """attention/ring.py, forward, for one head: 2 n chunks, V tiles."""
-
-    n: int  # processes
-    chunk: int  # positions in a chunk, padding included
-    chunks: list[list[int]]  # of each process
-    homes: list[list[int]]  # [step][process]: whose keys and values are there
-    sent: list[list[int]]  # [step][process]
-    tiles: list[RingTile]
-    part: Packed  # (V, chunk) log-sum-exp over this tile's keys; -inf: no key
-    L: Packed  # (V, chunk) the same over all keys so far
-    O: Packed  # (V, chunk, D) output over all keys so far
-
-
 class CacheStep(TypedDict):
     """One decode step through one cache, in layer 0. Cells are numbered page by page."""
 
@@ -187,45 +165,11 @@ class Caches(TypedDict):
     agree: bool
 
 
-class Cost(TypedDict):
-    """One forward pass of attention under the roofline."""
-
-    flops: int
-    bytes: int
-    intensity: float  # FLOPs per byte
-    seconds: float
-    bound: str  # memory, compute
-
-
-class CostRow(TypedDict):
-    T: int
-    manual: Cost
-    tiled: Cost
-
-
-class Costs(TypedDict):
-    """One layer of this model's attention, forward, batch 1."""
-
-    gpu: str
-    dtype: str
-    peak: float  # FLOP/s
-    peak_source: str
-    bandwidth: float  # bytes per second
-    bandwidth_source: str
-    ridge: float  # FLOPs per byte
-    block_m: int
-    block_n: int
-    fast_memory: int  # on chip
-    rows: list[CostRow]
-
-
 class Document(TypedDict):
     about: About
     maps: Maps
     tiles: Tiles
-    ring: Played
     caches: Caches
-    costs: Costs
 
 
 LABELS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}

@@ -15,8 +15,6 @@ function opening() {
     check(agreeing === L, `${about.backend} agrees with the formula in ${agreeing} of ${L} layers`),
     check(close === tiles.heads.length, `tiled gives the right output in ${close} of `
       + `${many(tiles.heads.length, "head")} of layer ${about.layer}`),
-    check(ring.error <= ring.allowed, `${many(ring.n, "process", "processes")} of a ring give the `
-      + "same output"),
     check(caches.agree, `${caches.steps.length} caches give the logits that no cache gives`));
   $("notes").append(...about.notes.map((note) => h("p", { class: "note" }, note)),
     ...about.refused.map(refusal));
@@ -35,7 +33,6 @@ $("to-player").addEventListener("click", () => {
 });
 buildPlayer();
 buildCaches();
-buildCosts();
 
 /** Everything that depends on the width or the colours. */
 function draw() {
@@ -43,8 +40,6 @@ function draw() {
   drawMaps();
   if (player.head === null) choosePlayed(about.head);
   else drawPlayer();
-  drawCosts();
-  drawRing();
 }
 draw();
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from viewer.document import Document
 
 HERE = Path(__file__).parent
-PARTS = ("common", "maps", "board", "tiles", "caches", "costs", "ring")  # page_*.js, then page.js
+PARTS = ("common", "maps", "board", "tiles", "caches")  # page_*.js, then page.js
 
 
 def render(document: Document) -> str:

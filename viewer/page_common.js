@@ -2,7 +2,7 @@
 // Shared by all parts. Every number comes from the document; text is set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
-const { about, maps, tiles, caches, costs } = doc;
+const { about, maps, tiles, caches } = doc;
 const T = about.tokens.length;
 const L = about.n_layer;
 const H = about.n_head;
@@ -13,7 +13,7 @@ const $ = (id) => document.getElementById(id);
 
 /** An element with attributes ("on..." are listeners) and children; strings become text. */
 function h(tag, attributes = {}, ...children) {
-  const svg = /^(svg|g|path|line|circle|rect|text)$/.test(tag);
+  const svg = /^(svg|path)$/.test(tag);
   const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -58,9 +58,6 @@ function scaled(x, unit) {
   return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
 }
 
-const seconds = (s) => (s < 1e-6 ? scaled(s * 1e9, "ns") : s < 1e-3 ? scaled(s * 1e6, "µs")
-  : s < 1 ? scaled(s * 1e3, "ms") : scaled(s, "s"));
-
 function real(x, decimals = 4) {
   if (Number.isNaN(x)) return "";
   if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
@@ -77,7 +74,6 @@ const td = (...children) => h("td", {}, ...children);
 const th = (child, more) => h("th", { scope: "col", ...more }, child);
 const rowHead = (child) => h("th", { scope: "row" }, child);
 const hint = (...children) => h("p", { class: "hint" }, ...children);
-const named = (algorithm) => h("b", { class: `${algorithm}-text` }, algorithm);
 const entry = (...children) => h("span", {}, ...children); // of a legend
 const judged = (good) => `verdict ${good ? "good" : "bad"}`;
 const compared = (id, said, name, found) => h("p",
@@ -241,19 +237,19 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
   return self;
 }
 
-// ----------------------------------------------------------------------------------------- players
+// ------------------------------------------------------------------------------------------ player
 
 const ICONS = {
   "to-start": "M3 3h2v10H3zM13 3v10L6 8z", back: "M12 3v10L4 8z", play: "M4 2.5v11L13.5 8z",
   pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
 };
 
-/** Buttons, keys and a slider of a player of n steps; draw() shows the state after `done` steps.
+/** Buttons, keys and a slider of the tile player; draw() shows the state after `done` of n tiles.
  *
- * box: the player's id, the prefix of its elements' ids. keys: more key bindings.
+ * keys: more key bindings.
  */
-function transport(box, unit, n, rate, draw, keys = {}) {
-  const at = (id) => $(`${box}-${id}`);
+function transport(n, rate, draw, keys) {
+  const at = (id) => $(`player-${id}`);
   const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
     h("path", { d: ICONS[name] }));
   const self = { done: 0, timer: 0, playing: false };
@@ -270,7 +266,7 @@ function transport(box, unit, n, rate, draw, keys = {}) {
     self.playing = on;
     at("play").replaceChildren(icon(on ? "pause" : "play"));
     at("play").setAttribute("aria-label", on ? "Pause" : "Play");
-    $(`${unit}-text`).setAttribute("aria-live", on ? "off" : "polite");
+    $("tile-text").setAttribute("aria-live", on ? "off" : "polite");
     if (!on) return;
     if (self.done === n) self.moveTo(0);
     const next = () => {
@@ -297,19 +293,18 @@ function transport(box, unit, n, rate, draw, keys = {}) {
     ...keys,
   };
   const buttons = [["to-start", "Home", "Back to the start"],
-    ["back", "ArrowLeft", `One ${unit} back`], ["play", " ", "Play"],
-    ["step", "ArrowRight", `One ${unit} on`], ["to-end", "End", "On to the end"]];
+    ["back", "ArrowLeft", "One tile back"], ["play", " ", "Play"],
+    ["step", "ArrowRight", "One tile on"], ["to-end", "End", "On to the end"]];
   const rates = [0.5, 1, 2, 4, 8, 16, 32].map((x) => h("option", { value: x,
     selected: x === rate }, x === 0.5 ? "½" : String(x)));
-  const name = unit[0].toUpperCase() + unit.slice(1);
-  const controls = $(box).querySelector(".controls");
+  const controls = $("player").querySelector(".controls");
   controls.append(h("div", { class: "transport", role: "group", "aria-label": "Playing" },
-    buttons.map(([id, key, said]) => h("button", { type: "button", id: `${box}-${id}`,
+    buttons.map(([id, key, said]) => h("button", { type: "button", id: `player-${id}`,
       "aria-label": said, class: id, onclick: all[key] }, icon(id)))),
-  h("label", {}, `${name}s a second `, h("select", { id: `${box}-speed` }, rates)));
-  controls.after(h("input", { type: "range", id: `${box}-scrub`, max: n, value: 0,
-    "aria-label": `${name}s done`, oninput: () => self.goTo(Number(at("scrub").value)) }));
-  $(box).addEventListener("keydown", (e) => {
+  h("label", {}, "Tiles a second ", h("select", { id: "player-speed" }, rates)));
+  controls.after(h("input", { type: "range", id: "player-scrub", max: n, value: 0,
+    "aria-label": "Tiles done", oninput: () => self.goTo(Number(at("scrub").value)) }));
+  $("player").addEventListener("keydown", (e) => {
     if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
     if (!(e.key in all) || (e.key === " " && e.target.closest("button"))) return; // its own space
     e.preventDefault();

@@ -6,7 +6,7 @@ const M = tiles.block_m;
 const B = tiles.block_n;
 
 const block = () => (player.done > 0 ? tiles.steps[player.done - 1].i : -1);
-const player = Object.assign(transport("player", "tile", N, N > 100 ? 8 : 2, drawPlayer, {
+const player = Object.assign(transport(N, N > 100 ? 8 : 2, drawPlayer, {
   PageUp: () => goTo(Math.max(block() - 1, 0) * tiles.n_cols + 1),
   PageDown: () => goTo((block() + 1) * tiles.n_cols + 1),
 }), { head: null });
@@ -58,7 +58,8 @@ function tileText(step) {
   const queries = range(step.rows, "query", "queries");
   const keys = range(step.cols, "key", "keys");
   if (step.skipped) {
-    const why = step.cols[0] >= step.rows[1] ? "later than" : "outside the window of";
+    const why = step.cols[0] >= step.rows[1] ? "later than"
+      : about.segments === null ? "outside the window of" : "hidden from";
     return `Skipped: ${keys}, ${why} ${queries}.`;
   }
   const scores = unpack(player.head.scores).subarray(step.at * M * B, (step.at + 1) * M * B);
@@ -147,7 +148,7 @@ function drawCounters() {
     meter("tiled", step.read_so_far, step.written_so_far,
       `by this tile ${int(step.read)} read, ${int(step.written)} written`),
     meter("manual", manual.read, manual.written, manual.text),
-    hint("Small tiles on a short text may move more than manual; part 4 has long texts."));
+    hint("Small tiles on a short text may move more than manual; page 5 of the course has long ones."));
 }
 
 function drawPlayer() {

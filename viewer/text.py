@@ -23,8 +23,6 @@ def render(document: doc.Document) -> str:
         attention_map(document, about["layer"], about["head"]),
         tile_walk(document, about["layer"], about["head"]),
         caches(document["caches"]),
-        costs(document["costs"], about["n_head"]),
-        ring(document["ring"], len(about["tokens"])),
     )
     return "\n".join(line[:WIDTH].rstrip() for part in parts for line in [*part, ""])
 
@@ -131,31 +129,6 @@ def grid(
     return [*lines, "", "            x wholly visible   / partly masked   . skipped"]
 
 
-def ring(found: doc.Played, T: int) -> list[str]:
-    n, c = found["n"], found["chunk"]
-    many = "1 process" if n == 1 else f"{n} processes"
-    lines = title(f"RING of layer {found['layer']}, head {found['head']}: {many}")
-    lines += wrap(
-        f"{2 * n} chunks of {c} tokens. Queries stay, keys and values move. A pair is a chunk of "
-        "queries and one of keys; /: partly masked; others are skipped."
-    )
-    lines += ["", f"{'step':>4}{'process':>9}{'K, V of':>9}  {'pairs':38}{'sent so far':>12}"]
-    for step, homes in enumerate(found["homes"]):
-        for rank, home in enumerate(homes):
-            mine = [t for t in found["tiles"] if (t["step"], t["rank"]) == (step, rank)]
-            pairs = " ".join(f"{t['queries']},{t['keys']}{'/' * t['masked']}" for t in mine)
-            sent = amount(sum(at[rank] for at in found["sent"][: step + 1]))
-            lines.append(f"{step:>4}{rank:>9}{home:>9}  {pairs:38}{sent:>12}")
-    lines += ["", f"The last query, {T - 1}, tile by tile:", ""]
-    lines.append(f"{'step':>4}{'keys':>13}{'L of these':>12}{'L so far':>12}{'|O|':>12}")
-    part, L, O = (unpack(found[name])[:, (T - 1) % c] for name in ("part", "L", "O"))
-    for at, t in enumerate(found["tiles"]):
-        if t["queries"] == (T - 1) // c:
-            keys, size = span([t["keys"] * c, (t["keys"] + 1) * c]), float(np.linalg.norm(O[at]))
-            lines.append(f"{t['step']:>4}{keys:>13}{part[at]:>12.4f}{L[at]:>12.4f}{size:>12.4f}")
-    return lines + verdict("The ring's output", found)
-
-
 def verdict(name: str, found: doc.Compared) -> list[str]:
     agrees = "agrees" if found["error"] <= found["allowed"] else "does NOT agree"
     return wrap(
@@ -198,27 +171,6 @@ def cells(step: doc.CacheStep) -> list[str]:
     ]
 
 
-def costs(found: doc.Costs, n_head: int) -> list[str]:
-    lines = title(f"COST on one {found['gpu']}, {found['dtype']}")
-    lines += wrap(
-        f"One layer forward, batch 1, {n_head} heads, tiles of {found['block_m']} x "
-        f"{found['block_n']}, the largest that fit into {amount(found['fast_memory'])}. Peak "
-        f"{found['peak'] / 1e12:,.4g} TFLOP/s ({found['peak_source']}), "
-        f"{found['bandwidth'] / 1e9:,.4g} GB/s ({found['bandwidth_source']}). Ridge: "
-        f"{found['ridge']:.0f} FLOPs a byte (F/B). time: the least possible."
-    )
-    columns = f"{'FLOPs':>9}{'bytes':>9}{'F/B':>6}{'time':>10}  "
-    lines += ["", f"{'':8}{'manual':^36}{'tiled':^36}", f"{'T':>7} {columns}{columns}"]
-    for row in found["rows"]:
-        numbers = "".join(
-            f"{scaled(c['flops']):>9}{scaled(c['bytes']):>9}{c['intensity']:>6.0f}"
-            f"{duration(c['seconds']):>8} {c['bound'][0]}  "
-            for c in (row["manual"], row["tiled"])
-        )
-        lines.append(f"{row['T']:>7,} {numbers}")
-    return [*lines, "", "m: memory-bound, c: compute-bound"]
-
-
 # --- words and numbers ---
 
 
@@ -230,21 +182,13 @@ def wrap(*texts: str) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
 
 
-def scaled(n: float, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
-    """Three digits and a unit: "12.3 M"."""
-    for unit in units:
-        if n < 999.5 or unit == units[-1]:
-            break
+def amount(n: float) -> str:
+    """Three digits and a unit: "12.3 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if n < 999.5:
+            return f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} {unit}" if unit else f"{n:.0f}  "
-
-
-def amount(n: int) -> str:
-    return f"{scaled(n).rstrip()}{'B' if n >= 999.5 else ' B'}"
-
-
-def duration(seconds: float) -> str:
-    return scaled(seconds * 1e9, ("ns", "us", "ms", "s"))
+    return f"{n:.3g} GB"
 
 
 def span(ends: Sequence[int]) -> str:

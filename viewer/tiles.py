@@ -1,4 +1,16 @@
-"""The trace of attention/tiled.py on the model's own q, k and v; bytes are of all heads."""
+"""The trace of attention/tiled.py on the model's own q, k and v; bytes are of all heads.
+
+T tokens, H query heads, s bytes per element, G = H / Hkv.
+
+    manual  writes and reads S = Q K^T and P = softmax(S), H T^2 elements each.
+    tiled   reads Q once, and K and V once per block of queries, without skipped tiles.
+
+A tile of B_r queries and B_c keys needs on chip, for Q_i, K_j, V_j and O_i, S_ij, m_i, l_i,
+
+    M = s (G B_r D + 2 B_c D) + 4 G (B_r D + B_r B_c + 2 B_r)
+
+bytes. Traffic is O(T^2 D^2 / M) (Dao et al. 2022, arXiv 2205.14135, Theorem 2).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +21,7 @@ from torch import Tensor
 
 from attention import Spec, tiled
 from attention.tiled import blocks
-from viewer.cost import fast_memory, manual_steps, size_inside, size_of
-from viewer.document import Tiles, TileStep, TracedHead, pack
+from viewer.document import ManualStep, Tiles, TileStep, TracedHead, pack
 from viewer.maps import Call, compared
 
 MOST_TILES = 1024  # of one head
@@ -103,6 +114,39 @@ def steps(trace: list[Tile], spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -
                 "read": read, "written": written, "read_so_far": reads, "written_so_far": writes,
             })  # fmt: skip
     return found
+
+
+def size_of(spec: Spec) -> int:
+    """Bytes per element of q, k, v and out."""
+    return getattr(torch, spec.dtype).itemsize
+
+
+def size_inside(spec: Spec) -> int:
+    """Bytes per element of O_i, S_ij, m, l and L."""
+    return max(4, size_of(spec))
+
+
+def fast_memory(spec: Spec, B_r: int, B_c: int) -> int:
+    """Bytes on chip for a tile of B_r queries and B_c keys: M above."""
+    s, acc, D, G = size_of(spec), size_inside(spec), spec.head_dim, spec.n_head // spec.n_kv_head
+    return s * (G * B_r * D + 2 * B_c * D) + acc * G * (B_r * D + B_r * B_c + 2 * B_r)
+
+
+def manual_steps(spec: Spec, T: int) -> list[ManualStep]:
+    """The three passes of the standard algorithm (Dao et al. 2022, Algorithm 0)."""
+    s, D, H, Hkv = size_of(spec), spec.head_dim, spec.n_head, spec.n_kv_head
+    q, kv, square = s * H * T * D, s * Hkv * T * D, s * H * T * T
+    steps: list[ManualStep] = []
+    reads = writes = 0
+    for name, read, written in (
+        ("S = Q K^T", q + kv, square),
+        ("P = softmax(S)", square, square),
+        ("O = P V", square + kv, q),
+    ):
+        reads, writes = reads + read, writes + written
+        steps.append({"name": name, "read": read, "written": written, "read_so_far": reads,
+                      "written_so_far": writes})  # fmt: skip
+    return steps
 
 
 def padded(parts: list[Tensor], *shape: int) -> Tensor:

@@ -10,10 +10,9 @@ import torch
 from attention import BACKENDS, Spec, manual, tiled, views
 from core.settings import UserError
 from course.format import Numbers, drawing, megabytes, plain, table
-from viewer.cost import fast_memory, manual_steps
 from viewer.document import TileStep
 from viewer.text import grid
-from viewer.tiles import Tile, steps, trace_of
+from viewer.tiles import Tile, fast_memory, manual_steps, steps, trace_of
 
 
 def one_query(
