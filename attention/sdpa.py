@@ -55,13 +55,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     on_cpu = q.device.type == "cpu" and cache is None and not torch.compiler.is_compiling()
     if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
         return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
-    return _attend(q, k, v, spec, segments=segments, cache=cache, kernel=kernel)
+    square = not masked and cache is None and q.shape[1] == k.shape[1]
+    call = call_sdpa if square else call_in_blocks
+    return call(q, k, v, spec, segments=segments, cache=cache, kernel=kernel)
 
 
-@in_blocks
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-            cache: StaticView | None = None,
-            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+              cache: StaticView | None = None,
+              kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
     Tq, Tk = q.shape[1], k.shape[1]
     if Tk == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
@@ -96,6 +97,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
             scale=spec.scale, enable_gqa=grouped)  # fmt: skip
     return out.transpose(1, 2)
+
+
+call_in_blocks = in_blocks(call_sdpa)
 
 
 def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
