@@ -1,4 +1,4 @@
-"""Records: a folder DATE_DEVICE_SLUG with record.json, README.md and pictures.
+"""Records: a folder DATE_DEVICE_SLUG with record.json and README.md.
 
 record.json has every round, machine, software and settings, with hashes of the rounds and of the
 Python source.
@@ -13,7 +13,7 @@ import subprocess
 from datetime import date
 from pathlib import Path
 
-from bench import Json, pictures, tables
+from bench import Json, tables
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,11 +90,10 @@ def folder_of(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also the pictures and README.md.
+    """Write record.json atomically; if `whole` also README.md.
 
     Raises UserError if the folder cannot be written.
     """
-    drawn = pictures.draw(content) if whole and "rows" in content else {}
     text = json.dumps(seal(content), indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,9 +101,7 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(folder / "record.json")
         if whole:
-            (folder / "README.md").write_text(readme(content, list(drawn)), encoding="utf-8")
-        for name, picture in drawn.items():
-            (folder / f"{name}.png").write_bytes(picture)
+            (folder / "README.md").write_text(readme(content), encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
 
@@ -204,7 +201,7 @@ def sections(content: Json) -> list[tuple[str, tables.Cells]]:
     return found
 
 
-def readme(content: Json, pictures: list[str]) -> str:
+def readme(content: Json) -> str:
     """Return the README.md of a record."""
     parts = [f"# {title(content)}"]
     if "incomplete" in content:
@@ -214,6 +211,5 @@ def readme(content: Json, pictures: list[str]) -> str:
     parts += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
     for name, made in sections(content):
         parts += [f"## {name}", tables.markdown(made)]
-    parts += [f"![{name}]({name}.png)" for name in pictures]
     parts.append("[Every round](record.json)")
     return "\n\n".join(parts) + "\n"

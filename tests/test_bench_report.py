@@ -1,4 +1,4 @@
-"""What is made of a record: the answers in words, the comparison, tables and pictures."""
+"""What is made of a record: the answers in words, the comparison and the tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bench_mfu
-from bench import pictures, records, tables
+from bench import records, tables
 from bench.config import BenchConfig
 from core.settings import UserError
 from train import TrainConfig
@@ -221,15 +221,3 @@ def test_what_is_no_record_is_refused(tmp_path):
         (tmp_path / "record.json").write_text(json.dumps(other), encoding="utf-8")
         with pytest.raises(UserError, match="record"):
             records.read(tmp_path)
-
-
-# ----------------------------------------------------------------------------- tables, pictures
-
-
-def test_the_pictures_of_a_record(tmp_path):
-    records.write(tmp_path, content([*TRAIN, *KERNEL]))
-    assert {p.stem for p in tmp_path.glob("*.png")} == {"speed", "length"}
-    for lengths, names in ((KERNEL[:1], set()), (KERNEL[:3], {"length"})):
-        assert pictures.draw(content(lengths, "kernel")).keys() == names
-    for file in tmp_path.glob("*.png"):
-        assert file.read_bytes().startswith(b"\x89PNG")
