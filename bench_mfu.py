@@ -6,7 +6,6 @@
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
     python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
     python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py --help                             every option
 
@@ -28,7 +27,6 @@ from pathlib import Path
 
 from bench import Json, candidates, hf, modes, qualify, records, rows, tables
 from bench.bench import Bench
-from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.plan import planned
@@ -36,7 +34,7 @@ from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
 from core.settings import UserError, exit_on_user_error
 
-MODES = (*modes.MODES, "qualify", "compare", "plan")
+MODES = (*modes.MODES, "qualify", "plan")
 
 
 def run(mode: str, argv: list[str]) -> int:
@@ -191,16 +189,6 @@ def show(content: Json) -> None:
     print("", *content["answers"], sep="\n")
 
 
-def compare(paths: list[str]) -> int:
-    if len(paths) != 2:
-        raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = compare_records(*map(records.read, paths))
-    print(f"A: {paths[0]}", f"B: {paths[1]}", *notes, sep="\n")
-    if table[1]:
-        print(tables.markdown(table))
-    return 0
-
-
 def main(argv: list[str]) -> int:
     mode, rest = "train", argv
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
@@ -208,7 +196,7 @@ def main(argv: list[str]) -> int:
         if mode not in MODES:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     try:
-        return compare(rest) if mode == "compare" else run(mode, rest)
+        return run(mode, rest)
     except KeyboardInterrupt:
         print("\nstopped before anything was measured", file=sys.stderr)
         return 130

@@ -28,7 +28,7 @@ KVCache = Literal["none", "dynamic", "static", "paged"]
 @dataclass(frozen=True)
 class Knobs:
     """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
-    kernel, decode, converge, qualify, compare and plan. Options and config files of the model are
+    kernel, decode, converge, qualify and plan. Options and config files of the model are
     train.py's; its options of a run (out_dir, eval_interval, wandb_log) have no effect."""
 
     # --- what is measured ---

@@ -17,7 +17,7 @@ from bench import Json, tables
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMAT = 2  # format 1, without hashes and proofs, can be read and compared
+FORMAT = 2  # format 1, without hashes and proofs, stays on the board
 TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
           "decode": "Generation", "converge": "Final losses and the baseline's"}  # fmt: skip
 # Entries of a qualify record that its stages share.
@@ -104,20 +104,6 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
             (folder / "README.md").write_text(readme(content), encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
-
-
-def read(path: str | Path) -> Json:
-    """Read a record, given its folder or record.json. Raises UserError if it cannot."""
-    path = Path(path)
-    path = path / "record.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read record {path} ({e})") from None
-    known = isinstance(content, dict) and content.get("format") in (1, FORMAT)
-    if not known or not {"rows", "stages"} & content.keys():
-        raise UserError(f"{path} is not a record of bench_mfu.py, format {FORMAT}")
-    return content
 
 
 def title(content: Json) -> str:

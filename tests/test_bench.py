@@ -27,7 +27,7 @@ from bench.config import BenchConfig, Flat, load_config
 from bench.job import Job
 from bench.kernels import Kernels
 from bench.process import Failure, Outcome
-from bench.stats import Summary, exceeds_noise
+from bench.stats import Summary
 from core import flops
 from core.settings import UserError
 from model import GPTConfig
@@ -377,8 +377,6 @@ def test_a_config_file_is_read_by_name_or_as_config(monkeypatch):
         (["kernel", "--rival=hf"], "--rival"),
         (["converge", "--steps=15"], "15"),
         (["--n_embd=33"], "n_embd"),
-        (["compare", "a"], "compare"),
-        (["compare", "/none/a", "/none/b"], "/none/a"),
         (["nomode"], "nomode"),
         (["--seeds=2"], "--seeds"),
         (["converge", "--paths=float32", "--backends=sdpa"], "--paths"),
@@ -503,10 +501,3 @@ def test_median_quartiles_and_noise():
     assert rows.begin("train", "a", {}, outcome)["noisy"] is False  # 2 of 102
     outcome = Outcome(rounds=[{"ms": 100.0 + x} for x in (0, 1, 2, 30, 40)])
     assert rows.begin("train", "a", {}, outcome)["noisy"] is True
-
-
-def test_a_difference_must_exceed_both_spreads():
-    a, b = Summary.of([97, 98, 100, 102, 103]), Summary.of([107, 108, 110, 112, 113])
-    assert exceeds_noise(a, b) and exceeds_noise(b, a)
-    assert not exceeds_noise(a, Summary.of([103, 104, 107, 111, 112]))
-    assert exceeds_noise(a, Summary.of([110.0])) is None

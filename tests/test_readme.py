@@ -83,8 +83,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         parser().parse_args(rest[2:])
     elif rest[0] == "bench_mfu.py":
         words = rest[1:]
-        if words[:1] != ["compare"]:
-            load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
+        load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
     elif rest[:2] == ["-m", "course.exercises"]:
