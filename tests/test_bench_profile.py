@@ -117,7 +117,6 @@ def test_the_roofline_of_a_gpu_that_is_not_here():
         (["--roofline=NVIDIA H2000"], "NVIDIA H2000"),
         (["--roofline=RTX 409"], "'NVIDIA GeForce RTX 4090'"),
         (["--roofline=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
-        (["--roofline=NVIDIA H200", "--batch_size=auto"], "--batch_size"),
         (["kernel", "--profile", "--device=cpu"], "--profile"),
         (["decode", "--roofline=NVIDIA H200"], "--roofline"),
         (["--products_tflops=0"], "products_tflops"),
@@ -334,7 +333,7 @@ def test_a_profile_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     in_process.use(monkeypatch)
     argv = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=16",
             "--vocab_size=64", "--batch_size=2", "--peak_tflops=0.5", "--rounds=1",
-            "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", "--sweep=False",
+            "--seconds=0.01", "--warm_up_steps=1", "--backends=manual", 
             "--gradient_accumulation_steps=3",
             "--profile", "--record=p", f"--records_dir={tmp_path}", "--json",
             "--bandwidth_gbs=20"]  # fmt: skip

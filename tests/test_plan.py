@@ -511,7 +511,6 @@ def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
         (["--gpu=NVIDIA H20O"], "NVIDIA H200"),  # the name that is near
         (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
         (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-        (["--gpu=NVIDIA H200", "--batch_size=auto"], "--batch_size"),
         (["--gpu=NVIDIA L40S"], "--memory_gb"),
         (["--gpu=NVIDIA H200", "--record=x"], "--record"),
     ],

@@ -209,7 +209,7 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
         "--device=cpu", f"--attention_backend={chunked}"])  # fmt: skip
     assert code == 0 and said
     in_process.use(monkeypatch)
-    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--sweep=False", "--json"]
+    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--json"]
     code, said, _ = test_train.enter(bench_mfu.main, config)
     rows = {row["backend"]: row["status"] for row in json.loads(said.splitlines()[-1])["rows"]}
     assert code == 0 and rows == {"sdpa": "ok", chunked: "ok"}

@@ -11,8 +11,7 @@ from typing import Any
 from attention.machine.gpus import SERVERS, find_rated
 from bench import Json, modes, tables
 from bench.config import BenchConfig, vocabulary
-from bench.fitting import SHARE
-from bench.plan.scale import KINDS, Cluster, Job, Plan, parameters
+from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan, parameters
 from core import flops
 from core.settings import UserError
 
@@ -72,17 +71,15 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
 def run(config: BenchConfig) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
     at, said = cluster(config)
-    if config.fixed_batch is None:
-        raise UserError("plan needs a --batch_size")
     if config.record is not None:
         raise UserError("plan does not support --record: it measures nothing")
     train = config.train
     vocab_size, source = vocabulary(config)
     model = train.model(vocab_size)
     residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
-    sequences = config.fixed_batch * train.gradient_accumulation_steps
+    sequences = config.batch_size * train.gradient_accumulation_steps
     checkpointing, clip = train.gradient_checkpointing, bool(train.grad_clip)
-    job = Job(model, sequences, config.fixed_batch, checkpointing, clip, residual)
+    job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
     every = {n: plans(config, job, at, n) for n in config.gpus}
     print(
         f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bench import roofline
-from bench.fitting import SHARE
 from core.flops import Peak
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPTConfig
 
+SHARE = 0.95  # of the memory that may be used
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
 # Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
 # protocol LL128 (src/graph/tuning.cc, hwLat).
