@@ -1,7 +1,6 @@
 """Measure attention backends side by side: speed, MFU, memory, error.
 
     python bench_mfu.py train --profile                    training steps, every backend
-    python bench_mfu.py train --roofline="NVIDIA H200"     the least time of each part on any GPU
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
@@ -45,8 +44,6 @@ def run(mode: str, argv: list[str]) -> int:
     check(mode, config)
     if mode == "plan":
         return planned.run(config)
-    if config.roofline:
-        return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
     vocab_size, source = vocabulary(config)
@@ -117,7 +114,7 @@ def run(mode: str, argv: list[str]) -> int:
 
 
 OF_MODES = {  # options of some modes only
-    ("profile", "roofline"): ("train",),
+    ("profile",): ("train",),
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
@@ -141,8 +138,8 @@ def check(mode: str, config: BenchConfig) -> None:
             raise UserError(f"{options}: for {', '.join(where)} only, got mode {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("give either --paths or --backends")
-    if config.hf and (config.baseline or config.profile or config.roofline):
-        raise UserError("--hf does not support --rival, --profile and --roofline")
+    if config.hf and (config.baseline or config.profile):
+        raise UserError("--hf does not support --rival and --profile")
     candidates.parse(config.baseline)
 
 

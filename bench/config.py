@@ -37,7 +37,6 @@ class Knobs:
     baseline: tuple[str, ...] = ()  # train, decode: compare with nanogpt=PATH, hf
     hf: str | None = None  # train, decode: a transformers model, folder or name
     profile: bool = False  # train: time of a step by its parts, with rooflines
-    roofline: str | None = None  # train: print the roofline of a GPU: "NVIDIA H200"
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
     lengths: tuple[PositiveInt, ...] = ()  # kernel: none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[PositiveInt, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
@@ -107,8 +106,7 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     """
     given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], aliases=ALIASES)
     named = any(origin != "command line" for origin in origins.values())
-    elsewhere = mode == "plan" or given.get("roofline") is not None
-    if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
+    if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
     mine, of_train = (

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import json
 import math
 from pathlib import Path
 
 import data
-from attention.machine.gpus import RATED
-from bench import Json, hf, roofline, rows, tables
+from bench import Json, hf, roofline, rows
 from bench.bench import Bench
-from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
 from core import flops
 from core.settings import UserError
@@ -171,59 +167,6 @@ def converge(bench: Bench) -> list[rows.Row]:
         how: Json = {"rounds": CONVERGE_ROUNDS, "fresh": False, "judge": judge}
         made = bench.measure(found, everyone, {"": {"steps": part}}, row, **how)
     return made
-
-
-def datasheet(
-    config: BenchConfig, gpu: str, option: str
-) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
-
-    Raises UserError, naming `option`, if the GPU is not in the table.
-    """
-    wanted: str = config.train.dtype
-    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
-    dtype = next(half, "float32") if wanted == "auto" else wanted
-    peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
-    bandwidth = flops.datasheet_bandwidth(gpu)
-    if peak is None or bandwidth is None:
-        of = "bfloat16 or float16" if wanted == "auto" else dtype
-        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
-        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
-        raise UserError(
-            f"{option}: no {of} rates known for {gpu!r}; known names are the drivers', such as "
-            f"{', '.join(map(repr, like))}"
-        )
-    if config.train.peak_tflops:
-        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
-    if config.bandwidth_gbs:
-        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
-    return dtype, peak, bandwidth
-
-
-def only_roofline(config: BenchConfig, gpu: str) -> int:
-    """Print the roofline of each part of a step on any GPU of the table."""
-    dtype, peak, bandwidth = datasheet(config, gpu, "--roofline")
-    batch, micro = config.batch_size, config.train.gradient_accumulation_steps
-    vocab_size, source = vocabulary(config)
-    model, sequences = config.train.model(vocab_size), batch * micro
-    parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
-    print(
-        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
-        f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
-        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
-    )
-    found = {}
-    for name, tflops in {"ceiling": peak.tflops, "reachable": config.products_tflops}.items():
-        if tflops:
-            how = f", with matmuls at {tflops:,.4g} TFLOP/s" * (name == "reachable")
-            lines = roofline.lines(parts, tflops, bandwidth[0])
-            best = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
-            print(f"The roofline of each part{how}\n{tables.markdown(tables.rooflines(lines))}")
-            print(f"{roofline.told(best, how)}\n")
-            found[name] = {**best, "parts": lines}
-    if config.json:
-        print(json.dumps({"gpu": gpu, "dtype": dtype, "vocab_size": vocab_size, **found}))
-    return 0
 
 
 def points(bench: Bench) -> list[Json]:

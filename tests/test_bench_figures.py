@@ -11,9 +11,10 @@ import torch
 from test_bench import job
 
 from attention import Spec
-from bench import candidates, decoding, kernels, machine, modes, rows, training
+from bench import candidates, decoding, kernels, machine, rows, training
 from bench.config import BenchConfig
 from bench.job import Job
+from bench.plan import planned
 from bench.process import Outcome
 from core.flops import Peak
 from train import TrainConfig
@@ -168,6 +169,6 @@ def test_the_errors_of_a_call_by_hand(window):
 ])  # fmt: skip
 def test_a_gpu_that_is_not_here_has_the_peak_of_what_is_asked_for(tf32, dtype, tflops) -> None:
     config = BenchConfig(train=TrainConfig(dtype=dtype, tf32=tf32))
-    used, peak, (bandwidth, _) = modes.datasheet(config, "NVIDIA A100-SXM4-80GB", "--gpu")
+    used, peak, (bandwidth, _) = planned.datasheet(config, "NVIDIA A100-SXM4-80GB")
     assert used == ("bfloat16" if dtype == "auto" else dtype)
     assert (peak.tflops, bandwidth) == (tflops, 2039e9)

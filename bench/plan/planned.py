@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from attention.machine.gpus import SERVERS, find_rated
-from bench import Json, modes, tables
+from attention.machine.gpus import RATED, SERVERS, find_rated
+from bench import Json, tables
 from bench.config import BenchConfig, vocabulary
 from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan, parameters
 from core import flops
@@ -19,12 +20,37 @@ HEAD = 128  # head_dim of the largest model, and its width over its layers
 CONTEXTS = (1, 2, 4, 8)
 
 
+def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[float, str]]:
+    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
+
+    Raises UserError if the GPU is not in the table.
+    """
+    wanted: str = config.train.dtype
+    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
+    dtype = next(half, "float32") if wanted == "auto" else wanted
+    peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
+    bandwidth = flops.datasheet_bandwidth(gpu)
+    if peak is None or bandwidth is None:
+        of = "bfloat16 or float16" if wanted == "auto" else dtype
+        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
+        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
+        raise UserError(
+            f"--gpu: no {of} rates known for {gpu!r}; known names are the drivers', such as "
+            f"{', '.join(map(repr, like))}"
+        )
+    if config.train.peak_tflops:
+        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
+    if config.bandwidth_gbs:
+        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
+    return dtype, peak, bandwidth
+
+
 def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     """Return the GPUs of --gpu, and lines about them."""
     name = config.gpu
     if name is None:
         raise UserError('plan needs a GPU as its driver names it, such as --gpu="NVIDIA H200"')
-    dtype, peak, (bandwidth, source) = modes.datasheet(config, name, "--gpu")
+    dtype, peak, (bandwidth, source) = datasheet(config, name)
     known = find_rated(name)
     server = SERVERS.get(known.name) if known else None
 
