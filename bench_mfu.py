@@ -120,7 +120,7 @@ OF_MODES = {  # options of some modes only
     ("weights",): ("decode",),
     ("stages",): ("qualify",),
     ("gpu", "gpus", "gpus_per_node"): ("plan",),
-    ("context_parallels", "nvlink_gbs", "network_gbs", "roofline_times"): ("plan",),
+    ("context_parallels", "nvlink_gbs", "network_gbs"): ("plan",),
     ("rival",): ("train", "decode", "qualify"),
 }
 

@@ -57,7 +57,6 @@ class Knobs:
     context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: context_parallel; 1: also 2, 4, 8
     nvlink_gbs: PositiveFloat | None = None  # plan: GB/s each way of a GPU; none: datasheet
     network_gbs: PositiveFloat | None = None  # plan: the same between nodes; none: its server's
-    roofline_times: PositiveFloat = 1.0  # plan: computing time, in rooflines; see --profile
     # --- how it is measured ---
     rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # per round, at least one step; kernel: a fifth of it

@@ -487,8 +487,7 @@ def test_what_does_not_fit_is_told_with_the_amount() -> None:
 
 def test_given_rates_count() -> None:
     base = (*ARGV, "--gpus=64", "--context_parallels=1", "--json")
-    given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700",
-             "--roofline_times=1.5")  # fmt: skip
+    given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700")
     slow, fast = (json.loads(run(*argv)[1].splitlines()[-1])["rows"]
                   for argv in ((*base, *given), base))  # fmt: skip
     assert [row["shard_size"] for row in slow] == [1, 64, 4]

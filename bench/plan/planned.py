@@ -6,17 +6,14 @@ import difflib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 from attention.machine.gpus import RATED, SERVERS, find_rated
 from bench import Json, tables
 from bench.config import BenchConfig, vocabulary
-from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan, parameters
+from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
 from core import flops
 from core.settings import UserError
 
-HEAD = 128  # head_dim of the largest model, and its width over its layers
 CONTEXTS = (1, 2, 4, 8)
 
 
@@ -66,7 +63,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
     products, node = config.products_tflops or peak.tflops, config.gpus_per_node
     rates = (products, bandwidth, memory, node, nvlink, network)
-    at = Cluster(dtype, peak, *rates, slower=config.roofline_times)
+    at = Cluster(dtype, peak, *rates)
     said = [
         f"peak: {peak}",
         f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
@@ -76,8 +73,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
         said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    matmuls = f"matmuls at {at.products:,.4g} TFLOP/s"
-    return at, [*said, f"computing: {at.slower:g} times its roofline, {matmuls}"]
+    return at, [*said, f"computing: its roofline, with matmuls at {at.products:,.4g} TFLOP/s"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
@@ -158,43 +154,7 @@ def row(plan: Plan) -> Json:
         "exposed_ms": 1e3 * plan.exposed,
         "ms": 1e3 * total,
         **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
-        "largest_model": largest(plan),
-        "longest_context": longest(plan),
     }
-
-
-def alone(plan: Plan, **sizes: Any) -> Plan:
-    """Return the plan with other model sizes and one sequence per data-parallel rank."""
-    job = replace(plan.job, model=replace(plan.job.model, **sizes))
-    return replace(plan, job=replace(job, sequences=plan.gpus // plan.context, batch=1))
-
-
-def largest(plan: Plan) -> dict[str, int] | None:
-    """Return the largest model that fits, as wide for its depth as GPT-3 (Brown et al. 2020,
-    table 2.1)."""
-
-    def sized(L: int) -> Plan:
-        return alone(plan, n_layer=L, n_head=L, n_embd=HEAD * L, n_kv_head=None)
-
-    if not (L := most(lambda L: sized(L).over <= 0)):
-        return None
-    return {"n_layer": L, "n_embd": HEAD * L, "N": parameters(sized(L).job.model)}
-
-
-def longest(plan: Plan) -> int:
-    """Return the longest context that fits, in steps of 1,024 tokens."""
-    return 1024 * most(lambda n: alone(plan, block_size=1024 * n).over <= 0)
-
-
-def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest n that fits, or 0."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
@@ -221,17 +181,9 @@ def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
             return [*ms[:3], "-", "-", "does not fit"]
         return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
 
-    def limits(r: Json) -> list[str]:
-        big, size = r["largest_model"], ["-", "none"]
-        if big is not None:
-            size = [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}"]
-        return [*size, f"{r['longest_context']:,}"]
-
     ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
-    fits = ["1e9 parameters", "layers x width", "longest context"]
     return [
         ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
         ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
         ("a step, ms", table(ms, time)),
-        ("what would fit, one sequence at a time", table(fits, limits)),
     ]
