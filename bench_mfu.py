@@ -1,12 +1,10 @@
 """Measure attention backends side by side: speed, MFU, memory, error.
 
     python bench_mfu.py train --profile                    training steps, every backend
-    python bench_mfu.py train --roofline="NVIDIA H200"     the least time of each part on any GPU
     python bench_mfu.py kernel --lengths=512,4096          attention alone over a grid
     python bench_mfu.py decode --backends=sdpa --rival=hf  generation
     python bench_mfu.py converge --steps=200               the same training with each backend
     python bench_mfu.py qualify                            all of these on a new machine
-    python bench_mfu.py compare RECORD_A RECORD_B          two records side by side
     python bench_mfu.py plan --gpu="NVIDIA H200"           a step on many GPUs: docs/PLAN.md
     python bench_mfu.py --help                             every option
 
@@ -28,7 +26,6 @@ from pathlib import Path
 
 from bench import Json, candidates, hf, modes, qualify, records, rows, tables
 from bench.bench import Bench
-from bench.compare import compare as compare_records
 from bench.config import ALIASES, BenchConfig, load_config, names, vocabulary
 from bench.machine import free_memory
 from bench.plan import planned
@@ -36,7 +33,7 @@ from bench.process import Failure, Outcome, Stop
 from core.runtime import StopSignal, pick_device
 from core.settings import UserError, exit_on_user_error
 
-MODES = (*modes.MODES, "qualify", "compare", "plan")
+MODES = (*modes.MODES, "qualify", "plan")
 
 
 def run(mode: str, argv: list[str]) -> int:
@@ -47,8 +44,6 @@ def run(mode: str, argv: list[str]) -> int:
     check(mode, config)
     if mode == "plan":
         return planned.run(config)
-    if config.roofline:
-        return modes.only_roofline(config, config.roofline)
     device = pick_device(config.train.device)
     backends, left_out = ([], {}) if config.paths else names(config, device.type)
     vocab_size, source = vocabulary(config)
@@ -119,13 +114,13 @@ def run(mode: str, argv: list[str]) -> int:
 
 
 OF_MODES = {  # options of some modes only
-    ("profile", "roofline"): ("train",),
+    ("profile",): ("train",),
     ("hf",): ("train", "decode"),
     ("paths", "seeds"): ("converge",),
     ("weights",): ("decode",),
     ("stages",): ("qualify",),
     ("gpu", "gpus", "gpus_per_node"): ("plan",),
-    ("context_parallels", "nvlink_gbs", "network_gbs", "roofline_times"): ("plan",),
+    ("context_parallels", "nvlink_gbs", "network_gbs"): ("plan",),
     ("rival",): ("train", "decode", "qualify"),
 }
 
@@ -143,8 +138,8 @@ def check(mode: str, config: BenchConfig) -> None:
             raise UserError(f"{options}: for {', '.join(where)} only, got mode {mode}")
     if config.paths and config.backends != ("all",):
         raise UserError("give either --paths or --backends")
-    if config.hf and (config.baseline or config.profile or config.roofline):
-        raise UserError("--hf does not support --rival, --profile and --roofline")
+    if config.hf and (config.baseline or config.profile):
+        raise UserError("--hf does not support --rival and --profile")
     candidates.parse(config.baseline)
 
 
@@ -191,16 +186,6 @@ def show(content: Json) -> None:
     print("", *content["answers"], sep="\n")
 
 
-def compare(paths: list[str]) -> int:
-    if len(paths) != 2:
-        raise UserError("compare takes two records: python bench_mfu.py compare A B")
-    notes, table = compare_records(*map(records.read, paths))
-    print(f"A: {paths[0]}", f"B: {paths[1]}", *notes, sep="\n")
-    if table[1]:
-        print(tables.markdown(table))
-    return 0
-
-
 def main(argv: list[str]) -> int:
     mode, rest = "train", argv
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):  # no config file
@@ -208,7 +193,7 @@ def main(argv: list[str]) -> int:
         if mode not in MODES:
             raise UserError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
     try:
-        return compare(rest) if mode == "compare" else run(mode, rest)
+        return run(mode, rest)
     except KeyboardInterrupt:
         print("\nstopped before anything was measured", file=sys.stderr)
         return 130

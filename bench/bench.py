@@ -33,7 +33,6 @@ class Bench:
     hf: Json = field(default_factory=dict)  # --hf: name, config, counted
     fresh: bool = False  # rounds had new processes
     reference: Json = field(default_factory=dict)  # loss, gradient norm
-    earlier: list[rows.Row] = field(default_factory=list)  # rows of earlier parts
     stop: Stop = field(default_factory=Stop)
     tell: Callable[[str], None] = lambda line: None  # prints a result
     keep: Callable[[Bench, list[rows.Row]], None] = lambda bench, table: None  # after each round
@@ -128,7 +127,7 @@ class Bench:
     def count(self) -> None:
         """Count the model of --hf, and compute its loss with eager attention in float32."""
         config = self.config
-        batch = (config.fixed_batch or 1) * config.train.gradient_accumulation_steps
+        batch = config.batch_size * config.train.gradient_accumulation_steps
         try:
             self.reference = self.ask_once("reference", batch if self.mode == "train" else 1)
         except Failure as e:
@@ -196,7 +195,7 @@ class Bench:
 
         def after_round() -> None:
             if not self.stop.why:
-                self.keep(self, [*self.earlier, *table()])
+                self.keep(self, table())
 
         used = measure(
             {name: job for name, job in jobs.items() if name not in self.refused},

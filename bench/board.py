@@ -100,7 +100,7 @@ def work(row: Row, part: Part) -> list[str]:
         return [f"{p['T']:,}", str(p["B"])]
     if mode == "decode":
         return [str(p["P"]), str(p["new_tokens"]), str(p["B"]), tables.cache(row), compiled]
-    made = [f"{s['block_size']:,}", str(sequences_of(row, part))]
+    made = [f"{s['block_size']:,}", str(sequences_of(part))]
     return [*made, compiled] if mode == "train" else made
 
 

@@ -28,19 +28,17 @@ KVCache = Literal["none", "dynamic", "static", "paged"]
 @dataclass(frozen=True)
 class Knobs:
     """Measure attention backends: python bench_mfu.py [MODE] with MODE one of train (the default),
-    kernel, decode, converge, qualify, compare and plan. Options and config files of the model are
+    kernel, decode, converge, qualify and plan. Options and config files of the model are
     train.py's; its options of a run (out_dir, eval_interval, wandb_log) have no effect."""
 
     # --- what is measured ---
-    batch_size: PositiveInt | Literal["auto"] = 12  # sequences; auto: the largest that fits
+    batch_size: PositiveInt = 12  # sequences of a micro-batch
     backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
     baseline: tuple[str, ...] = ()  # train, decode: compare with nanogpt=PATH, hf
     hf: str | None = None  # train, decode: a transformers model, folder or name
     profile: bool = False  # train: time of a step by its parts, with rooflines
-    roofline: str | None = None  # train: print the roofline of a GPU: "NVIDIA H200"
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
-    sweep: bool = True  # train: also time attention alone over lengths and batch sizes
-    lengths: tuple[PositiveInt, ...] = ()  # kernel, sweep: none: 128 to 2048, on CUDA to 32768
+    lengths: tuple[PositiveInt, ...] = ()  # kernel: none: 128 to 2048, on CUDA to 32768
     batch_sizes: tuple[PositiveInt, ...] = ()  # kernel, decode: none: 1 and 4, on CUDA 1 and 8
     windows: tuple[PositiveInt | None, ...] = ()  # kernel: keys, or none; none: the model's
     prompts: tuple[PositiveInt, ...] = ()  # decode: tokens; none: about block_size / 2
@@ -59,14 +57,13 @@ class Knobs:
     context_parallels: tuple[PositiveInt, ...] = ()  # plan: none: context_parallel; 1: also 2, 4, 8
     nvlink_gbs: PositiveFloat | None = None  # plan: GB/s each way of a GPU; none: datasheet
     network_gbs: PositiveFloat | None = None  # plan: the same between nodes; none: its server's
-    roofline_times: PositiveFloat = 1.0  # plan: computing time, in rooflines; see --profile
     # --- how it is measured ---
     rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # per round, at least one step; kernel: a fifth of it
     warm_up_steps: PositiveInt = 2  # steps before the first round
     memory_gb: PositiveFloat | None = None  # plan: per GPU; CPU: per worker, none: 70 % of free
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
-    slowest_step: PositiveFloat = 2.0  # s; limit of batch_size=auto and of long kernels
+    slowest_step: PositiveFloat = 2.0  # s; longer calls of kernel are skipped
     minutes: PositiveFloat | None = None  # time limit; none: qualify: 9
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
     # --- what is kept ---
@@ -78,11 +75,6 @@ class Knobs:
         for name in ("kv_caches", "backends"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one")
-
-    @property
-    def fixed_batch(self) -> int | None:
-        """The batch size; None: "auto"."""
-        return None if self.batch_size == "auto" else self.batch_size
 
 
 @dataclass(frozen=True)
@@ -113,16 +105,13 @@ def load_config(argv: list[str], mode: str = "train") -> Loaded[BenchConfig]:
     """
     given, origins = gather(Flat, [w for w in argv if w not in ("-h", "--help")], aliases=ALIASES)
     named = any(origin != "command line" for origin in origins.values())
-    elsewhere = mode == "plan" or given.get("roofline") is not None
-    if not named and not elsewhere and pick_device(given.get("device", "auto")).type == "cpu":
+    if not named and mode != "plan" and pick_device(given.get("device", "auto")).type == "cpu":
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
     loaded: Loaded[Any] = read(Flat, argv, aliases=ALIASES)
     mine, of_train = (
         {f.name: getattr(loaded.settings, f.name) for f in fields(kind)}
         for kind in (Knobs, TrainConfig)
     )
-    if mine["batch_size"] == "auto":
-        of_train["batch_size"] = 1
     if mine["records_dir"] == RECORDS:  # also where the command is run from elsewhere
         mine["records_dir"] = str(ROOT / RECORDS)
     try:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import data
-from attention.machine.gpus import RATED
-from bench import Json, fitting, hf, roofline, rows, tables
+from bench import Json, hf, roofline, rows
 from bench.bench import Bench
-from bench.config import BenchConfig, vocabulary
 from bench.process import Failure, Key, Outcome
 from core import flops
 from core.settings import UserError
 
-SWEEP_ROUNDS = 3
 PROFILED_STEPS = 3
 CONVERGE_ROUNDS = 10  # parts of a converge run, interleaved
 PATHS = {  # of converge --paths
@@ -29,57 +23,27 @@ PATHS = {  # of converge --paths
 
 
 def train(bench: Bench) -> list[rows.Row]:
-    """Training steps of every backend and baseline; then (--sweep) attention alone."""
-    config, batch = bench.config, bench.config.fixed_batch
-    everyone = bench.everyone()
-    micro = config.train.gradient_accumulation_steps if batch else 1
-    sizes = dict.fromkeys(everyone, batch or 1)
-    fits: dict[str, Json] = {}
-    found: dict[Key, Outcome] = {(name, ""): Outcome() for name in everyone}
-    if batch is None:
-        bench.reference = {"why": "with --batch_size=auto the batches differ"}
-        for name, baseline in everyone.items():
-            if name not in bench.refused:
-                try:
-                    fits[name] = fitting.search(bench, name, baseline)
-                    sizes[name] = fits[name]["batch_size"]
-                except Failure as e:
-                    found[name, ""].failure = e
-    elif not bench.reference:
+    """Training steps of every backend and baseline."""
+    config, batch = bench.config, bench.config.batch_size
+    everyone, micro = bench.everyone(), config.train.gradient_accumulation_steps
+    if not bench.reference:
         try:
             bench.reference = bench.ask_once("reference", batch * micro)
         except Failure as e:
             bench.reference = {"why": str(e)}
-    jobs = {
-        name: bench.job("train", name, sizes[name], baseline, gradient_accumulation_steps=micro)
-        for name, baseline in everyone.items()
-    }
+    jobs = {name: bench.job("train", name, batch, base) for name, base in everyone.items()}
     ask = {"seconds": config.seconds, "warm_up_steps": config.warm_up_steps}
     ask["profile"] = PROFILED_STEPS * config.profile
 
     def row(name: str, where: str, outcome: Outcome) -> rows.Row:
-        row = rows.begin("train", name, {}, outcome) | {"batch_size": sizes[name]}
-        if name in fits:
-            row["fits"] = fits[name]
-        how = bench.model, sizes[name] * micro, bench.peak, bench.reference
+        row = rows.begin("train", name, {}, outcome) | {"batch_size": batch}
+        how = bench.model, batch * micro, bench.peak, bench.reference
         row = rows.of_training(row, outcome, *how)
         if "profile" in row:
-            row["profile"] = beside_roofline(bench, row["profile"], sizes[name], micro)
+            row["profile"] = beside_roofline(bench, row["profile"], batch, micro)
         return row
 
-    made = bench.measure(found, jobs, {"": ask}, row)
-    for name, best in fits.items():
-        # Memory varies, and the profiler needs some: stay a little below the limit.
-        while found[name, ""].out_of_memory and sizes[name] > 1:
-            sizes[name] = best["batch_size"] = sizes[name] * 7 // 8
-            smaller = {**jobs[name], "train": {**jobs[name]["train"], "batch_size": sizes[name]}}
-            found[name, ""] = Outcome()
-            made = bench.measure(found, {name: smaller}, {"": ask}, row)
-    if config.sweep:
-        rounds = min(SWEEP_ROUNDS, config.rounds)
-        own = replace(config, windows=(), seconds=config.seconds / 2, rounds=rounds)
-        made += kernel(replace(bench, config=own, earlier=made))
-    return made
+    return bench.measure({}, jobs, {"": ask}, row)
 
 
 def beside_roofline(bench: Bench, found: Json, batch: int, micro: int) -> Json:
@@ -94,7 +58,7 @@ def beside_roofline(bench: Bench, found: Json, batch: int, micro: int) -> Json:
 
 
 def grid(bench: Bench) -> list[Json]:
-    """Return the points of the mode kernel and of --sweep."""
+    """Return the points of the mode kernel."""
     if bench.points:
         return bench.points
     config, model = bench.config, bench.model
@@ -102,8 +66,6 @@ def grid(bench: Bench) -> list[Json]:
     sizes: tuple[int, ...] = (1, 8)
     if not bench.device.startswith("cuda"):
         default, sizes = (128, 512, 2048), (1, 4)
-    elif bench.mode == "train":  # compiling all backends has taken minutes already
-        default, sizes = (1024, 4096, 16384), (1,)
     lengths, batch_sizes = config.lengths or default, config.batch_sizes or sizes
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
@@ -166,8 +128,7 @@ def converge(bench: Bench) -> list[rows.Row]:
     part, rest = divmod(config.steps, CONVERGE_ROUNDS)
     if rest or not part:
         raise UserError(f"--steps must be a multiple of {CONVERGE_ROUNDS}, got {config.steps}")
-    if (batch := config.fixed_batch) is None:
-        raise UserError("converge needs a number as --batch_size, got auto")
+    batch = config.batch_size
     folder = Path(config.train.data_dir) / config.train.dataset
     data.load(folder, "train", bench.model.block_size, bench.vocab_size)  # or raise UserError
     schedule: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps}
@@ -208,67 +169,11 @@ def converge(bench: Bench) -> list[rows.Row]:
     return made
 
 
-def datasheet(
-    config: BenchConfig, gpu: str, option: str
-) -> tuple[str, flops.Peak, tuple[float, str]]:
-    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
-
-    Raises UserError, naming `option`, if the GPU is not in the table.
-    """
-    wanted: str = config.train.dtype
-    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
-    dtype = next(half, "float32") if wanted == "auto" else wanted
-    peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
-    bandwidth = flops.datasheet_bandwidth(gpu)
-    if peak is None or bandwidth is None:
-        of = "bfloat16 or float16" if wanted == "auto" else dtype
-        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
-        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
-        raise UserError(
-            f"{option}: no {of} rates known for {gpu!r}; known names are the drivers', such as "
-            f"{', '.join(map(repr, like))}"
-        )
-    if config.train.peak_tflops:
-        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
-    if config.bandwidth_gbs:
-        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
-    return dtype, peak, bandwidth
-
-
-def only_roofline(config: BenchConfig, gpu: str) -> int:
-    """Print the roofline of each part of a step on any GPU of the table."""
-    dtype, peak, bandwidth = datasheet(config, gpu, "--roofline")
-    if (batch := config.fixed_batch) is None:
-        raise UserError("--roofline needs a --batch_size")
-    micro = config.train.gradient_accumulation_steps
-    vocab_size, source = vocabulary(config)
-    model, sequences = config.train.model(vocab_size), batch * micro
-    parts = roofline.work(model, sequences, micro, dtype, bool(config.train.grad_clip))
-    print(
-        f"A training step of {model.n_layer} layers, {model.n_embd} wide, vocabulary "
-        f"{vocab_size:,} ({source}), {sequences} x {model.block_size} tokens, {dtype}, on {gpu}"
-        f"\npeak: {peak}\nmemory: {bandwidth[0] / 1e9:,.4g} GB/s ({bandwidth[1]})\n"
-    )
-    found = {}
-    for name, tflops in {"ceiling": peak.tflops, "reachable": config.products_tflops}.items():
-        if tflops:
-            how = f", with matmuls at {tflops:,.4g} TFLOP/s" * (name == "reachable")
-            lines = roofline.lines(parts, tflops, bandwidth[0])
-            best = roofline.ceiling(parts, model, sequences, tflops, bandwidth[0], peak.tflops)
-            print(f"The roofline of each part{how}\n{tables.markdown(tables.rooflines(lines))}")
-            print(f"{roofline.told(best, how)}\n")
-            found[name] = {**best, "parts": lines}
-    if config.json:
-        print(json.dumps({"gpu": gpu, "dtype": dtype, "vocab_size": vocab_size, **found}))
-    return 0
-
-
 def points(bench: Bench) -> list[Json]:
     """Return all points of the run, for the plan."""
     if bench.mode == "decode":
         return texts(bench)
-    alone = bench.mode == "kernel" or (bench.mode == "train" and bench.config.sweep)
-    return grid(bench) if alone else []
+    return grid(bench) if bench.mode == "kernel" else []
 
 
 def specs(bench: Bench) -> list[Json]:

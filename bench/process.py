@@ -145,11 +145,6 @@ class Outcome:
     rounds: list[Json] = field(default_factory=list)
     failure: Failure | None = None
 
-    @property
-    def out_of_memory(self) -> bool:
-        words = str(self.failure)  # of bench/worker.py, or of Worker._died
-        return words.startswith("out of memory") or "memory runs out" in words
-
 
 Key = tuple[str, str]  # name of the row, point
 

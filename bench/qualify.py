@@ -151,7 +151,7 @@ STAGE = {
     "machine": Stage(lambda bench, box: {"about": bench.machine["about"]}),
     "proof": Stage(numbers),
     "kernels": Stage(kernels, "kernel", {"seconds": 0.5, "baseline": ()}),
-    "training": Stage(training, "train", {"sweep": False, "profile": True, "seconds": 0.5}),
+    "training": Stage(training, "train", {"profile": True, "seconds": 0.5}),
     "decode": Stage(decoding, "decode", {"kv_caches": CACHES}),
     "converge": Stage(convergence, "converge", {"batch_size": 32, "steps": 100, "baseline": ()}),
 }

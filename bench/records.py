@@ -1,4 +1,4 @@
-"""Records: a folder DATE_DEVICE_SLUG with record.json, README.md and pictures.
+"""Records: a folder DATE_DEVICE_SLUG with record.json and README.md.
 
 record.json has every round, machine, software and settings, with hashes of the rounds and of the
 Python source.
@@ -13,11 +13,11 @@ import subprocess
 from datetime import date
 from pathlib import Path
 
-from bench import Json, pictures, tables
+from bench import Json, tables
 from core.settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMAT = 2  # format 1, without hashes and proofs, can be read and compared
+FORMAT = 2  # format 1, without hashes and proofs, stays on the board
 TITLES = {"train": "Training steps", "kernel": "Attention alone, forward and backward",
           "decode": "Generation", "converge": "Final losses and the baseline's"}  # fmt: skip
 # Entries of a qualify record that its stages share.
@@ -90,11 +90,10 @@ def folder_of(records_dir: str | Path, slug: str, machine: Json) -> Path:
 
 
 def write(folder: Path, content: Json, whole: bool = True) -> None:
-    """Write record.json atomically; if `whole` also the pictures and README.md.
+    """Write record.json atomically; if `whole` also README.md.
 
     Raises UserError if the folder cannot be written.
     """
-    drawn = pictures.draw(content) if whole and "rows" in content else {}
     text = json.dumps(seal(content), indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,25 +101,9 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(folder / "record.json")
         if whole:
-            (folder / "README.md").write_text(readme(content, list(drawn)), encoding="utf-8")
-        for name, picture in drawn.items():
-            (folder / f"{name}.png").write_bytes(picture)
+            (folder / "README.md").write_text(readme(content), encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write record {folder} ({e.strerror})") from e
-
-
-def read(path: str | Path) -> Json:
-    """Read a record, given its folder or record.json. Raises UserError if it cannot."""
-    path = Path(path)
-    path = path / "record.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read record {path} ({e})") from None
-    known = isinstance(content, dict) and content.get("format") in (1, FORMAT)
-    if not known or not {"rows", "stages"} & content.keys():
-        raise UserError(f"{path} is not a record of bench_mfu.py, format {FORMAT}")
-    return content
 
 
 def title(content: Json) -> str:
@@ -204,7 +187,7 @@ def sections(content: Json) -> list[tuple[str, tables.Cells]]:
     return found
 
 
-def readme(content: Json, pictures: list[str]) -> str:
+def readme(content: Json) -> str:
     """Return the README.md of a record."""
     parts = [f"# {title(content)}"]
     if "incomplete" in content:
@@ -214,6 +197,5 @@ def readme(content: Json, pictures: list[str]) -> str:
     parts += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
     for name, made in sections(content):
         parts += [f"## {name}", tables.markdown(made)]
-    parts += [f"![{name}]({name}.png)" for name in pictures]
     parts.append("[Every round](record.json)")
     return "\n\n".join(parts) + "\n"

@@ -108,15 +108,3 @@ def told(found: Json, of: str) -> str:
         f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
         f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s"
     )
-
-
-def lines(parts: dict[str, Work], tflops: float, bandwidth: float) -> list[Json]:
-    """Return a line for each part with work, the longest first."""
-    ms = {part: w.ms(tflops, bandwidth) for part, w in parts.items() if w.flops or w.bytes}
-    made = []
-    for part in sorted(ms, key=ms.__getitem__, reverse=True):
-        w = parts[part]
-        line = {"part": part, "tflop": w.flops / 1e12, "gb": w.bytes / 1e9, "roofline_ms": ms[part]}
-        share = ms[part] / sum(ms.values())
-        made.append({**line, "share": share, "limit": w.limit(tflops, bandwidth)})
-    return made

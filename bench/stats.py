@@ -1,8 +1,8 @@
 """Median, quartiles and noise.
 
-The spread is the distance between the quartiles over the median. Two medians a and b differ when
-|log(a / b)| > spread(a) + spread(b). Within one run a disturbance affects all backends, so the
-ratios of neighbouring rounds are compared: |log ratio| > spread(ratio).
+The spread is the distance between the quartiles over the median. A disturbance affects all
+backends of a run, so two backends differ by the ratios of neighbouring rounds: |log ratio| >
+spread(ratio).
 """
 
 from __future__ import annotations
@@ -39,10 +39,3 @@ def differ(a: Sequence[float], b: Sequence[float]) -> bool | None:
     """Return True if two backends of one run differ, round by round; None: spread unknown."""
     ratio = Summary.of([x / y for x, y in zip(a, b)])
     return None if ratio.spread is None else abs(math.log(ratio.median)) > ratio.spread
-
-
-def exceeds_noise(a: Summary, b: Summary) -> bool | None:
-    """Return True if two medians differ by more than their spreads; None: spread unknown."""
-    if a.spread is None or b.spread is None:
-        return None
-    return abs(math.log(a.median / b.median)) > a.spread + b.spread

@@ -145,15 +145,6 @@ def profile(found: Json) -> Cells:
     return head, lines
 
 
-def rooflines(lines: list[Json]) -> Cells:
-    """Return the table of bench/roofline.py's lines()."""
-    made = []
-    for p in lines:
-        figures = (number(p[name]) for name in ("tflop", "gb", "roofline_ms"))
-        made.append([p["part"], *figures, percent(p["share"]), p["limit"]])
-    return ["part", "TFLOP", "GB", "roofline ms", "share", "limit"], made
-
-
 VERDICTS = ("right", "wrong", "refused", "not_reached")
 
 

@@ -139,8 +139,6 @@ class Training:
     def round(self, request: Json) -> Json:
         if request.get("warm_up"):
             return self.warm_up(request)
-        if "fits" in request:
-            return self.fits(request["fits"])
         if "steps" in request:
             answer = self.timed(request["steps"])
         else:
@@ -240,15 +238,3 @@ class Training:
                 for part, names in found.names.items()
             },
         }
-
-    def fits(self, batch: int) -> Json:
-        """Run two steps of `batch` sequences; return time and memory of the second."""
-        x, y = self.job.random_tokens(batch)
-        small = slice(None) if self.compiled else slice(0, 1)  # makes AdamW's state
-        self.step(x[small], y[small])
-        machine.reset_peak(self.device)
-        start = self.clock.start()
-        loss = self.step(x, y)
-        seconds = self.clock.ms(start, self.clock.stop()) / 1e3
-        finite(loss)
-        return {"seconds": seconds, "peak_bytes": machine.memory(self.device)}

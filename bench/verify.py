@@ -18,7 +18,7 @@ from attention.machine.gpus import datasheet_tflops
 from bench import Json, hf, records, rows, tables
 from bench.candidates import HF
 from bench.decoding import token_numbers, weight_bytes
-from bench.modes import CONVERGE_ROUNDS, SWEEP_ROUNDS
+from bench.modes import CONVERGE_ROUNDS
 from bench.process import Outcome
 from bench.rows import Row
 from core import flops
@@ -99,8 +99,6 @@ def _row(row: Row, part: Json) -> Iterator[str]:
     expected = settings["rounds"]
     if mode == "converge":
         expected = CONVERGE_ROUNDS * settings.get("seeds", 1)
-    elif mode == "kernel" and part["mode"] == "train":
-        expected = min(SWEEP_ROUNDS, expected)
     if len(row["rounds"]) < expected and part.get("complete", True):
         yield f"it has {len(row['rounds'])} of {expected} rounds"
     yield from _work(row, part)
@@ -120,16 +118,14 @@ def model_of(part: Json) -> GPTConfig | hf.Counted:
     """The model of the settings, or the counted one of transformers."""
     if "hf" in part:
         return hf.Counted(**part["hf"]["counted"])
-    ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}  # may be "auto"
+    ours = {f.name for f in fields(TrainConfig)}
     given = {k: v for k, v in part["settings"].items() if k in ours}
     return from_dict(TrainConfig, given).model(part["vocab_size"])
 
 
-def sequences_of(row: Row, part: Json) -> int:
+def sequences_of(part: Json) -> int:
     """Sequences in a training step."""
     settings = part["settings"]
-    if settings["batch_size"] == "auto":
-        return row["batch_size"]
     return settings["batch_size"] * settings["gradient_accumulation_steps"]
 
 
@@ -137,7 +133,7 @@ def _work(row: Row, part: Json) -> Iterator[str]:
     """Compare the row's sizes with each round's."""
     model, sizes = model_of(part), dict(row["point"])
     if row["mode"] in ("train", "converge"):
-        sizes = {"B": sequences_of(row, part), "T": model.block_size}
+        sizes = {"B": sequences_of(part), "T": model.block_size}
         if row["dtype"] != part["machine"]["dtype"] and not part["settings"].get("paths"):
             yield f"it ran in {row['dtype']}, but the record is of {part['machine']['dtype']}"
     least = flops.n_params(model) if isinstance(model, GPTConfig) else model.parameters
@@ -161,7 +157,7 @@ def figures(row: Row, part: Json) -> Json:
     peak = flops.Peak(m["peak_tflops"], m["peak_source"])
     if mode in ("train", "converge"):
         known = part["reference"] if mode == "train" else {}
-        again = rows.of_training(again, outcome, model, sequences_of(row, part), peak, known)
+        again = rows.of_training(again, outcome, model, sequences_of(part), peak, known)
     elif mode == "kernel":
         again = rows.of_kernel(again, outcome, peak)
     elif mode == "decode":

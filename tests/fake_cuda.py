@@ -15,8 +15,6 @@ strict as on a GPU:
 What is made up: every time, the kernels' names, and what tensors of 64 MB or more hold: they have a
 shape only, so that a measured peak takes no minutes. torch.compile returns what it is given.
 Triton's kernels run in its interpreter, bfloat16 (which it cannot) in float32.
-
-FAKE_CUDA_GB: the size of the memory, in place of 139 GiB. FAKE_CUDA_HUGE: megabytes in place of 64.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, Kernel
 
 NAME, CAPABILITY = "NVIDIA H200", (9, 0)
-# MB, from which on a tensor is a shape without numbers
-HUGE = float(os.environ.get("FAKE_CUDA_HUGE", "64")) * 2**20
+HUGE = 64 * 2**20  # bytes, from which on a tensor is a shape without numbers
 DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "1"))  # all of a process's tensors say cuda:0
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NONSENSE = -77  # what pinned memory holds before a copy to it is there
@@ -54,7 +51,7 @@ aten = torch.ops.aten
 class Memory:
     """Bytes that tensors hold; and that the allocator keeps, which only empty_cache() returns."""
 
-    total = int(float(os.environ.get("FAKE_CUDA_GB", "139")) * 2**30)
+    total = 139 * 2**30
     allocated = reserved = peak = 0
     blocks: ClassVar[weakref.WeakValueDictionary[int, Block]] = weakref.WeakValueDictionary()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import bench, fitting, process, proof, training, worker
+from bench import bench, process, proof, training, worker
 
 
 class InProcess:
@@ -34,6 +34,6 @@ class InProcess:
 def use(patch: pytest.MonkeyPatch, kind: Any = InProcess) -> None:
     """Use such workers in every mode."""
     gc.freeze()  # the bench collects garbage before each measurement: seconds in pytest
-    for module in (fitting, bench, process, proof):
+    for module in (bench, process, proof):
         patch.setattr(module, "Worker", kind)
     patch.setattr(training, "keep_freed_memory", lambda: None)

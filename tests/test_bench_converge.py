@@ -45,7 +45,7 @@ def test_the_training_paths_beside_a_plain_one(tmp_path, monkeypatch):
     assert code == int(failed)
     (folder,) = tmp_path.glob("*_cpu_p")
     assert json.loads((folder / "record.json").read_text(encoding="utf-8")) == content
-    assert (folder / "loss.png").is_file() and "as far as the seeds scatter" in out
+    assert "as far as the seeds scatter" in out
 
 
 def judged(base: list[float], other: list[float], **how: Any) -> tuple[str, bool]:

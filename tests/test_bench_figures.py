@@ -10,20 +10,11 @@ import pytest
 import torch
 from test_bench import job
 
-import bench_mfu
 from attention import Spec
-from bench import (
-    candidates,
-    decoding,
-    kernels,
-    machine,
-    modes,
-    records,
-    rows,
-    training,
-)  # fmt: skip
+from bench import candidates, decoding, kernels, machine, rows, training
 from bench.config import BenchConfig
 from bench.job import Job
+from bench.plan import planned
 from bench.process import Outcome
 from core.flops import Peak
 from train import TrainConfig
@@ -95,19 +86,6 @@ def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monke
     assert machine.free_memory(CPU) == 1_800_000_000
     files(tmp_path, memory__max="30000000000\n")  # more than the machine has
     assert machine.free_memory(CPU) == 5_000_000 * 1024
-
-
-def committed() -> list[Path]:
-    """The records of bench_mfu.py; some others have a form of their own."""
-    files = sorted((records.ROOT / "bench" / "records").glob("*/record.json"))
-    return [f.parent for f in files if '"format": 1' in f.read_text(encoding="utf-8")[:200]]
-
-
-@pytest.mark.parametrize("folder", committed(), ids=lambda folder: folder.name)
-def test_every_record_that_was_ever_committed_can_still_be_compared(folder, capsys):
-    assert bench_mfu.main(["compare", str(folder), str(folder)]) == 0
-    lines = [s for s in capsys.readouterr().out.splitlines() if "within noise" in s]
-    assert lines and all("1.000" in line for line in lines)
 
 
 def test_the_reference_is_of_the_whole_batch_and_its_flops_of_a_token():
@@ -191,6 +169,6 @@ def test_the_errors_of_a_call_by_hand(window):
 ])  # fmt: skip
 def test_a_gpu_that_is_not_here_has_the_peak_of_what_is_asked_for(tf32, dtype, tflops) -> None:
     config = BenchConfig(train=TrainConfig(dtype=dtype, tf32=tf32))
-    used, peak, (bandwidth, _) = modes.datasheet(config, "NVIDIA A100-SXM4-80GB", "--gpu")
+    used, peak, (bandwidth, _) = planned.datasheet(config, "NVIDIA A100-SXM4-80GB")
     assert used == ("bfloat16" if dtype == "auto" else dtype)
     assert (peak.tflops, bandwidth) == (tflops, 2039e9)

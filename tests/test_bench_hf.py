@@ -33,8 +33,8 @@ def folder(path: Path, kind: str = "llama", **more: Any) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("hf")
-    argv = [*SMALL, folder(path), "--backends=manual,sdpa,tiled,flash_attn_2", "--lengths=16",
-            "--batch_sizes=1", "--record=x", f"--records_dir={path / 'r'}", "--json"]  # fmt: skip
+    argv = [*SMALL, folder(path), "--backends=manual,sdpa,tiled,flash_attn_2", "--record=x",
+            f"--records_dir={path / 'r'}", "--json"]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         in_process.use(patch)
         code, out = run(argv)
@@ -54,8 +54,6 @@ def test_a_row_for_every_backend_and_for_transformers_own(trained):
         assert abs(rows[name]["loss_difference"]) < 1e-5
         assert abs(rows[name]["gradient_norm_difference"]) < 1e-4
         assert rows[name]["proof"] is None or rows[name]["proof"]["canary"]
-    alone = [r["point"] for r in content["rows"] if r["mode"] == "kernel" and r["status"] == "ok"]
-    assert {(p["H"], p["Hkv"], p["D"]) for p in alone} == {(4, 2, 8)} and len(alone) == 3
     assert verify(content, record) == []
     page = (record / "README.md").read_text(encoding="utf-8")
     assert "(llama), random weights, 2 layers" in page and "products by the formula" in page
@@ -99,7 +97,7 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path, monkeypatch):
     """Gemma 2 caps its scores, has a scale of its own, and a window in every second layer."""
     in_process.use(monkeypatch)
     argv = [*SMALL, folder(tmp_path, "gemma2", sliding_window=8), "--backends=manual,sdpa"]
-    code, out = run([*argv, "--sweep=False", "--json"])
+    code, out = run([*argv, "--json"])
     content = last_line(out)
     rows = {r["backend"]: r for r in content["rows"]}
     assert code == 0 and rows["manual"]["status"] == rows["hf_eager"]["status"] == "ok"

@@ -104,7 +104,7 @@ def test_rounds_are_interleaved_and_a_failure_ends_nothing_else(measured):
     assert why["a"] is None and why["refused"].kind == "unavailable"
     assert (why["dies"].kind, why["killed"].kind, why["fails"].kind) == ("died", "died", "failed")
     assert "exit code 3" in str(why["dies"]) and "Fatal: bad address" in str(why["dies"])
-    assert "SIGKILL" in str(why["killed"]) and found["killed", "p"].out_of_memory
+    assert "SIGKILL" in str(why["killed"])
     assert found["refused", "q"].failure is why["refused"]
     assert len(found["fails", "q"].rounds) == 2  # its process lives on
     assert len(found["dies", "q"].rounds) == 2  # in a new process
@@ -202,16 +202,14 @@ def test_a_run_that_is_stopped_leaves_table_and_record(tmp_path, monkeypatch, ho
     in_process.use(monkeypatch, stopping(3, how))
     both = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in both]
-    argv = [*SMALL, "--backends=manual,sdpa", "--lengths=16", "--batch_sizes=1", "--record=cut",
-            f"--records_dir={tmp_path}", "--json"]  # fmt: skip
+    argv = [*SMALL, "--backends=manual,sdpa", "--record=cut", f"--records_dir={tmp_path}", "--json"]
     ended, out, _ = run(argv)
     content = json.loads(out.splitlines()[-1])
     assert ended == code and [signal.getsignal(number) for number in both] == before
     assert content["complete"] is False and why in content["incomplete"]
-    of = {(r["mode"], r["backend"]): r for r in content["rows"]}
-    assert len(of["train", "manual"]["rounds"]) == 1 and of["train", "manual"]["mfu"] > 0
-    for which in (("train", "sdpa"), ("kernel", "manual"), ("kernel", "sdpa")):
-        assert of[which]["status"] == "stopped" and why in of[which]["why"][0]
+    of = {r["backend"]: r for r in content["rows"]}
+    assert len(of["manual"]["rounds"]) == 1 and of["manual"]["mfu"] > 0
+    assert of["sdpa"]["status"] == "stopped" and why in of["sdpa"]["why"][0]
     (record,) = tmp_path.glob("*_cut")
     assert json.loads((record / "record.json").read_text(encoding="utf-8")) == content
     page = (record / "README.md").read_text(encoding="utf-8")

@@ -43,8 +43,11 @@ def honest(mode: str, folder: Path, *more: str) -> Content:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Content:
-    folder = tmp_path_factory.mktemp("train")
-    return honest("train", folder, "--lengths=16", "--batch_sizes=1")
+    """Rows of training steps, and of attention alone."""
+    made = honest("train", tmp_path_factory.mktemp("train"))
+    kernel = honest("kernel", tmp_path_factory.mktemp("kernel"), "--lengths=16", "--batch_sizes=1")
+    made["rows"] += kernel["rows"]
+    return seal(made)
 
 
 @pytest.fixture(scope="module")

@@ -134,8 +134,6 @@ def test_a_command_of_the_pages_runs(line, capsys, monkeypatch, tmp_path) -> Non
         parser().parse_args(words[3:])
     elif words[:2] == ["python", "explain.py"]:
         settings.read(ExplainConfig, words[2:])
-    elif words[:2] == ["python", "bench_mfu.py"] and words[2:3] == ["compare"]:
-        assert all((ROOT / record).is_dir() for record in words[3:])
     elif words[:2] == ["python", "bench_mfu.py"]:
         load_config(words[3:] if words[2:] and words[2] in bench_mfu.MODES else words[2:])
     elif words[:3] == ["python", "-m", "pytest"]:

@@ -487,8 +487,7 @@ def test_what_does_not_fit_is_told_with_the_amount() -> None:
 
 def test_given_rates_count() -> None:
     base = (*ARGV, "--gpus=64", "--context_parallels=1", "--json")
-    given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700",
-             "--roofline_times=1.5")  # fmt: skip
+    given = ("--nvlink_gbs=100", "--network_gbs=10", "--gpus_per_node=4", "--products_tflops=700")
     slow, fast = (json.loads(run(*argv)[1].splitlines()[-1])["rows"]
                   for argv in ((*base, *given), base))  # fmt: skip
     assert [row["shard_size"] for row in slow] == [1, 64, 4]
@@ -504,14 +503,22 @@ def test_one_gpu_beside_several_leaves_the_links_of_the_several() -> None:
     assert sent[8, "ddp"] == pytest.approx(2 * 7 / 8 * 4 * numbers / 450e6 + 5 * 14 * 1.9e-3)
 
 
+def test_a_step_of_gpt2_on_one_gpu_is_its_roofline() -> None:
+    one = (*ARGV, "--gpus=1", "--batch_size=64", "--gradient_accumulation_steps=1", "--json")
+    for more, ms in (((), 58.66), (("--products_tflops=790",), 72.16)):
+        (row,) = json.loads(run(*one, *more)[1].splitlines()[-1])["rows"]
+        assert row["ms"] == pytest.approx(ms, abs=0.01)
+
+
 @pytest.mark.parametrize(
     "argv, named",
     [
         ([], "--gpu"),
         (["--gpu=NVIDIA H20O"], "NVIDIA H200"),  # the name that is near
+        (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),
+        (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
         (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
         (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-        (["--gpu=NVIDIA H200", "--batch_size=auto"], "--batch_size"),
         (["--gpu=NVIDIA L40S"], "--memory_gb"),
         (["--gpu=NVIDIA H200", "--record=x"], "--record"),
     ],

@@ -75,15 +75,22 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path, quick) -> Non
         assert title in page
 
 
-def test_the_minutes_end_it(tmp_path, quick) -> None:
-    words = (*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=0.02")
-    began = time.monotonic()
-    _, out, _ = run(*words)
-    assert time.monotonic() - began < 20
+def test_the_minutes_end_it(tmp_path, quick, monkeypatch) -> None:
+    """The clock jumps past the limit while the kernels are timed."""
+    real, passed = time.monotonic, [0.0]
+    inside = qualify.STAGE["kernels"].run
+
+    def late(bench: Bench, box: float) -> Any:
+        passed[0] = 600.0
+        return inside(bench, box)
+
+    monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
+    monkeypatch.setitem(qualify.STAGE, "kernels", qualify.STAGE["kernels"]._replace(run=late))
+    _, out, _ = run(*TINY, "--backends=sdpa", f"--records_dir={tmp_path}", "--minutes=9")
     made = read(tmp_path)
     assert not made["complete"] and out.startswith("INCOMPLETE")
     assert [s["name"] for s in made["stages"]] == list(qualify.STAGES)
-    assert {"skipped"} <= {s["status"] for s in made["stages"]} <= {"done", "cut", "skipped"}
+    assert [s["status"] for s in made["stages"]] == ["done", "done", "cut", *["skipped"] * 3]
 
 
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch) -> None:
@@ -107,7 +114,7 @@ def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path, quick, monkeypatch)
 def test_knobs_of_qualify_are_no_other_modes() -> None:
     with pytest.raises(UserError, match="qualify"):
         bench_mfu.main(["train", "--stages=1"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="--stages"):
         bench_mfu.main(["qualify", "--stages=7"])
 
 

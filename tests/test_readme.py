@@ -83,8 +83,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         parser().parse_args(rest[2:])
     elif rest[0] == "bench_mfu.py":
         words = rest[1:]
-        if words[:1] != ["compare"]:
-            load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
+        load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
     elif rest[:2] == ["-m", "course.exercises"]:
@@ -210,7 +209,7 @@ def test_the_kernel_of_the_page_trains_and_is_measured(
         "--device=cpu", f"--attention_backend={chunked}"])  # fmt: skip
     assert code == 0 and said
     in_process.use(monkeypatch)
-    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--sweep=False", "--json"]
+    config = [*test_bench.SMALL, f"--backends=sdpa,{chunked}", "--json"]
     code, said, _ = test_train.enter(bench_mfu.main, config)
     rows = {row["backend"]: row["status"] for row in json.loads(said.splitlines()[-1])["rows"]}
     assert code == 0 and rows == {"sdpa": "ok", chunked: "ok"}

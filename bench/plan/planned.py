@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-from attention.machine.gpus import SERVERS, find_rated
-from bench import Json, modes, tables
+from attention.machine.gpus import RATED, SERVERS, find_rated
+from bench import Json, tables
 from bench.config import BenchConfig, vocabulary
-from bench.fitting import SHARE
-from bench.plan.scale import KINDS, Cluster, Job, Plan, parameters
+from bench.plan.scale import KINDS, SHARE, Cluster, Job, Plan
 from core import flops
 from core.settings import UserError
 
-HEAD = 128  # head_dim of the largest model, and its width over its layers
 CONTEXTS = (1, 2, 4, 8)
+
+
+def datasheet(config: BenchConfig, gpu: str) -> tuple[str, flops.Peak, tuple[float, str]]:
+    """Return the dtype, the peak, and the bandwidth with its source, of any GPU in RATED.
+
+    Raises UserError if the GPU is not in the table.
+    """
+    wanted: str = config.train.dtype
+    half = (d for d in ("bfloat16", "float16") if flops.datasheet_peak(gpu, d))
+    dtype = next(half, "float32") if wanted == "auto" else wanted
+    peak = flops.datasheet_peak(gpu, dtype, config.train.tf32)
+    bandwidth = flops.datasheet_bandwidth(gpu)
+    if peak is None or bandwidth is None:
+        of = "bfloat16 or float16" if wanted == "auto" else dtype
+        near = difflib.get_close_matches(gpu, [known.name for known in RATED], n=3, cutoff=0.4)
+        like = near or ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"]
+        raise UserError(
+            f"--gpu: no {of} rates known for {gpu!r}; known names are the drivers', such as "
+            f"{', '.join(map(repr, like))}"
+        )
+    if config.train.peak_tflops:
+        peak = flops.peak("cpu", dtype, config.train.peak_tflops)
+    if config.bandwidth_gbs:
+        bandwidth = config.bandwidth_gbs * 1e9, "--bandwidth_gbs"
+    return dtype, peak, bandwidth
 
 
 def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
@@ -25,7 +47,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     name = config.gpu
     if name is None:
         raise UserError('plan needs a GPU as its driver names it, such as --gpu="NVIDIA H200"')
-    dtype, peak, (bandwidth, source) = modes.datasheet(config, name, "--gpu")
+    dtype, peak, (bandwidth, source) = datasheet(config, name)
     known = find_rated(name)
     server = SERVERS.get(known.name) if known else None
 
@@ -41,7 +63,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
     network = rate("network", "network_gbs", "GB/s each way, a GPU") if between else math.inf
     products, node = config.products_tflops or peak.tflops, config.gpus_per_node
     rates = (products, bandwidth, memory, node, nvlink, network)
-    at = Cluster(dtype, peak, *rates, slower=config.roofline_times)
+    at = Cluster(dtype, peak, *rates)
     said = [
         f"peak: {peak}",
         f"memory: {memory / 1e9:,.4g} GB, to be filled to {SHARE:.0%}, at "
@@ -51,8 +73,7 @@ def cluster(config: BenchConfig) -> tuple[Cluster, list[str]]:
         links = f"links: NVLink {nvlink / 1e9:,.4g} GB/s among {at.node} GPUs"
         links += f", network {network / 1e9:,.4g} GB/s a GPU" * between
         said += [f"{links}, each way", f"       ({server.source})"] if server else [links]
-    matmuls = f"matmuls at {at.products:,.4g} TFLOP/s"
-    return at, [*said, f"computing: {at.slower:g} times its roofline, {matmuls}"]
+    return at, [*said, f"computing: its roofline, with matmuls at {at.products:,.4g} TFLOP/s"]
 
 
 def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
@@ -72,17 +93,15 @@ def plans(config: BenchConfig, job: Job, at: Cluster, gpus: int) -> list[Plan]:
 def run(config: BenchConfig) -> int:
     """Print the tables, with --json the rows too. Returns the exit code."""
     at, said = cluster(config)
-    if config.fixed_batch is None:
-        raise UserError("plan needs a --batch_size")
     if config.record is not None:
         raise UserError("plan does not support --record: it measures nothing")
     train = config.train
     vocab_size, source = vocabulary(config)
     model = train.model(vocab_size)
     residual = 2 if train.residual_dtype == "autocast" and at.dtype != "float32" else 4
-    sequences = config.fixed_batch * train.gradient_accumulation_steps
+    sequences = config.batch_size * train.gradient_accumulation_steps
     checkpointing, clip = train.gradient_checkpointing, bool(train.grad_clip)
-    job = Job(model, sequences, config.fixed_batch, checkpointing, clip, residual)
+    job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
     every = {n: plans(config, job, at, n) for n in config.gpus}
     print(
         f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
@@ -135,43 +154,7 @@ def row(plan: Plan) -> Json:
         "exposed_ms": 1e3 * plan.exposed,
         "ms": 1e3 * total,
         **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
-        "largest_model": largest(plan),
-        "longest_context": longest(plan),
     }
-
-
-def alone(plan: Plan, **sizes: Any) -> Plan:
-    """Return the plan with other model sizes and one sequence per data-parallel rank."""
-    job = replace(plan.job, model=replace(plan.job.model, **sizes))
-    return replace(plan, job=replace(job, sequences=plan.gpus // plan.context, batch=1))
-
-
-def largest(plan: Plan) -> dict[str, int] | None:
-    """Return the largest model that fits, as wide for its depth as GPT-3 (Brown et al. 2020,
-    table 2.1)."""
-
-    def sized(L: int) -> Plan:
-        return alone(plan, n_layer=L, n_head=L, n_embd=HEAD * L, n_kv_head=None)
-
-    if not (L := most(lambda L: sized(L).over <= 0)):
-        return None
-    return {"n_layer": L, "n_embd": HEAD * L, "N": parameters(sized(L).job.model)}
-
-
-def longest(plan: Plan) -> int:
-    """Return the longest context that fits, in steps of 1,024 tokens."""
-    return 1024 * most(lambda n: alone(plan, block_size=1024 * n).over <= 0)
-
-
-def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest n that fits, or 0."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
@@ -198,17 +181,9 @@ def sections(rows: list[Json]) -> list[tuple[str, tables.Cells]]:
             return [*ms[:3], "-", "-", "does not fit"]
         return [*ms, tables.number(r["tokens_per_s"] / 1e6), tables.percent(r["mfu"])]
 
-    def limits(r: Json) -> list[str]:
-        big, size = r["largest_model"], ["-", "none"]
-        if big is not None:
-            size = [tables.number(big["N"] / 1e9), f"{big['n_layer']} x {big['n_embd']:,}"]
-        return [*size, f"{r['longest_context']:,}"]
-
     ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
-    fits = ["1e9 parameters", "layers x width", "longest context"]
     return [
         ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
         ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
         ("a step, ms", table(ms, time)),
-        ("what would fit, one sequence at a time", table(fits, limits)),
     ]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bench import roofline
-from bench.fitting import SHARE
 from core.flops import Peak
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
 from model import GPTConfig
 
+SHARE = 0.95  # of the memory that may be used
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ring")  # ring: point to point
 # Latency of a message in seconds, over NVLink and over the network: NCCL's constants for rings of
 # protocol LL128 (src/graph/tuning.cc, hwLat).
@@ -37,7 +37,6 @@ class Cluster:
     nvlink: float
     network: float
     hops: tuple[float, float] = HOPS
-    slower: float = 1.0  # computing time over its roofline
 
 
 @dataclass(frozen=True)
@@ -260,10 +259,10 @@ class Plan:
         job, at, L = self.job, self.at, self.job.model.n_layer
         sizes = job.model, self.sequences / self.context
         parts = roofline.work(*sizes, self.micro, at.dtype, job.clip)
-        ms = {name: at.slower * w.ms(at.products, at.bandwidth) for name, w in parts.items()}
+        ms = {name: w.ms(at.products, at.bandwidth) for name, w in parts.items()}
         # A rank updates only its shard.
         update = roofline.work(*sizes, 1, at.dtype, job.clip)["optimizer"].ms(1, at.bandwidth)
-        ms["optimizer"] -= at.slower * update * (1 - self.kept / parameters(job.model))
+        ms["optimizer"] -= update * (1 - self.kept / parameters(job.model))
         # Forward: 1 of 3 matmuls, 2 of attention's 7, half of the norms' bytes.
         linear, scores, norms = (
             ms[name] / 1e3 / (L * self.micro)

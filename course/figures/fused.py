@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BACKENDS, Spec
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
-from bench import records
 from core import flops
 from core.settings import UserError
 from course.format import drawing, table
@@ -123,7 +123,7 @@ SHOWN = ("manual", "tiled", "sdpa", "nanogpt")
 
 def mfu_of_a_record() -> str:
     """Page 9: MFU, step by step, from a record of bench_mfu.py."""
-    content = records.read(ROOT / TRAINING)
+    content = json.loads((ROOT / TRAINING / "record.json").read_text(encoding="utf-8"))
     asked = content["settings"]
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "bias")
     config = GPTConfig(vocab_size=content["vocab_size"], **{n: asked[n] for n in names})
