@@ -33,6 +33,7 @@ KERNELS = {
     "aten::_scaled_dot_product_attention_math": "math",
     "aten::_scaled_dot_product_attention_math_for_mps": "math (MPS)",
     "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "torch_attn::_varlen_attn": "flash (varlen)",
     "nanoattn::flash_forward": "flash (our Triton)",
     "nanoattn::paged_decode": "paged decode (Triton)",
 }

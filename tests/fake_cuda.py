@@ -27,11 +27,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.attention.varlen
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -561,6 +563,20 @@ def scaled_dot_product_attention(
                                                    **how)[0]  # fmt: skip
 
 
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int,
+                scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
+    """torch.nn.attention.varlen.varlen_attn, a sequence at a time, causal."""
+    outs, left = [], window_size[0]
+    for (a, b), (c, d) in zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
+        at, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)
+        seen = CudaTensor((j <= at) & (j >= at - left if left >= 0 else True))
+        qkv = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
+        grad = torch.is_grad_enabled()
+        out = aten._scaled_dot_product_efficient_attention(*qkv, seen, grad, scale=scale)[0]
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
 MIXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # host's indices
 OWN: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: copy,
@@ -789,6 +805,7 @@ def install() -> None:
     torch.Generator = Generator  # type: ignore[misc]
     GENERATOR = Generator("cuda")
     F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+    torch.nn.attention.varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
     torch.tensor, torch.as_tensor = placed(REAL["tensor"]), placed(REAL["as_tensor"])
     torch.empty, torch.compile = empty, compile  # type: ignore[assignment]
     torch.Tensor.pin_memory = pinned  # type: ignore[method-assign, assignment]
