@@ -563,8 +563,8 @@ def scaled_dot_product_attention(
                                                    **how)[0]  # fmt: skip
 
 
-def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int,
-                scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, scale: float,
+                window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
     """torch.nn.attention.varlen.varlen_attn, a sequence at a time, causal."""
     outs, left = [], window_size[0]
     for (a, b), (c, d) in zip(*(pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
