@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -97,32 +96,27 @@ def borders(segments: Tensor) -> list[tuple[int, ...]]:
     return [tuple(row) for row in found]
 
 
-def in_blocks(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an attend() that masks and takes Tq <= Tk, so that it never gets keys that no query of a
+def in_blocks(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
+    segments: Tensor | None, cache: StaticView | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Call attend(), which masks and takes Tq <= Tk, so that it never gets keys that no query of a
     block sees. A call that fits into one block is one call."""
-
-    @wraps(attend)
-    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-                cache: StaticView | None = None, **options: Any) -> Tensor:  # fmt: skip
-        block = CUDA_BLOCK if q.is_cuda else BLOCK
-        if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
-            outs = [
-                attend(
-                    part, k, v, spec, cache=replace(cache, start=cache.start + n * block), **options
-                )
-                for n, part in enumerate(q.split(block, dim=1))
-            ]
-            return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        groups = list(cut(q, k, spec.window, segments, block))
-        if len(groups) == 1:
-            return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
-        assert segments is not None
-        return torch.cat([
-            _in_pieces(attend, q[rows], k[rows], v[rows], spec, segments[rows], found, options)
-            for rows, found in groups
-        ])  # fmt: skip
-
-    return wrapped
+    block = CUDA_BLOCK if q.is_cuda else BLOCK
+    if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
+        outs = [
+            attend(part, k, v, spec, cache=replace(cache, start=cache.start + n * block), **options)
+            for n, part in enumerate(q.split(block, dim=1))
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    groups = list(cut(q, k, spec.window, segments, block))
+    if len(groups) == 1:
+        return _in_pieces(attend, q, k, v, spec, segments, groups[0][1], options)
+    assert segments is not None
+    return torch.cat([
+        _in_pieces(attend, q[rows], k[rows], v[rows], spec, segments[rows], found, options)
+        for rows, found in groups
+    ])  # fmt: skip
 
 
 def cut(

@@ -55,9 +55,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     on_cpu = q.device.type == "cpu" and cache is None and not torch.compiler.is_compiling()
     if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
         return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
-    square = not masked and cache is None and q.shape[1] == k.shape[1]
-    call = call_sdpa if square else call_in_blocks
-    return call(q, k, v, spec, segments=segments, cache=cache, kernel=kernel)
+    if not masked and cache is None and q.shape[1] == k.shape[1]:
+        return call_sdpa(q, k, v, spec, kernel=kernel)
+    return in_blocks(call_sdpa, q, k, v, spec, segments, cache, kernel=kernel)
 
 
 def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
@@ -97,9 +97,6 @@ def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor |
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
             scale=spec.scale, enable_gqa=grouped)  # fmt: skip
     return out.transpose(1, 2)
-
-
-call_in_blocks = in_blocks(call_sdpa)
 
 
 def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:

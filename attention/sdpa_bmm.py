@@ -36,11 +36,14 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
 @zeros_before_the_first_key
-@in_blocks
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
 ) -> Tensor:
     """Attention with this backward: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    return in_blocks(call_sdpa, q, k, v, spec, segments)
+
+
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: None = None) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return SDPA.apply(q, k, v, spec.window, spec.softmax_scale)
 

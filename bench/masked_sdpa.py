@@ -19,10 +19,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
     seen = (
         None if spec.window is None else mask(q.shape[1], k.shape[1], spec.window, None, q.device)
     )
+    q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = spec.n_head != spec.n_kv_head
     out = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), seen, is_causal=seen is None,
-        enable_gqa=spec.n_head != spec.n_kv_head,
-    )  # fmt: skip
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=seen is None, enable_gqa=grouped
+    )
     return out.transpose(1, 2)
 
 
