@@ -14,8 +14,9 @@ cannot be computed is refused with a ValueError that names the argument, never i
 num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
 value is accepted. Any floating dtype runs, not only float16 and bfloat16.
 
-`use()` names the backend; a call's kernel is chosen and checked once for its kind of shape. Rows
-that see no key give zeros, as in flash-attn, and a log-sum-exp of -inf, where flash-attn has inf.
+`use()` names the backend; a call's kernel is chosen and checked once for its kind of shape and each
+doubling of its length. Rows that see no key give zeros, as in flash-attn, and a log-sum-exp of
+-inf, where flash-attn has inf.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from .blocks import WithLSE
 from .caps import Backend
 from .choose import Choices
+from .probing import LONG
 from .select import check_name
 from .spec import Policy, Spec
 from .views import PagedView, StaticView, kept
@@ -311,7 +313,8 @@ def _kernel(
         "softcap": request.softcap, "lse": request.lse,
     }  # fmt: skip
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
-    key = q.device.type, q.device.index, q.dtype, *heads, *asked.values()
+    size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
+    key = q.device.type, q.device.index, q.dtype, *heads, size, *asked.values()
     if key not in _choices.known:
         choose = torch.compiler.disable(_choose) if compiled else _choose
         choose(key, q, heads, asked, (q.shape[0], Tq, Tk))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_probe import wrong_beyond
 from torch import Tensor
 
 import attention as nanoattn
+from attention import BACKENDS
 from attention.check import matrix, oracle
 from attention.check.matrix import CASES
 
@@ -266,3 +269,14 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert torch.equal(got, want)  # causal sets the right side to 0
     one = nanoattn.flash_attn_func(X[:, :1], X, X)
     assert torch.equal(one, nanoattn.flash_attn_func(X[:, :1], X, X, causal=True))
+
+
+def test_a_longer_call_is_probed_at_its_length(monkeypatch) -> None:
+    """A kernel that is wrong beyond 700 keys runs up to there; then another one does."""
+    monkeypatch.setitem(sys.modules["attention.select"]._BY_ANY_NAME, "far", wrong_beyond(700))
+    nanoattn.use("far")
+    for T in (600, 1200):
+        q, k, v = (torch.randn(1, T, h, 16) for h in (2, 1, 1))
+        out = nanoattn.flash_attn_func(q, k, v, causal=True)
+        want = BACKENDS["manual"].attend(q, k, v, nanoattn.Spec(2, 1, 16, "float32"))
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
