@@ -46,7 +46,9 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
 def test_no_child_survives_its_bench(tmp_path, how):
     """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
     note = tmp_path / "note"
-    program = """import bench.process, stub_worker
+    # A program that was started in the background ignores SIGINT.
+    program = """import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+import bench.process, stub_worker
 bench.process.Worker(60, None, stub_worker.stuck).begin({})"""
     path = os.pathsep.join([str(config_.ROOT / "tests"), str(config_.ROOT)])
     env = {**os.environ, stub_worker.NOTE: str(note), "PYTHONPATH": path}

@@ -79,7 +79,8 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_kernel_without_a_bug_passes_every_test(capsys) -> None:
-    code, said = ask(capsys, HONEST, "--quick", "--dtype=float32", "--device=cpu")
+    options = "--quick", "--dtype=float32", "--device=cpu", "--length=600"
+    code, said = ask(capsys, HONEST, *options)
     assert code == 0 and "script" not in said, said
     rows = dict(re.findall(r"^([^\d\n]+?)  +([\d-]+) +- +[\d-]+$", said, re.M))
     assert {*check.FEATURES, "total"} <= set(rows)

@@ -73,7 +73,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.triton.flash_kernels import KERNELS, padded, default_tile
+from attention.triton.flash_kernels import KERNELS, _padded as padded, default_tile
 
 def ptxas(ptx, capability):
     # Registers of a thread, and the bytes that it spills.
