@@ -288,3 +288,13 @@ def test_a_large_math_kernel_is_warned_about() -> None:
     note = math_note(BACKENDS["sdpa"], Spec(8, 2, 64, "bfloat16"), (1, 8192))
     assert "4.3 GB" in note
     assert math_note(BACKENDS["sdpa"], Spec(8, 2, 64, "bfloat16"), (1, 2048)) == ""
+
+
+@pytest.mark.parametrize(
+    "machine, runs", [(A100, True), (RTX3050, False), (RTX4090, False), (H100, True), (B200, True)]
+)
+def test_flash_attn_2_with_dropout_and_wide_heads_needs_shared_memory(machine, runs) -> None:
+    """144 KB a block in the backward pass (flash_bwd_launch_template.h of flash-attn 2.8.3)."""
+    machine = replace(machine, packages={"flash_attn": "2.8.3"})
+    spec = Spec(8, 8, 256, "bfloat16", dropout=0.1)
+    assert (not get("flash_attn_2").why_not(spec, machine)) == runs
