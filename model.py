@@ -1,7 +1,12 @@
-"""GPT: the whole model in one file, GPT-2 as published (Radford et al. 2019).
+"""GPT: the whole model in one file. GPT-2 as published (Radford et al. 2019); the options of
+GPTConfig turn it, one at a time, into Llama 3 or Qwen3.
+
+    GPT-2     position=learned  norm=layer  mlp=gelu    bias=True   tied=True
+    Llama 3   position=rope     norm=rms    mlp=swiglu  bias=False  n_kv_head < n_head
+    Qwen3     as Llama 3, with qk_norm
 
 Shapes in comments: B sequences of T tokens, C = n_embd channels, H query heads and Hkv key/value
-heads of D = C / H channels, V tokens in the vocabulary.
+heads of D channels (C / H, if head_size does not say otherwise), V tokens in the vocabulary.
 
 Other GPTs differ in one call, in CausalSelfAttention.forward: here `attend` is any kernel of
 attention/, chosen by `config.attention_backend`. Read next: attention/manual.py, the formula;
@@ -18,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +33,7 @@ from core.loss import Head
 from core.settings import check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
+Rope = tuple[Tensor, Tensor] | None  # cosine and sine of the angles, see rotate()
 Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
 
 
@@ -42,8 +48,19 @@ class GPTConfig:
     n_embd: PositiveInt = 768
     n_kv_head: int | None = None  # fewer than n_head: grouped-query attention; None: n_head
     dropout: float = 0.0
-    bias: bool = True  # in Linear and LayerNorm
+    bias: bool | Literal["qkv"] = True  # in Linear and LayerNorm; qkv: of q, k and v alone (Qwen2)
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's own checkpoints use tanh
+    position: Literal["learned", "rope"] = "learned"  # a vector per position, or rotated q and k
+    norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
+    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: a gate (Shazeer 2020, arXiv 2002.05202)
+    qk_norm: bool = False  # RMSNorm of each query and key, before RoPE
+    tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
+    rope_theta: PositiveFloat = 10000.0  # the slowest channels turn 2 pi * theta tokens
+    # Of models that were trained elsewhere; None: the usual.
+    rope_scaling: tuple[float, float, float, int] | None = None  # see rope_rates()
+    head_size: PositiveInt | None = None  # D; None: n_embd / n_head
+    n_hidden: PositiveInt | None = None  # inside the MLP; None: see `hidden`
+    norm_eps: PositiveFloat = 1e-5
     attention_backend: str = "auto"  # a backend's name, or the path of a kernel file
     # Keys that a query attends to, itself included; None: all. Several: see `windows`.
     attention_window: int | tuple[int | None, ...] | None = None
@@ -51,8 +68,10 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         C, H = self.n_embd, self.n_head
-        if C % H:
+        if self.head_size is None and C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"position=rope rotates pairs of channels, got {self.head_dim}")
         attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
         if isinstance(several := self.attention_window, tuple):
             if not several:
@@ -64,11 +83,17 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+        return self.head_size or self.n_embd // self.n_head
 
     @property
     def kv_heads(self) -> int:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def hidden(self) -> int:
+        """Channels inside the MLP. By default gelu and swiglu have equally many parameters."""
+        C = self.n_embd
+        return self.n_hidden or (4 * C if self.mlp == "gelu" else max(16, round(C / 6) * 16))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -81,28 +106,52 @@ class GPTConfig:
 
     def spec(self, dtype: str, layer: int = 0, *, training: bool = True, **asked: Any) -> Spec:
         """The attention that a layer requests."""
-        asked = {
-            "window": self.windows[layer],
-            "dropout": self.dropout if training else 0.0,
-            **asked,
-        }
+        dropout = self.dropout if training else 0.0
+        asked = {"window": self.windows[layer], "dropout": dropout, **asked}
         return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
 
 
-class LayerNorm(nn.Module):
-    """Layer normalization with an optional bias; mean and variance are computed in float32."""
+class Norm(nn.Module):
+    """LayerNorm with an optional bias, or RMSNorm; computed in float32."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, width: int, rms: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+        self.rms, self.eps = rms, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.bias is True and not rms else None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+            return self.normed(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):  # it would cast x to float32 on CUDA
-            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, 1e-5)
+            return self.normed(x, self.weight.to(x.dtype), bias)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.rms:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
+    """RoPE's D / 2 rates in radians per token, float32: 1 for the first pair of channels, nearly
+    1 / rope_theta for the last (Su et al. 2021, arXiv 2104.09864)."""
+    D = config.head_dim
+    pair = torch.arange(0, D, 2, dtype=torch.float32, device=device)
+    rates = 1 / config.rope_theta ** (pair / D)
+    if config.rope_scaling is None:
+        return rates
+    # Llama 3.1: pairs that turn fewer than `low` times in `length` tokens slow down by `factor`,
+    # those that turn more than `high` times stay, those between are interpolated.
+    factor, low, high, length = config.rope_scaling
+    stay = ((rates * length / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return rates * (stay + (1 - stay) / factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels i and i + D / 2 of x (B, T, H, D); cos and sin (..., T, 1, D / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -110,18 +159,24 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q_size, self.kv_size = config.n_embd, config.kv_heads * config.head_dim
-        self.c_attn = nn.Linear(config.n_embd, self.q_size + 2 * self.kv_size, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        C, D = config.n_embd, config.head_dim
+        self.head_dim, self.q_size, self.kv_size = D, config.n_head * D, config.kv_heads * D
+        self.c_attn = nn.Linear(C, self.q_size + 2 * self.kv_size, bias=bool(config.bias))
+        self.c_proj = nn.Linear(self.q_size, C, bias=config.bias is True)
+        self.q_norm = Norm(config, D, rms=True) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config, D, rms=True) if config.qk_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, cache: Cache = None
-    ) -> Tensor:
-        qkv = self.c_attn(x)  # (B, T, C + 2 * Hkv * D)
+        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, rope: Rope = None,
+        cache: Cache = None,
+    ) -> Tensor:  # fmt: skip
+        qkv = self.c_attn(x)  # (B, T, (H + 2 * Hkv) * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
         view = None  # how to read a static or a paged cache: attention/views.py
         if cache is not None:
             k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
@@ -132,17 +187,23 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """For each token: expand four times, GELU, project back."""
+    """For each token: expand, GELU or a gate, project back."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        C, hidden, bias = config.n_embd, config.hidden, config.bias is True
+        self.gated = config.mlp == "swiglu"
+        self.c_fc = nn.Linear(C, (1 + self.gated) * hidden, bias=bias)  # gated: gate, then value
         self.gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, C, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        x = self.c_fc(x)  # (B, T, hidden), gated (B, T, 2 * hidden)
+        if self.gated:
+            gate, value = x.chunk(2, dim=-1)
+            return self.dropout(self.c_proj(F.silu(gate) * value))
+        return self.dropout(self.c_proj(self.gelu(x)))
 
 
 class Block(nn.Module):
@@ -150,9 +211,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config)
+        self.ln_1 = Norm(config, config.n_embd, config.norm == "rms")
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = Norm(config, config.n_embd, config.norm == "rms")
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, *attention_args: object) -> Tensor:
@@ -161,8 +222,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model. `config.attention_backend` names its attention kernel; `policy`
-    permits a fallback, a download, and so on."""
+    """A language model; its attention kernel is `config.attention_backend`, as `policy` permits."""
 
     def __init__(self, config: GPTConfig, policy: Policy = Policy()) -> None:
         super().__init__()
@@ -173,14 +233,15 @@ class GPT(nn.Module):
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
         self.choices = Choices(config.attention_backend, policy)
+        learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            **({"wpe": nn.Embedding(config.block_size, config.n_embd)} if learned else {}),
             "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            "ln_f": LayerNorm(config),
+            "ln_f": Norm(config, config.n_embd, config.norm == "rms"),
         })  # fmt: skip
-        self.lm_head = Head()  # weights tied to wte (Press & Wolf 2017, arXiv 1608.05859)
+        self.lm_head = Head(None if config.tied else (config.vocab_size, config.n_embd))
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # 2 * n_layer of them add up in the residual stream
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -190,12 +251,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        segments: Tensor | None = None,
+        self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None,
         cache: Cache = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
@@ -204,7 +262,7 @@ class GPT(nn.Module):
         x = self.hidden(idx, segments, cache)
         if targets is None:
             return self.head(x), None
-        return None, self.lm_head.loss(x, self.transformer.wte.weight, targets)
+        return None, self.lm_head.loss(x, self.head_weight, targets)
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Cache = None) -> Tensor:
         """Token ids (B, T) int64, T <= block_size -> (B, T, C), the input of the head.
@@ -214,8 +272,7 @@ class GPT(nn.Module):
             cache: one step of a KV cache (inference/cache.py): its tokens come before idx, and idx
                 is appended. It has its own positions and segments.
         """
-        (B, T), device, ring = idx.shape, idx.device, self.ring
-        kind, page_size = "none", None
+        (B, T), device, ring, kind, page_size = idx.shape, idx.device, self.ring, "none", None
         if cache is None:
             if (size := self.config.block_size) < T and not ring:
                 raise ValueError(f"{T} tokens do not fit into block_size {size}")
@@ -227,34 +284,41 @@ class GPT(nn.Module):
             pos, segments = cache.positions(T), cache.segments
         kernels = self.attentions(segments is not None, (B, T), kind, page_size)
 
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C) + (T or B, T, C)
+        x, rope = self.transformer.wte(idx), None  # (B, T, C)
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(pos)  # (T, C) or (B, T, C)
+        else:  # of each position and pair of channels, (T, 1, D / 2) or (B, T, 1, D / 2)
+            angles = pos[..., None, None] * rope_rates(self.config, device)
+            rope = angles.cos(), angles.sin()
         if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.transformer.drop(x)
         for i, (block, (chosen, spec)) in enumerate(zip(self.transformer.h, kernels, strict=True)):
             attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
             if self.gradient_checkpointing and self.training and cache is None:
-                x = checkpoint(block, x, attend, spec, segments, use_reentrant=False)
+                x = checkpoint(block, x, attend, spec, segments, rope, use_reentrant=False)
             else:
-                x = block(x, attend, spec, segments, cache.layer(i) if cache is not None else None)
+                layer = cache.layer(i) if cache is not None else None
+                x = block(x, attend, spec, segments, rope, layer)
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
-        return self.lm_head(x, self.transformer.wte.weight)
+        return self.lm_head(x, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weights (V, C) of the head: the token embedding's, if they are tied."""
+        return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
 
     def attention(self, *args: Any, **options: Any) -> tuple[Resolution, Spec]:
         """The kernel of the first layer: attentions()[0]."""
         return self.attentions(*args, **options)[0]
 
     def attentions(
-        self,
-        segments: bool = False,
-        shape: tuple[int, int] | None = None,
-        cache: str = "none",
-        page_size: int | None = None,
-        compiled: bool = False,
-    ) -> list[tuple[Resolution, Spec]]:
+        self, segments: bool = False, shape: tuple[int, int] | None = None, cache: str = "none",
+        page_size: int | None = None, compiled: bool = False,
+    ) -> list[tuple[Resolution, Spec]]:  # fmt: skip
         """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
 
         Call it once before torch.compile, which cannot trace the choice. `shape` is the batch size
@@ -271,28 +335,17 @@ class GPT(nn.Module):
         # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
         here = str(device), dtype, *asked.values()
         keys = [(window, *here) for window in self.config.windows]
+        (B, T), most = shape or (1, self.config.block_size), self.config.block_size
+        # With a cache nearly all calls decode: one query, and in the end block_size keys.
+        full = (B, T, T) if cache == "none" else (B, 1, most)
+        phase = f" with the {cache} cache" if cache != "none" else " without gradients"
         for layer, key in enumerate(keys):
             if key not in self.choices.known:
-                # Not as a decorator, which would import torch._dynamo: a second for everybody.
-                choose = torch.compiler.disable(self._choose) if compiled else self._choose
-                choose(key, layer, device, dtype, asked, shape or (1, self.config.block_size))
+                spec = self.config.spec(str(dtype).removeprefix("torch."), layer, **asked)
+                choose = self.choices.choose  # `disable` imports torch._dynamo: a second
+                choose = torch.compiler.disable(choose) if compiled else choose
+                choose(key, spec, device, full, phase)
         return [self.choices.known[key] for key in keys]
-
-    def _choose(
-        self,
-        key: tuple[object, ...],
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        asked: dict[str, Any],
-        shape: tuple[int, int],
-    ) -> None:
-        (B, T), cache = shape, asked["cache"]
-        spec = self.config.spec(str(dtype).removeprefix("torch."), layer, **asked)
-        # With a cache nearly all calls decode: one query, and in the end block_size keys.
-        full = (B, T, T) if cache == "none" else (B, 1, self.config.block_size)
-        phase = f" with the {cache} cache" if cache != "none" else " without gradients"
-        self.choices.choose(key, spec, device, full, phase)
 
     @torch.no_grad()
     def generate(
@@ -300,9 +353,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
 
-        The plain loop: each token costs a forward pass over the whole text. inference/engine.py
-        has KV caches, stop conditions and constraints; it samples from the same distributions, with
-        other random numbers.
+        The plain loop: each token costs a forward pass over the whole text. inference/engine.py has
+        KV caches; it samples from the same distributions, with other random numbers.
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size :]  # positions end at block_size
@@ -319,25 +371,30 @@ class GPT(nn.Module):
         return idx
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """The number of parameters, without the position embeddings unless non_embedding=False."""
+        """The number of parameters, without those that are only looked up (the positions, and the
+        tokens if the head has its own weights) unless non_embedding=False."""
+        looked_up = [] if self.config.tied else [self.transformer.wte]
+        if self.config.position == "learned":
+            looked_up.append(self.transformer.wpe)
         n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding else n
+        return n - sum(e.weight.numel() for e in looked_up) if non_embedding else n
 
     def crop_block_size(self, block_size: int) -> None:
         """Keep only the first `block_size` positions. Raises ValueError if there are fewer."""
         have = self.config.block_size
         if not 1 <= block_size <= have:
             raise ValueError(f"block_size can only be cropped, from {have}; got {block_size}")
-        kept = self.transformer.wpe.weight.detach()[:block_size].clone()
-        self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
+        if self.config.position == "learned":
+            kept = self.transformer.wpe.weight.detach()[:block_size].clone()
+            self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
         self.config = replace(self.config, block_size=block_size)
 
     @classmethod
     def from_pretrained(
         cls, source: str, override_args: dict[str, object] | None = None, **changes: Any
     ) -> GPT:
-        """Load GPT-2 weights from a folder in the format of `transformers`, or from the hub
-        ("gpt2-xl"). override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
+        """Load GPT-2, Llama or Qwen3 as transformers stores it: a folder, or a name on the hub.
+        override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

@@ -105,10 +105,10 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
     model = checkpoint.init_model(source, attention.Policy(*permitted), **changes)
     model = setup.place(model, cast=True).eval()
     if config.weights == "int8":
-        embedding = model.transformer.wte.weight
-        if why := int8.why_not(model, embedding.device, embedding.dtype):
+        head = model.head_weight
+        if why := int8.why_not(model, head.device, head.dtype):
             raise UserError(f"--weights=int8: {why}")
-        int8.convert(model, embedding)
+        int8.convert(model, head)
     # Logs the kernel before any text.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _read(path: str) -> str:
 
 def encode(prompt: str, tokenizer: data.Tokenizer, block_size: int) -> list[int]:
     """The prompt's token ids. Raises UserError if it is empty or has unknown characters."""
-    ids = tokenizer.encode(prompt)
+    ids = [*tokenizer.begin, *tokenizer.encode(prompt)]
     if not ids:
         raise UserError("a prompt is empty")
     if len(ids) > block_size:

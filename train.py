@@ -26,7 +26,7 @@ from core.settings import Loaded, UserError, check_fields, exit_on_user_error, r
 
 # ----------------------------------------------------------------------------- options
 
-VocabSize = Annotated[int, Field(ge=1, le=2**16)]
+VocabSize = Annotated[int, Field(ge=1, le=2**32)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
@@ -61,8 +61,13 @@ class TrainConfig:
     n_kv_head: PositiveInt | None = None  # key/value heads, fewer for grouped queries; none: n_head
     n_embd: PositiveInt = 768  # channels of the residual stream
     dropout: float = 0.0  # probability; 0 is good for pretraining, 0.1 or more for finetuning
-    bias: bool = False  # in Linear and LayerNorm; GPT-2 has them, without is a bit better
+    bias: bool | Literal["qkv"] = False  # in Linear and LayerNorm; qkv: of q, k and v alone
     gelu: Literal["exact", "tanh"] = "exact"  # GPT-2's checkpoints use tanh
+    position: Literal["learned", "rope"] = "learned"  # a vector per position, or rotated q and k
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
+    qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3
+    tied: bool = True  # the head uses the token embedding's weights
     vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, slower
     residual_dtype: Literal["float32", "autocast"] = "float32"  # between blocks; autocast: --dtype
@@ -110,7 +115,7 @@ class TrainConfig:
         self.model(1 if self.vocab_size is None else self.vocab_size)  # checks the sizes
 
     def model(self, vocab_size: int) -> GPTConfig:
-        shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig)}
+        shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
         return GPTConfig(**{**shared, "vocab_size": vocab_size})
 
     @property
@@ -159,7 +164,7 @@ class Run:
     module: nn.Module  # the same model to call: compiled, DDP or FSDP
     optimizer: torch.optim.AdamW
     scaler: torch.amp.GradScaler
-    splits: dict[str, np.ndarray]  # "train" and "val": (N,) uint16 tokens
+    splits: dict[str, np.ndarray]  # "train" and "val": (N,) tokens
     attention: Resolution  # the kernel of the training steps
     micro_steps: int  # micro-batches per step in this process
     saver: checkpoint.Saver

@@ -174,10 +174,10 @@ class Ours(Candidate):
         self.title, self.compile = attention.get(self.config.attention_backend).title, compile
         self.model = self.job.model(cast=True).eval()
         if weights == "int8":
-            embedding = self.model.transformer.wte.weight
-            if why := int8.why_not(self.model, embedding.device, embedding.dtype):
+            head = self.model.head_weight
+            if why := int8.why_not(self.model, head.device, head.dtype):
                 raise UserError(why)
-            int8.convert(self.model, embedding)
+            int8.convert(self.model, head)
         return self
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:

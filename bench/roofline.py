@@ -65,9 +65,9 @@ def work(
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2
-    W = C * (C + 2 * K) + C * C + 8 * C * C
-    S = (2 * C + 2 * K) + 2 * C + 5 * C + 5 * C
-    P = flops.n_params(config) + T * C
+    made = flops.matrices(config)
+    W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
+    P = flops.n_params(config) + T * C * (config.position == "learned") + V * C * (not config.tied)
     keys = sum(flops.mean_keys(T, w) for w in config.windows) / config.n_layer
     found = {
         "linear": Work(6 * N * L * W, L * (3 * a * N * S + micro * W * (2 * a + 4))),

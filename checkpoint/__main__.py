@@ -1,44 +1,53 @@
-"""Export a checkpoint to one folder: python -m checkpoint export FOLDER --to=PLACE."""
+"""Export a checkpoint to one folder: python -m checkpoint export FOLDER [--to=PLACE].
+
+The folder has all that transformers' AutoModelForCausalLM and AutoTokenizer, and the engines that
+read their format, need (docs/SERVE.md).
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
 
+import data
 from checkpoint import store
 from checkpoint.convert import save_hf
+from checkpoint.store import Checkpoint, Json
 from core.settings import Texts, UserError, exit_on_user_error, read
+from model import GPT
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Export the weights of a checkpoint: python -m checkpoint export FOLDER --to=PLACE."""
+    """Export a checkpoint: python -m checkpoint export FOLDER [--to=PLACE]."""
 
     command: Texts = ()  # export FOLDER: a checkpoint, or a run's folder (its newest checkpoint)
-    to: str | None = None  # new folder
-    format: Literal["safetensors", "transformers"] = "safetensors"  # safetensors: for --init_from
+    to: str | None = None  # new folder; none: FOLDER/export
+    format: Literal["transformers", "safetensors"] = "transformers"  # safetensors: for --init_from
 
 
 def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
-    if len(config.command) != 2 or config.command[0] != "export" or config.to is None:
-        raise UserError("usage: python -m checkpoint export FOLDER --to=PLACE")
-    to, source = Path(config.to), store.own_checkpoint(config.command[1])
-    if source is None:
+    if len(config.command) != 2 or config.command[0] != "export":
+        raise UserError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
+    to, source = Path(config.to or f"{config.command[1]}/export"), config.command[1]
+    if (source := store.own_checkpoint(source)) is None:
         raise UserError(f"no checkpoint in {config.command[1]}")
     if to.exists():
         raise UserError(f"{to} exists: name a new folder, or delete it")
-    model, partial = store.load(source).model(), to.with_name(f".{to.name}.partial")
+    saved = store.load(source)
+    model, partial = saved.model(), to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
     try:
         partial.mkdir(parents=True)
         if config.format == "transformers":
-            save_hf(model, partial)
+            export(model, saved, partial)
         else:
             store.save_weights(model.state_dict(), partial / "model.safetensors")
             for name in ("settings.json", "train_state.json"):
@@ -50,6 +59,50 @@ def main(argv: list[str]) -> int:
         raise UserError(f"could not write {to} ({reason})") from e
     print(f"exported {source} to {to} ({config.format})")
     return 0
+
+
+def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
+    """Write the model, its tokenizer and a card, as transformers loads them."""
+    tokenizer = data.from_meta(saved.settings["tokenizer"])
+    V, eot, T = tokenizer.vocab_size, tokenizer.eot, model.config.block_size
+    end = None if eot is None else tokenizer.to_json()["added_tokens"]
+    name = next((t["content"] for t in end or () if t["id"] == eot), None)
+    ids: Json = {"bos_token_id": eot, "eos_token_id": eot}
+    config = save_hf(cropped(model, V), folder, **ids)
+    store.save_json(tokenizer.to_json(), folder / "tokenizer.json")
+    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": T,
+              "clean_up_tokenization_spaces": False}  # fmt: skip
+    if name is not None:
+        tokens |= {"bos_token": name, "eos_token": name}
+    store.save_json(tokens, folder / "tokenizer_config.json")
+    store.save_json({**ids, "max_new_tokens": 100}, folder / "generation_config.json")
+    loss = saved.state.get("val_loss")
+    evaluated = "not known" if loss is None else f"{loss:.4f} nats a token"
+    dataset = saved.settings["train"].get("dataset")
+    card = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+A {config["model_type"]} model of {model.get_num_params(False):,} parameters, trained with nanoattn
+on `{dataset}` for {saved.step:,} steps. Validation loss: {evaluated}.
+
+```json
+{json.dumps(saved.settings["model"], indent=1)}
+```
+"""
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def cropped(model: GPT, vocab_size: int) -> GPT:
+    """The model without the rows that round its vocabulary up: no tokenizer has these tokens."""
+    if vocab_size >= model.config.vocab_size:
+        return model
+    small = GPT(replace(model.config, vocab_size=vocab_size))
+    rows = ("transformer.wte.weight", "lm_head.weight")
+    weights = {k: t[:vocab_size] if k in rows else t for k, t in model.state_dict().items()}
+    small.load_state_dict(weights)
+    return small
 
 
 if __name__ == "__main__":

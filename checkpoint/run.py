@@ -24,10 +24,12 @@ from core.distributed import DistInfo
 from core.parallel import is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype
 from core.settings import Loaded, UserError
+from data.tokenizer import same
 from model import GPT
 
 # Fixed by the weights: settings cannot change these.
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu")
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
+         "qk_norm", "tied")  # fmt: skip
 C = TypeVar("C")  # train.py's TrainConfig
 
 # ----------------------------------------------------------------------------- save
@@ -229,7 +231,7 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
     else:
         model = init_model(source, config.policy, **changes)
     tokenizer = store.tokenizer_meta(source)
-    if model.config.vocab_size < V or tokenizer not in (None, meta["tokenizer"]):
+    if model.config.vocab_size < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         raise UserError(
             f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again"

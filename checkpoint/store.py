@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from attention import Policy, is_file
 from core.distributed import DistInfo
 from core.settings import UserError, first_line, from_dict
+from data.tokenizer import FileTokenizer
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
@@ -132,9 +133,13 @@ def own_checkpoint(init_from: str) -> Path | None:
 
 
 def tokenizer_meta(init_from: str) -> Json | None:
-    """The tokenizer of a checkpoint; None for another format."""
-    own = own_checkpoint(init_from)
-    return load(own).settings["tokenizer"] if own else None
+    """The tokenizer of a checkpoint, or of a folder with a tokenizer.json; else None."""
+    if own := own_checkpoint(init_from):
+        return load(own).settings["tokenizer"]
+    folder = Path(init_from)
+    if (folder / "tokenizer.json").is_file():
+        return FileTokenizer.read(folder).to_meta()
+    return None
 
 
 def load(folder: str | Path) -> Checkpoint:
@@ -191,6 +196,10 @@ def load_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def save_json(content: Json, path: Path) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def has_dicts(content: object, *keys: str) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
 
@@ -242,7 +251,7 @@ def save(
         with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the system's error
             torch.save(optimizer, f)
         for name, content in (("settings.json", settings), ("train_state.json", state)):
-            (partial / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            save_json(content, partial / name)
         _sync([*partial.rglob("*"), partial])
         partial.rename(final)
         _sync([out_dir])

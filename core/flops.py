@@ -5,8 +5,9 @@ of the operations that the model's mathematics needs, over the device's peak rat
 
     mfu = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
 
-    mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT. N: parameters without the
-                 position embeddings; L layers, H heads of Q channels, T tokens in a sequence.
+    mfu          6 N + 12 L H Q T per token, as in PaLM and nanoGPT. N: parameters without
+                 embeddings that are only looked up (positions; tokens, if the head is not tied to
+                 them); L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   the same with T replaced by the mean number of keys that a query sees: (T + 1) / 2,
                  fewer with a sliding window.
 
@@ -53,18 +54,23 @@ class Sizes(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def bias(self) -> bool: ...
-    @property
     def windows(self) -> tuple[int | None, ...]: ...  # of each layer
 
 
-def n_params(config: Sizes) -> int:
-    """N: the parameters of GPT(config) without its position embeddings, by arithmetic."""
-    C, kv = config.n_embd, config.kv_heads * config.head_dim
-    weights = C * (C + 2 * kv) + C * C + 8 * C * C  # c_attn, attention c_proj, MLP
-    biases = (C + 2 * kv) + C + 4 * C + C if config.bias else 0
-    norm = C * (2 if config.bias else 1)
-    return config.vocab_size * C + config.n_layer * (weights + biases + 2 * norm) + norm
+def matrices(config: Any) -> list[tuple[int, int, bool]]:
+    """(outputs, inputs, has a bias) of a block's c_attn and c_proj, and the MLP's c_fc, c_proj."""
+    C, q, kv = config.n_embd, config.n_head * config.head_dim, config.kv_heads * config.head_dim
+    fc, bias = config.hidden * (2 if config.mlp == "swiglu" else 1), config.bias is True
+    qkv = q + 2 * kv, C, bool(config.bias)
+    return [qkv, (C, q, bias), (fc, C, bias), (C, config.hidden, bias)]
+
+
+def n_params(config: Any) -> int:
+    """N: the parameters of GPT(config), without those that are only looked up, by arithmetic."""
+    norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
+    block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
+    block += 2 * norm + 2 * config.head_dim * config.qk_norm
+    return config.vocab_size * config.n_embd + config.n_layer * block + norm
 
 
 @cache

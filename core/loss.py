@@ -33,7 +33,12 @@ class Context(Protocol):
 
 
 class Head(nn.Module):
-    """The language-model head. It has no weights: it uses the token embedding's."""
+    """The language-model head; its weights (V, C) are its own, or the token embedding's."""
+
+    def __init__(self, shape: tuple[int, int] | None = None) -> None:
+        """shape: of its own weights."""
+        super().__init__()
+        self.weight = None if shape is None else nn.Parameter(torch.empty(shape))
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., C), weight (V, C) -> (..., V) logits."""

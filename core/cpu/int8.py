@@ -40,7 +40,7 @@ def convert(model: nn.Module, head: Tensor) -> None:
     """Give the linear layers of `model` int8 weights, and its head a copy of `head` in int8.
 
     Args:
-        head: (V, C), the token embedding's weights, which stay as they are.
+        head: (V, C), the head's weights, which a tied token embedding keeps as they are.
 
     Raises:
         ValueError: why_not().
@@ -55,6 +55,7 @@ def convert(model: nn.Module, head: Tensor) -> None:
             module.register_buffer("scale", scale, persistent=False)
             module.__class__ = Int8Linear
         elif isinstance(module, Head):
+            module.weight = None
             for name, t in zip(("q", "scale"), quantize(head), strict=True):
                 module.register_buffer(name, t, persistent=False)
             module.__class__ = Int8Head

@@ -26,10 +26,11 @@ from core.loss import Context, Head, linear_cross_entropy
 
 def convert(model: nn.Module, float32: bool = True) -> None:
     """Give the layers of `model` the faster forward passes; float32=True: oneDNN's products too."""
+    tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear if float32 else HalfLinear
-        elif type(module) is nn.Embedding and name.endswith("wte"):
+        elif type(module) is nn.Embedding and name.endswith("wte") and tied:
             module.__class__ = Embedding
         elif type(module) is Head and float32:
             module.__class__ = OneDNNHead

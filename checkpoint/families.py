@@ -1,0 +1,271 @@
+"""transformers' models that GPT can be: their config.json and their names of the weights.
+
+    gpt2              GPT-2
+    llama             Llama 1 to 3.2, SmolLM2
+    mistral           llama with one window for all layers
+    qwen2             llama with biases of q, k and v; some layers may have a window
+    qwen3             llama with qk_norm; some layers may have a window
+
+Whatever else a config asks for is refused, never loaded approximately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.settings import UserError, from_dict
+from model import GPT, GPTConfig
+
+Json = dict[str, Any]
+
+GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+GPT2_SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # the same names here
+LLAMA_SIZES = {  # GPTConfig's field -> config.json's
+    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_hidden": "intermediate_size",
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "block_size": "max_position_embeddings",
+}  # fmt: skip
+ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA_BLOCK = {  # a block's module -> those that it holds, stacked
+    "ln_1": ("input_layernorm",),
+    "ln_2": ("post_attention_layernorm",),
+    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.c_proj": ("self_attn.o_proj",),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.c_proj": ("mlp.down_proj",),
+}
+LLAMA_ENDS = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm",
+              "lm_head": "lm_head"}  # fmt: skip
+# What transformers assumes where a config.json has no such field.
+ASSUMED: dict[str, Json] = {
+    "gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+# Fields with one supported value.
+FIXED: Json = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "pretraining_tp": 1,
+    "rope_interleaved": False, "quantization_config": None, "add_cross_attention": False,
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------- config.json
+
+
+def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
+    """The GPTConfig of a config.json's content; `changes` replace its fields.
+
+    Raises:
+        UserError: another architecture, a missing field, or one that GPT cannot follow.
+    """
+    kind = saved.get("model_type") if isinstance(saved, dict) else None
+    if kind not in ASSUMED:
+        raise UserError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
+    saved = ASSUMED[kind] | saved
+    for name, expected in FIXED.items():
+        if saved.get(name) not in (None, expected):
+            raise UserError(f"{source} has {name}={saved[name]!r}, expected {expected!r}")
+    needed = (*GPT2_SIZES, "n_positions") if kind == "gpt2" else LLAMA_SIZES.values()
+    if lacking := [name for name in needed if name not in saved]:
+        raise UserError(f"config.json of {source} lacks {', '.join(lacking)}")
+    fields = _from_gpt2(saved, source) if kind == "gpt2" else _from_llama(kind, saved, source)
+    return from_dict(GPTConfig, {**fields, **changes}, source)
+
+
+def _from_gpt2(saved: Json, source: str) -> Json:
+    if (gelu := saved["activation_function"]) not in GELUS:
+        raise UserError(f"{source} has activation_function={gelu!r}, expected {', '.join(GELUS)}")
+    fields = {name: saved[name] for name in GPT2_SIZES}
+    fields |= {"block_size": saved["n_positions"], "bias": True, "gelu": GELUS[gelu]}
+    fields |= {"n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"]}
+    return fields | {"tied": saved.get("tie_word_embeddings", True)}
+
+
+def _from_llama(kind: str, saved: Json, source: str) -> Json:
+    fields: Json = {ours: saved[theirs] for ours, theirs in LLAMA_SIZES.items()}
+    # Version 5 has rope_parameters; earlier ones rope_theta and rope_scaling.
+    rope = {"rope_theta": saved.get("rope_theta", 10000.0), **(saved.get("rope_scaling") or {}),
+            **(saved.get("rope_parameters") or {})}  # fmt: skip
+    how = rope.get("rope_type", rope.get("type", "default"))
+    if how not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+        raise UserError(f"{source} has rope_type={how!r}, expected 'default' or 'llama3'")
+    if how == "llama3":
+        if lacking := [name for name in ROPE if name not in rope]:
+            raise UserError(f"rope_scaling of {source} lacks {', '.join(lacking)}")
+        fields["rope_scaling"] = tuple(rope[name] for name in ROPE)
+    fields |= {
+        "n_kv_head": saved.get("num_key_value_heads") or fields["n_head"],
+        "head_size": saved.get("head_dim"),
+        "norm_eps": saved.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope["rope_theta"],
+        "tied": saved.get("tie_word_embeddings", False),
+        "bias": "qkv" if kind == "qwen2" else False,
+        "attention_window": _windows(kind, saved, source),
+    }
+    fields |= {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": kind == "qwen3"}
+    return fields
+
+
+def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...] | None:
+    """The window of each layer, in tokens that a query sees; transformers counts it too."""
+    window, n = saved.get("sliding_window"), saved["num_hidden_layers"]
+    if kind == "mistral" or window is None:
+        return window
+    if kind == "llama" or not saved.get("use_sliding_window", False):
+        return None
+    first = saved.get("max_window_layers", 28)
+    types = ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
+    types = saved.get("layer_types") or types
+    if len(types) != n or {*types} - {"full_attention", "sliding_attention"}:
+        raise UserError(f"{source} has layer_types={types}")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def write_config(config: GPTConfig) -> Json:
+    """The config.json of the simplest family that has all of this; raises UserError."""
+    c, windows = config, {*config.windows}
+    modern = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
+    other = {name: want for name, want in modern.items() if getattr(c, name) != want}
+    if not other:
+        return _to_llama(c)
+    lacks = {
+        "n_kv_head < n_head": c.kv_heads != c.n_head,
+        "attention_window": windows != {None},
+        "head_size": c.head_dim * c.n_head != c.n_embd,
+        "qk_norm": c.qk_norm,
+        **{f"{name}={want}": name not in other for name, want in modern.items()},
+    }
+    if wrong := [name for name, has in lacks.items() if has]:
+        needs = " ".join(f"--{name}={want}" for name, want in other.items())
+        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's has it, with {needs}")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **{name: getattr(c, name) for name in GPT2_SIZES},
+        "n_positions": c.block_size,
+        "n_inner": c.n_hidden,
+        "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu",
+        "layer_norm_epsilon": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout),
+    }
+
+
+def _to_llama(c: GPTConfig) -> Json:
+    windows = {*c.windows}
+    sizes = windows - {None}
+    if len(sizes) > 1:
+        raise UserError(f"no format has windows of several sizes, got {c.attention_window}")
+    mixed = sizes and None in windows
+    if c.bias is True or (c.qk_norm and c.bias):
+        raise UserError(f"no format has bias={c.bias} with --norm=rms; use --bias=False")
+    # Without biases of its own a mixed model is a qwen2 whose biases are zero.
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.bias or mixed else "mistral" if sizes else "llama"
+    if kind == "qwen2" and c.head_dim * c.n_head != c.n_embd:
+        raise UserError(f"qwen2's format has no heads of {c.head_dim}; use --qk_norm=True (qwen3)")
+    rope: Json = {"rope_type": "default"}
+    if c.rope_scaling is not None:
+        rope = {"rope_type": "llama3", **dict(zip(ROPE, c.rope_scaling, strict=True))}
+    found: Json = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        **{theirs: getattr(c, ours) for ours, theirs in LLAMA_SIZES.items()},
+        "intermediate_size": c.hidden,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,  # other engines, and transformers before version 5
+        "rope_scaling": rope if c.rope_scaling else None,
+        "rope_parameters": {**rope, "rope_theta": c.rope_theta},
+        "tie_word_embeddings": c.tied,
+        "attention_dropout": c.dropout,
+        "attention_bias": False,
+    }
+    if kind == "llama":
+        return found | {"mlp_bias": False}
+    found |= {"sliding_window": next(iter(sizes), None)}
+    if kind == "mistral":
+        return found
+    types = ["full_attention" if w is None else "sliding_attention" for w in c.windows]
+    return found | {"use_sliding_window": bool(sizes), "layer_types": types,
+                    "max_window_layers": 0 if sizes else c.n_layer}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- weights
+
+
+def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """A family's weights under our names, each as torch.nn.Linear has it."""
+    found: dict[str, Tensor] = {}
+    if config.position == "learned":
+        for name, tensor in saved.items():
+            name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+            untied = name == "lm_head.weight" and not config.tied
+            if untied or not derived(name):
+                found[name] = tensor.t() if _is_conv1d(name) else tensor
+        if (positions := found.get("transformer.wpe.weight")) is not None:
+            found["transformer.wpe.weight"] = positions[: config.block_size]
+        return found
+    left = {name: t for name, t in saved.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied:  # some files hold it a second time
+        left.pop("lm_head.weight", None)
+    for ours, theirs in _llama_names(config):
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"{name}.{kind}") for name in theirs if f"{name}.{kind}" in left]
+            if len(parts) == len(theirs):
+                found[f"{ours}.{kind}"] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return found | left  # what is left over is reported as unknown
+
+
+def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
+    """The model's weights under the family's names."""
+    config, own = model.config, {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    found: dict[str, Tensor] = {}
+    if kind == "gpt2":
+        for name, tensor in own.items():
+            found[name] = tensor.t() if _is_conv1d(name) else tensor
+            bias = name.removesuffix("weight") + "bias"
+            alone = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight", "bias"))
+            if not alone and bias not in own:
+                found[bias] = torch.zeros(tensor.shape[0])  # transformers always has a bias
+        return found
+    D, H, Hkv = config.head_dim, config.n_head, config.kv_heads
+    rows = {"attn.c_attn": [H * D, Hkv * D, Hkv * D], "mlp.c_fc": [config.hidden] * 2}
+    for ours, theirs in _llama_names(config):
+        sizes = next((n for end, n in rows.items() if ours.endswith(end)), None)
+        for part in ("weight", "bias"):
+            if (tensor := own.get(f"{ours}.{part}")) is not None:
+                pieces = [tensor] if sizes is None else tensor.split(sizes)
+                found |= {f"{name}.{part}": t for name, t in zip(theirs, pieces, strict=True)}
+        if kind == "qwen2" and ours.endswith("c_attn") and not config.bias:
+            zeros = zip(theirs, rows["attn.c_attn"], strict=True)
+            found |= {f"{name}.bias": torch.zeros(n) for name, n in zeros}
+    return found
+
+
+def _llama_names(config: GPTConfig) -> list[tuple[str, tuple[str, ...]]]:
+    names = [(ours, (theirs,)) for ours, theirs in LLAMA_ENDS.items()]
+    for i in range(config.n_layer):
+        for ours, theirs in LLAMA_BLOCK.items():
+            of = tuple(f"model.layers.{i}.{name}" for name in theirs)
+            names.append((f"transformer.h.{i}.{ours}", of))
+    return names
+
+
+def derived(name: str) -> bool:
+    """True for GPT-2's masks and its tied head."""
+    return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
+
+
+def _is_conv1d(name: str) -> bool:
+    """True if transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
+    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
