@@ -215,7 +215,8 @@ class _Batch(Decoder[Row]):
             static.reset()
         else:  # tensors of inference mode cannot be written to outside it
             with torch.inference_mode(False):
-                static = StaticCache(L, self.B, max_len, *heads, dtype=dtype, device=device)
+                static = StaticCache(L, self.B, max_len, *heads, windows=config.windows,
+                                     dtype=dtype, device=device)  # fmt: skip
         if self.compile:
             self.lent[key] = static
             model.attention(False, (self.B, 1), "static", compiled=True)  # not traceable

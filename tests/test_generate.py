@@ -135,7 +135,8 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
         dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
         return lambda T: dynamic.reserve(T)
     if kv == "static":
-        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
+        windows = config.windows
+        static = StaticCache(config.n_layer, B, max_len, *heads, windows=windows, **sizes)
         return lambda T: static.reserve(T)
     paged = PagedCache(config.n_layer, *heads, n_pages=B * max_len + 1, page_size=4, **sizes)
     rows = [paged.pool.new() for _ in range(B)]
