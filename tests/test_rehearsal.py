@@ -167,11 +167,8 @@ def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
     model, config = test_explain.made("gqa-window-segments")
     found = test_explain.explained(model.to("cuda"), config)
     assert "H200" in found["about"]["device"]
-    for part, names in (("maps", ["seen"]), ("tiles", ["steps"])):
-        assert all(found[part][name] == explained[part][name] for name in names), part
+    assert found["maps"]["seen"] == explained["maps"]["seen"]
     assert all(layer["agrees"] for layer in found["maps"]["layers"])
-    assert found["caches"]["agree"]
-    assert all(x["error"] <= x["allowed"] for x in found["tiles"]["heads"])
 
 
 @pytest.mark.usefixtures("remembered_probes")
