@@ -33,9 +33,6 @@ class Call:
     spec: Spec
     segments: Tensor | None  # (1, T) int32
 
-    def by_manual(self) -> Tensor:
-        return manual.attend(self.q, self.k, self.v, self.spec, segments=self.segments)
-
 
 @contextmanager
 def watched(model: GPT) -> Iterator[list[Call]]:
@@ -101,7 +98,8 @@ def agreement(call: Call) -> Agreement:
     seg = None if call.segments is None else call.segments.to(device)
     exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
     heads = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
-    manual_error, largest = float(off(call.by_manual(), exact).max()), float(exact.abs().max())
+    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
     allowed, error = allowed_error(manual_error, largest, largest, call.q.dtype), float(heads.max())
     agrees = error <= allowed
     return {"error": error, "allowed": allowed, "agrees": agrees, "heads": heads.tolist()}
