@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 import attention
-from attention.machine.system import cpu_name
+from attention.machine.system import cpu_name, synchronize
 from attention.spec import Machine, Spec
 from bench import Json
 from bench.job import Job
 from core import flops
-from core.runtime import describe, peak_memory, synchronize
+from core.runtime import describe, peak_memory
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.runtime import synchronize
+from attention.machine.system import synchronize
 from inference import engine, serve
 from inference.sampling import ENDED, Options
 
