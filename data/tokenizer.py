@@ -1,8 +1,8 @@
 """Text to token ids and back: one id for each character, or GPT-2's byte-pair encoding.
 
 Both have the same members: name, vocab_size, eot (the id that ends a document, or None), encode,
-decode, stream_decode, token_bytes (the bytes of each id, for constraints) and to_meta, which
-meta.json and checkpoints store to rebuild the tokenizer.
+decode, stream_decode, token_bytes (the bytes of each id) and to_meta, which meta.json and
+checkpoints store to rebuild the tokenizer.
 """
 
 from __future__ import annotations
