@@ -4,7 +4,7 @@ python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
 python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 
-Maps of every head, FlashAttention's tiles, and KV caches.
+Maps of every head, and whether the kernel that ran agrees with the formula.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from core.runtime import describe, show_log
 from core.settings import UserError, check_fields, exit_on_user_error, read
 from data.tokenizer import Tokenizer
 from model import GPT
-from viewer.caches import caches, refused
 from viewer.document import About, Document, token_of
 from viewer.maps import Call, maps, watched
 from viewer.page import render as as_page
 from viewer.text import render as as_text
-from viewer.tiles import tiles
 
 MOST_TOKENS = 256  # shown
 
@@ -51,8 +49,6 @@ class ExplainConfig:
     # --- what to look at ---
     layer: int = 0  # shown first, and by --text
     head: int = 0  # of that layer
-    block_m: PositiveInt = 8  # queries in a tile
-    block_n: PositiveInt = 8  # keys in a tile
     # --- output ---
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal
@@ -96,15 +92,11 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
     ids = [id_ for part in encoded for id_ in part]
     segments = [n for n, part in enumerate(encoded) for _ in part][:MOST_TOKENS]
-    if not 0 < len(ids) <= block_size or block_size < 2:
-        raise UserError(
-            f"--prompt: expected 1 to {block_size} tokens (block_size, at least 2), got {len(ids)}"
-        )
+    if not 0 < len(ids) <= block_size:
+        raise UserError(f"--prompt: expected 1 to {block_size} tokens, got {len(ids)}")
     notes = []
     if len(ids) > MOST_TOKENS:
         notes.append(f"The first {MOST_TOKENS} of {len(ids)} tokens are shown.")
-    if config.segments is not None:
-        notes.append("The caches read the documents as one text.")
     return Prompt(given, ids[:MOST_TOKENS], segments if config.segments else None, notes)
 
 
@@ -113,12 +105,9 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     """Compute the document; `source` names the weights. Raises ValueError or UserError."""
     prompt = prompt_of(config, tokenizer, model.config.block_size)
     pieces = tokenizer.token_bytes()
-    calls = forward(model, prompt)
     return {
         "about": about(model, config, prompt, pieces, source),
-        "maps": maps(calls),
-        "tiles": tiles(calls[config.layer], config.block_m, config.block_n, config.layer),
-        "caches": caches(model, prompt.ids, pieces),
+        "maps": maps(forward(model, prompt)),
     }
 
 
@@ -155,7 +144,7 @@ def about(
         "dtype": spec.dtype,
         "backend": chosen.backend.name,
         "announced": chosen.info(),
-        "refused": refused(chosen),
+        "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
         "prompt": prompt.text,
         "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
         "segments": prompt.segments,

@@ -24,11 +24,11 @@ from torch import Tensor
 import attention
 import train
 from attention import Resolution
+from attention.machine.system import synchronize
 from bench import Json, hf
 from bench.job import Job
 from core.cpu import int8
 from core.optimizer import build_optimizer
-from core.runtime import synchronize
 from core.settings import UserError
 from inference import engine
 from inference.sampling import Stats

@@ -18,11 +18,11 @@ import time
 import torch
 from torch import Tensor
 
+from attention.machine.system import synchronize
 from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import kernels_of
 from core.cpu import int8
-from core.runtime import synchronize
 from model import GPTConfig
 
 

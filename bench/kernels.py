@@ -21,13 +21,13 @@ from torch import Tensor
 
 import attention
 from attention import manual
+from attention.machine.system import synchronize
 from attention.select import select
 from attention.spec import Spec
 from bench import Json, machine
 from bench.job import Job
 from bench.profiling import kernels_of, profiler
 from core.flops import mean_keys
-from core.runtime import synchronize
 
 Call = Callable[[list[machine.Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # float64 scores of one head of one sequence: 0.5 GB, several times

@@ -12,9 +12,7 @@ import gc
 import os
 import platform
 import re
-import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,12 +22,12 @@ from pathlib import Path
 import torch
 
 import attention
-from attention.machine.system import cpu_name
+from attention.machine.system import cpu_name, synchronize
 from attention.spec import Machine, Spec
 from bench import Json
 from bench.job import Job
 from core import flops
-from core.runtime import describe, synchronize
+from core.runtime import describe, peak_memory
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 STATUS = Path("/proc/self/status")
@@ -99,8 +97,7 @@ def memory(device: torch.device, peak: bool = True) -> int:
     text = STATUS.read_text(encoding="utf-8") if STATUS.exists() else ""
     if found := re.search(rf"{name}:\s+(\d+) kB", text):
         return int(found[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return peak_memory(device)
 
 
 def empty_cache(device: torch.device, keep: bool = False) -> int:

@@ -23,11 +23,12 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import data
+from attention.machine.system import synchronize
 from bench import Json, candidates, hf, machine
 from bench.job import Job
 from bench.profiling import RANGE, Scopes, kernels_of, profiler, read
 from core.optimizer import learning_rate
-from core.runtime import keep_freed_memory, synchronize
+from core.runtime import keep_freed_memory
 
 
 def gradient_norm(params: Iterable[Tensor]) -> float:

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache, singledispatch
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,28 +36,10 @@ from core.cpu import matmul as cpu_matmul
 from core.runtime import synchronize
 
 Row = dict[str, Any]  # one row of metrics.jsonl; None: unknown
+Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
 
 
-class Sizes(Protocol):
-    """The sizes of a model, as its GPTConfig has them."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def n_head(self) -> int: ...
-    @property
-    def n_embd(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...  # of each layer
-
-
-def matrices(config: Any) -> list[tuple[int, int, bool]]:
+def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
     """(outputs, inputs, has a bias) of a block's c_attn and c_proj, and the MLP's c_fc, c_proj."""
     C, q, kv = config.n_embd, config.n_head * config.head_dim, config.kv_heads * config.head_dim
     fc, bias = config.hidden * (2 if config.mlp == "swiglu" else 1), config.bias is True
@@ -65,7 +47,7 @@ def matrices(config: Any) -> list[tuple[int, int, bool]]:
     return [qkv, (C, q, bias), (fc, C, bias), (C, config.hidden, bias)]
 
 
-def n_params(config: Any) -> int:
+def n_params(config: Sizes) -> int:
     """N: the parameters of GPT(config), without those that are only looked up, by arithmetic."""
     norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))

@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import use_flash_impl
-from attention.machine.system import cpu_name
+from attention.machine.system import cpu_name, synchronize
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 
@@ -244,13 +244,6 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device, without waiting on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def now(device: torch.device) -> float:

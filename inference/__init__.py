@@ -1,1 +1,1 @@
-"""Text from a trained model: KV caches, sampling, the engine, serving, constraints."""
+"""Text from a trained model: KV caches, sampling, the engine, serving."""

@@ -216,10 +216,11 @@ class StaticCache(Cache):
     """Buffers that are allocated once, for `max_len` tokens of each row.
 
     The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
-    a row takes padding and is never read. ::
+    a row takes padding and is never read. A layer with a window has a slot for each of its keys:
+    token p is in slot p % window, where it replaces a token that nothing sees any more. ::
 
-        row 0   a b c . . . . . | .     start 3
-        row 1   d e f g h . . . | .     start 5
+        row 0   a b c . . . . . | .     start 3       window 4   a b c . | .
+        row 1   d e f g h . . . | .     start 5                  h e f g | .
                 <-- max_len --->
     """
 
@@ -231,12 +232,16 @@ class StaticCache(Cache):
         n_kv_head: int,
         head_dim: int,
         *,
+        windows: Sequence[int | None] = (),
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> None:
         self.max_len = max_len
-        shape = (batch, max_len + 1, n_kv_head, head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.slots = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
+        self.k = [
+            torch.empty(batch, slots + 1, n_kv_head, head_dim, dtype=dtype, device=device)
+            for slots in self.slots
+        ]
         self.v = [torch.empty_like(k) for k in self.k]
         self.start = torch.empty(batch, dtype=torch.int32, device=device)
         self.count = torch.empty(batch, dtype=torch.int32, device=device)
@@ -282,16 +287,32 @@ class StaticStep(RowsStep):
         return "none" if self.first else "static"
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        k_buffer, v_buffer = self.cache.k[layer], self.cache.v[layer]
-        at, real = self.columns(k.shape[1])
-        at = torch.where(real, at, self.cache.max_len)
-        row = torch.arange(k.shape[0], device=k.device)[:, None]
-        k_buffer[row, at] = k
-        v_buffer[row, at] = v
+        cache, slots, T = self.cache, self.cache.slots[layer], k.shape[1]
+        k_buffer, v_buffer = cache.k[layer], cache.v[layer]
+        start, length, seen = self.start, min(self.length, slots), None
+        if slots < cache.max_len and not self.first:  # a window
+            start = start.clamp(max=slots - 1)  # earlier tokens that the first query may see
+            if T > 1:  # one new token may be in any slot, several must be in order
+                length = slots - 1 + T
+                seen = tuple(self._in_order(*kv, start) for kv in ((k_buffer, k), (v_buffer, v)))
+        at, real = self.columns(T)
+        kept = real & (at >= (self.start + self.count)[:, None] - slots)
+        at, row = torch.where(kept, at % slots, slots), torch.arange(len(k), device=k.device)
+        k_buffer[row[:, None], at] = k
+        v_buffer[row[:, None], at] = v
         if self.first:
             return k, v, None
-        view = StaticView(self.start, self.count, self.length)
-        return k_buffer[:, : self.length], v_buffer[:, : self.length], view
+        k, v = seen or (k_buffer[:, :length], v_buffer[:, :length])
+        return k, v, StaticView(start, self.count, length)
+
+    def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
+        """The last start[b] tokens of each row, then its new ones: (B, slots - 1 + T, Hkv, D)."""
+        (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
+        row = torch.arange(B, device=new.device)[:, None]
+        i = torch.arange(slots - 1 + T, device=new.device)
+        ordered = buffer[row, ((self.start - start)[:, None] + i) % slots]
+        ordered[row, start[:, None] + i[:T]] = new
+        return ordered
 
     def advance(self) -> None:
         c = self.cache

@@ -1,7 +1,7 @@
 """The decoding loop of engine.py (one batch) and serve.py (continuous batching).
 
-Model, constraint, sampling. The host never waits before it launches a step:
-on CUDA the tokens are copied back while the next step runs.
+The host never waits before it launches a step: on CUDA the tokens are copied back while the next
+step runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ from inference.cache import Step
 from inference.sampling import Generators, Options, SamplingParams, Uniform, sample_token
 
 if TYPE_CHECKING:
-    from inference.constrain import Automaton
     from model import GPT
 
     Read = tuple[GPT, Tensor, Tensor | None, Step | None, int | None]  # of next_logits()
-    How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]  # of sample_step()
-
-Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
 
 
 @dataclass(eq=False)
@@ -40,9 +36,8 @@ class Row:
 
 
 R = TypeVar("R", bound=Row)
-# Rows, and a function that waits for their tokens: [token] a row, with a constraint [token, 1 if it
-# ends the text]. None: the rows have no room for a token.
-Launched = tuple[Sequence[R], Callable[[], list[list[int]]] | None]
+# Rows, and a function that waits for their tokens; None: the rows have no room for a token.
+Launched = tuple[Sequence[R], Callable[[], list[int]] | None]
 
 
 class Decoder(Generic[R]):
@@ -70,15 +65,14 @@ class Decoder(Generic[R]):
         for step in pending:
             yield self._read(*step)
 
-    def _read(self, rows: Sequence[R], tokens: Callable[[], list[list[int]]] | None) -> Sequence[R]:
+    def _read(self, rows: Sequence[R], tokens: Callable[[], list[int]] | None) -> Sequence[R]:
         if tokens is None:
             return rows
         got = []
-        for row, (token, *over) in zip(rows, tokens(), strict=True):
+        for row, token in zip(rows, tokens(), strict=True):
             if not row.ended:  # else the step was launched before its end was known
                 row.new.append(token)
-                full = len(row.new) == row.room
-                row.ended = full or any(over) or self.stops(row.index, row.new)
+                row.ended = len(row.new) == row.room or self.stops(row.index, row.new)
                 got.append(row)
         return got
 
@@ -96,37 +90,21 @@ def next_logits(
     return model.head(x[:, -1])[:, :vocab_size]
 
 
-def sample_step(
-    logits: Tensor,
-    params: SamplingParams,
-    constraint: Automaton | None,
-    u: Tensor | None,
-    state: Tensor | None,
-) -> Drawn:
-    """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
-    if constraint is None or state is None:
-        return sample_token(logits, u, params), None, None
-    token = sample_token(constraint(logits, state), u, params)
-    state = constraint.advance(state, token)
-    return token, state, state[:, 0] == constraint.end
+def next_token(read: Read, u: Tensor | None, params: SamplingParams) -> Tensor:
+    """next_logits(*read) and sample_token(): one graph if compiled."""
+    return sample_token(next_logits(*read), u, params)
 
 
-def next_token(read: Read, how: How) -> Drawn:
-    """next_logits(*read) and sample_step(*how): one graph if compiled."""
-    return sample_step(next_logits(*read), *how)
-
-
-def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
-    """Start to copy a step's tokens to the host; returns a function that waits for them."""
-    drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
-    if not drawn.is_cuda:
-        return drawn.tolist
-    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-    host.copy_(drawn, non_blocking=True)
+def to_host(token: Tensor) -> Callable[[], list[int]]:
+    """Start to copy a step's tokens (B,) to the host; returns a function that waits for them."""
+    if not token.is_cuda:
+        return token.tolist
+    host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+    host.copy_(token, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(drawn.device))
+    event.record(torch.cuda.current_stream(token.device))
 
-    def wait() -> list[list[int]]:
+    def wait() -> list[int]:
         event.synchronize()
         return host.tolist()
 

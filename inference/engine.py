@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from inference import serve
 from inference.cache import DynamicCache, DynamicStep, StaticCache, StaticStep, bucket
-from inference.decode import Decoder, Drawn, Launched, Row, next_token, to_host
+from inference.decode import Decoder, Launched, Row, next_token, to_host
 from inference.sampling import ENDED, Generators, Options, Prompt, check_prompt
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def stream(
         (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
 
     Raises:
-        ValueError: an option is out of range, a prompt is empty, or the shortest match of the
-            constraint has more than max_new_tokens tokens.
+        ValueError: an option is out of range, or a prompt is empty.
     """
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
@@ -138,9 +137,6 @@ class _Batch(Decoder[Row]):
         for row, pad, prompt in zip(self.ids, self.pad, prompts, strict=True):
             row[pad : self.T] = prompt
         self.random = self.uniform(self.B, generator)
-        self.state: Tensor | None = None  # (B, 2), of the constraint
-        if options.constraint is not None:
-            self.state = options.constraint.start([max_new_tokens] * self.B)
         self.token: Tensor | None = None  # (B,), the last one drawn
         self.cache: DynamicCache | StaticCache | None = None
         self.lent: dict[CacheKey, StaticCache] = {}
@@ -160,13 +156,13 @@ class _Batch(Decoder[Row]):
             longest = n - min(pad for pad, on in zip(self.pad, going, strict=True) if on)
             if longest > self.block_size:  # a text slides: the cached positions are wrong
                 self.cache = None
-            self.token, self.state, over = self._next(n, going)
+            self.token = self._next(n, going)
             stats = self.options.stats
             stats.cache_bytes = max(stats.cache_bytes, self.cache.nbytes if self.cache else 0)
             self.ids[:, n] = self.token
-            yield self.rows, to_host(self.token, over)
+            yield self.rows, to_host(self.token)
 
-    def _next(self, n: int, going: Sequence[bool]) -> Drawn:
+    def _next(self, n: int, going: Sequence[bool]) -> Tensor:
         sample = next_token
         if self.cache is None or self.token is None:
             idx, last, step = self._prefill(n)
@@ -176,12 +172,11 @@ class _Batch(Decoder[Row]):
             if self.compile:
                 sample = compiled(next_token, self.device.type)
         u = None if self.random is None else self.random.next()
-        how = self.params, self.options.constraint, u, self.state
         read = self.model, idx, last, step, self.options.vocab_size
-        drawn = sample(read, how)
+        token = sample(read, u, self.params)
         if step is not None:
             step.advance()
-        return drawn
+        return token
 
     def _prefill(self, n: int) -> tuple[Tensor, Tensor | None, DynamicStep | StaticStep | None]:
         """The last block_size tokens of each text, for next_logits()."""
@@ -215,7 +210,8 @@ class _Batch(Decoder[Row]):
             static.reset()
         else:  # tensors of inference mode cannot be written to outside it
             with torch.inference_mode(False):
-                static = StaticCache(L, self.B, max_len, *heads, dtype=dtype, device=device)
+                static = StaticCache(L, self.B, max_len, *heads, windows=config.windows,
+                                     dtype=dtype, device=device)  # fmt: skip
         if self.compile:
             self.lent[key] = static
             model.attention(False, (self.B, 1), "static", compiled=True)  # not traceable

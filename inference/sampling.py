@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.runtime import to_device
-
-if TYPE_CHECKING:
-    from inference.constrain import Automaton
 
 ENDED = -1  # in place of a token: the text has ended
 
@@ -44,7 +40,6 @@ class Options:
         top_k: sample from the k likeliest tokens only.
         top_p: then from the fewest likeliest tokens whose probabilities sum to at least p.
         vocab_size: sample from the first vocab_size tokens only (others are padding).
-        constraint: pattern of the new text, on the model's device.
         stop: ends a row: a token, several, or a function (row number, new tokens) -> bool.
         stats: output.
 
@@ -56,7 +51,6 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     vocab_size: int | None = None
-    constraint: Automaton | None = None
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)
 

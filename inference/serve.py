@@ -34,8 +34,8 @@ from torch import Tensor
 from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
-from inference.decode import Decoder, Launched, Row, next_logits, sample_step, to_host
-from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt
+from inference.decode import Decoder, Launched, Row, next_logits, to_host
+from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, sample_token
 
 if TYPE_CHECKING:
     from model import GPT
@@ -100,7 +100,6 @@ class _Row(Row):
     slides: bool = False  # may exceed block_size
     max_pages: int = 0
     random: Uniform | None = None
-    state: Tensor | None = None  # (1, 2) of the constraint
     place: int = -1  # in _Server.texts, once admitted
     seq: int = -1  # in the pool, once admitted
     launched: int = 0  # tokens drawn on the device
@@ -209,8 +208,6 @@ class _Server(Decoder[_Row]):
                     f"{row.max_pages} pages, the pool has {self.pool.n_pages - 1}: raise n_pages"
                 )
             row.random = self.uniform(1, random)
-            if self.options.constraint is not None:
-                row.state = self.options.constraint.start([row.room])
             yield row
 
     def admit(self) -> None:
@@ -246,16 +243,13 @@ class _Server(Decoder[_Row]):
         rows = [row for group in groups for row in group]
         # All rows have one, or none.
         u = [row.random.next() for row in rows if row.random is not None]
-        states = [row.state for row in rows if row.state is not None]
-        how = (torch.cat(of) if of else None for of in (u, states))
         place, n = self.to_device([r.place for r in rows] + [r.n for r in rows]).view(2, -1)
-        token, after, over = sample_step(logits, self.params, self.options.constraint, *how)
+        token = sample_token(logits, torch.cat(u) if u else None, self.params)
         self.texts[place, n] = token
-        for i, row in enumerate(rows):
-            row.state = None if after is None else after[i : i + 1]
+        for row in rows:
             row.launched += 1
         self.leave([row for row in rows if row.launched == row.room])
-        return rows, to_host(token, over)
+        return rows, to_host(token)
 
     def groups(self) -> list[list[_Row]]:
         """Batches of similar length: no row is padded to twice its length."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.runtime import synchronize
+from attention.machine.system import synchronize
 from inference import engine, serve
 from inference.sampling import ENDED, Options
 
@@ -87,7 +87,7 @@ class Writer:
                 text.finish = "interrupted"
                 text.new.append(token)
         elif not text.done:
-            text.finish = "length" if self.options.constraint is None else "stop"
+            text.finish = "length"
 
     def report(self) -> str:
         texts = sum(text.finish != "waiting" for text in self.texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,34 @@ def test_a_static_cache_holds_each_rows_tokens_from_its_start(steps) -> None:
                 assert torch.equal(buffer[row, : len(want)], torch.stack(want) + layer)
             assert not buffer[row, len(want) : 100].any()  # and padding went to the last place
     assert buffers == [t.data_ptr() for t in (*cache.k, *cache.v, cache.start, cache.count)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(0, 2)), max_size=12),
+    st.integers(1, 9),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_windowed_layer_of_a_static_cache_keeps_its_window_only(steps, window) -> None:
+    """Attention over it against attention over all tokens, for steps of any lengths."""
+    cache = StaticCache(1, 2, 100, 1, 4, windows=[window])
+    assert cache.k[0].shape[1] == window + 1
+    spec, rows = Spec(1, 1, 4, "float32", window=window, grad=False), [random(0, 1, 4)] * 2
+    for n, (a, b, more) in enumerate(steps):
+        T = max(a, b) + more
+        if T == 0:
+            continue
+        step, k = cache.reserve(T, (a, b)), random(2, T, 1, 4, seed=n)
+        q = random(2, T, 1, 4, seed=n + 1000)
+        got_k, got_v, reads = step.layer(0).append(k, k + 1)
+        how = replace(spec, cache=step.kind)
+        out = BACKENDS["manual"].attend(q, got_k, got_v, how, cache=reads)
+        step.advance()
+        for row, count in ((0, a), (1, b)):
+            rows[row] = all_k = torch.cat([rows[row], k[row, :count]])
+            if count:
+                own = q[row : row + 1, :count], all_k[None], all_k[None] + 1
+                want = BACKENDS["manual"].attend(*own, spec)
+                torch.testing.assert_close(out[row : row + 1, :count], want)
 
 
 def filled(spec: Spec, starts: list[int], max_len: int, dtype: torch.dtype,

@@ -7,14 +7,18 @@ import math
 import re
 import shlex
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_readme import commands
+from test_tiled import Recorder
+from torch import Tensor
 
 import bench_mfu
-from attention import visible
+from attention import Spec, manual, visible
 from attention.__main__ import parser
 from bench.config import load_config
 from core import settings
@@ -24,7 +28,7 @@ from course.exercises import COUNT
 from course.exercises import __main__ as command_line
 from course.exercises.check import examine
 from course.figures import __main__ as figures
-from course.figures import fused
+from course.figures import basics, fused, trace
 from course.format import table
 from explain import ExplainConfig
 
@@ -481,3 +485,65 @@ def test_the_command(capsys, tmp_path) -> None:
     for words in (["0"], ["11"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)
+
+
+# --- the bytes of the figures ---
+
+
+def tiled_keys(spec: Spec, T: int, B_r: int, B_c: int) -> int:
+    """Keys that all blocks of queries read: a closed form."""
+    keys = 0
+    for first in range(0, T, B_r):
+        stop = min(first + B_r, T)
+        begin = 0 if spec.window is None else max(0, first - spec.window + 1) // B_c * B_c
+        keys += min(-(-stop // B_c) * B_c, T) - begin
+    return keys
+
+
+@pytest.mark.parametrize("T", [1, 16, 33])
+@pytest.mark.parametrize("D, dtype", [(16, "float16"), (8, "float64")])
+def test_bytes_of_the_trace_are_the_closed_formula(T, D, dtype) -> None:
+    s = getattr(torch, dtype).itemsize
+    for window, (B_r, B_c) in product((None, 1, 6, 100), [(1, 1), (5, 3), (3, 8), (64, 64)]):
+        spec = Spec(1, 1, D, dtype, window=window)
+        found = trace.tiled_bytes(basics.traced(spec, T, T, B_r, B_c), spec, T)
+        read = s * D * (T + 2 * tiled_keys(spec, T, B_r, B_c))
+        assert found == (read, s * T * D + max(4, s) * T)
+
+
+class Bytes(Recorder):
+    """Bytes that the two products and the softmax of manual read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten._softmax.default):
+            self.read += sum(t.nbytes for t in args if isinstance(t, Tensor))
+            self.written += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("T, D", [(7, 4), (32, 16)])
+def test_bytes_of_manual_are_those_of_its_operators(dtype, T, D) -> None:
+    spec = Spec(1, 1, D, dtype)
+    q = torch.randn(1, T, 1, D).to(getattr(torch, dtype))
+    with Bytes() as counted:
+        manual.attend(q, q, q, spec)
+    assert (counted.read, counted.written) == trace.manual_bytes(spec, T)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_grid_shows_which_pairs_are_visible(window) -> None:
+    """Each tile against visible(), with blocks that do not divide the length."""
+    T, B_r, B_c = 21, 8, 5
+    found = basics.traced(Spec(1, 1, 4, "float32", window=window), T, T, B_r, B_c)
+    grid = [line.split()[1:] for line in trace.grid(found, -(-T // B_r), -(-T // B_c))[1:-2]]
+    for i, I in enumerate(range(0, T, B_r)):
+        for j, J in enumerate(range(0, T, B_c)):
+            pairs = product(range(I, min(I + B_r, T)), range(J, min(J + B_c, T)))
+            seen = [bool(visible(a, b, 0, window)) for a, b in pairs]
+            assert grid[i][j] == ("x" if all(seen) else "/" if any(seen) else ".")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from test_model import HERE, SHAPES, TINY, build, tokens
 from torch import Tensor
 
 from attention import BACKENDS
-from inference import constrain, engine
+from inference import engine
 from inference.cache import DynamicCache, PagedCache, StaticCache
 from inference.engine import KV_CACHES
 from inference.sampling import ENDED, Stats
@@ -135,7 +134,8 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
         dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
         return lambda T: dynamic.reserve(T)
     if kv == "static":
-        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
+        windows = config.windows
+        static = StaticCache(config.n_layer, B, max_len, *heads, windows=windows, **sizes)
         return lambda T: static.reserve(T)
     paged = PagedCache(config.n_layer, *heads, n_pages=B * max_len + 1, page_size=4, **sizes)
     rows = [paged.pool.new() for _ in range(B)]
@@ -315,40 +315,6 @@ def test_a_tensor_of_rows_that_ended_repeats_the_last_token() -> None:
     assert torch.equal(text[1], full[1])
     short = engine.generate(model, idx, 9, temperature=0, stop=lambda row, new: len(new) == 2)
     assert torch.equal(short, full[:, :7])
-
-
-# --- constraints ---
-
-PATTERN = r"[0-9]{3}-[0-9]{4}( [a-zé]+)*"
-
-
-class Bytes:
-    eot = 256
-
-    def token_bytes(self) -> list[bytes]:
-        return [bytes([b]) for b in range(256)] + [b""]
-
-
-def constrained(constraint: Any, n: int = 20, **options: Any) -> list[str]:
-    model = build(block_size=64, vocab_size=320).eval()
-    prompts = [tokens(1, T, vocab_size=256, seed=T)[0] for T in (5, 3, 9)]
-    options = {"generator": torch.Generator().manual_seed(3), "vocab_size": 257, **options}
-    out = engine.generate(model, prompts, n, constraint=constraint, **options)
-    new = [text[len(prompt) :].tolist() for text, prompt in zip(out, prompts, strict=True)]
-    return [bytes(t for t in row if t < 256).decode() for row in new]
-
-
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}],
-                         ids=str)  # fmt: skip
-def test_a_constrained_text_matches_with_every_cache(sampling) -> None:
-    constraint = constrain.regex(PATTERN, Bytes())
-    for n in (8, 9, 20):  # 8 tokens are the shortest match
-        want = constrained(constraint, n, kv_cache="none", **sampling)
-        assert all(re.fullmatch(PATTERN, text) for text in want), want
-        for kv in CACHES:
-            assert constrained(constraint, n, kv_cache=kv, **sampling) == want
-    with pytest.raises(ValueError, match=r"8 tokens.* 7"):
-        constrained(constraint, 7)
 
 
 # --- torch.compile ---

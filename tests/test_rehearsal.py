@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import test_explain
 import torch
-from test_generate import Bytes, lively, ragged
+from test_generate import lively, ragged
 
 import data
 from attention.caps import version
 from bench import records
 from bench.verify import verify
-from inference import constrain, engine
+from inference import engine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32"]
@@ -147,13 +147,10 @@ def continued(device: str, kv: str) -> list[list[int]]:
     """Texts of several lengths, to the last position and beyond it, with every option."""
     sizes = {"vocab_size": 260, "block_size": 12, "attention_window": 6, "n_kv_head": 2}
     model = lively(attention_backend="manual", **sizes).to(device)
-    table = np.full((3, 256), 2, dtype=np.int32)  # one lower-case letter or more
-    table[:2, ord("a") : ord("z") + 1] = 1
-    letters = constrain.Bytes(table, np.array([False, True, False]))
     made = engine.generate(
         model, ragged(), 6, kv_cache=kv, temperature=0.7, top_p=0.9, vocab_size=257,
         generator=[torch.Generator().manual_seed(row) for row in range(4)],
-        constraint=constrain.over_tokens(letters, Bytes(), "").to(device),
+        stop=lambda row, new: len(new) > row + 2,
     )  # fmt: skip
     return [text.tolist() for text in made]
 
@@ -170,11 +167,8 @@ def as_on_the_cpu(texts: dict[str, list[list[int]]], explained: Any) -> None:
     model, config = test_explain.made("gqa-window-segments")
     found = test_explain.explained(model.to("cuda"), config)
     assert "H200" in found["about"]["device"]
-    for part, names in (("maps", ["seen"]), ("tiles", ["steps"])):
-        assert all(found[part][name] == explained[part][name] for name in names), part
+    assert found["maps"]["seen"] == explained["maps"]["seen"]
     assert all(layer["agrees"] for layer in found["maps"]["layers"])
-    assert found["caches"]["agree"]
-    assert all(x["error"] <= x["allowed"] for x in found["tiles"]["heads"])
 
 
 @pytest.mark.usefixtures("remembered_probes")

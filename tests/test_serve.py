@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count, islice
@@ -12,11 +11,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_generate import PATTERN, Bytes, lively
+from test_generate import lively
 from test_model import SHAPES, build, tokens
 from torch import Tensor
 
-from inference import constrain, engine, serve
+from inference import engine, serve
 from inference.cache import PagedCache
 from inference.sampling import ENDED, Stats
 from model import GPT
@@ -202,25 +201,6 @@ def known_text(prompt: tuple[int, ...], n: int) -> list[int]:
     if prompt not in KNOWN:
         KNOWN[prompt] = alone(random_model(), list(prompt), 9, 0, temperature=0)
     return KNOWN[prompt][: len(prompt) + n]
-
-
-# --- constraints ---
-
-
-def test_constrained_texts_match() -> None:
-    """Each ends where its match does, in its own room; as alone."""
-    constraint = constrain.regex(PATTERN, Bytes())
-    model = build(block_size=64, vocab_size=320).eval()
-    prompts = [tokens(1, T, vocab_size=256, seed=T)[0] for T in (5, 3, 9, 5, 40, 55)]
-    rooms = [20, 8, 9, 30, 11, 9]
-    options = {"vocab_size": 257, "constraint": constraint}
-    got = texts_of(model, prompts, iter(rooms), slots=2, **options)
-    for index, (prompt, room) in enumerate(zip(prompts, rooms)):
-        assert got[index] == alone(model, prompt, room, index, **options)
-        new = bytes(t for t in got[index][len(prompt) :] if t < 256).decode()
-        assert re.fullmatch(PATTERN, new)
-    with pytest.raises(ValueError, match=r"8 tokens.* 7"):
-        list(whole(model, prompts, iter([20, 7]), **options))
 
 
 # --- errors ---

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attention import Spec, manual, views
 from attention.probing import allowed_error
 from model import GPT
-from viewer.document import Agreement, Compared, Maps, pack
+from viewer.document import Agreement, Maps, pack
 
 FINE = 5_000_000  # weights stored in 16 bits, else in 8; GPT-2 at 256 tokens has 4.7 million
 
@@ -32,9 +32,6 @@ class Call:
     out: Tensor  # (1, T, H, D)
     spec: Spec
     segments: Tensor | None  # (1, T) int32
-
-    def by_manual(self) -> Tensor:
-        return manual.attend(self.q, self.k, self.v, self.spec, segments=self.segments)
 
 
 @contextmanager
@@ -101,22 +98,11 @@ def agreement(call: Call) -> Agreement:
     seg = None if call.segments is None else call.segments.to(device)
     exact = manual.attend(q, k, v, replace(call.spec, dtype="float64"), segments=seg)
     heads = off(call.out, exact).amax(dim=(0, 1, 3))  # (H,)
-    manual_error, largest = float(off(call.by_manual(), exact).max()), float(exact.abs().max())
+    plain = manual.attend(call.q, call.k, call.v, call.spec, segments=call.segments)
+    manual_error, largest = float(off(plain, exact).max()), float(exact.abs().max())
     allowed, error = allowed_error(manual_error, largest, largest, call.q.dtype), float(heads.max())
     agrees = error <= allowed
     return {"error": error, "allowed": allowed, "agrees": agrees, "heads": heads.tolist()}
-
-
-def compared(call: Call, out: Tensor, layer: int, head: int) -> Compared:
-    """One head of another algorithm's output (1, T, H, D)."""
-    found = agreement(replace(call, out=out))
-    return {
-        "layer": layer,
-        "head": head,
-        "difference": float(off(out, call.by_manual())[0, :, head].max()),
-        "error": found["heads"][head],
-        "allowed": found["allowed"],
-    }
 
 
 def off(a: Tensor, b: Tensor) -> Tensor:

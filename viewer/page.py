@@ -15,14 +15,13 @@ from pathlib import Path
 from viewer.document import Document
 
 HERE = Path(__file__).parent
-PARTS = ("common", "maps", "board", "tiles", "caches")  # page_*.js, then page.js
+SCRIPTS = ("page_common.js", "page_maps.js", "page.js")
 
 
 def render(document: Document) -> str:
     """The page as text, to be written as UTF-8."""
     css = (HERE / "page.css").read_text(encoding="utf-8")
-    scripts = [*(f"page_{part}.js" for part in PARTS), "page.js"]
-    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
+    js = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     # No "<": it could end the script block.
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {

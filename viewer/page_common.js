@@ -2,7 +2,7 @@
 // Shared by all parts. Every number comes from the document; text is set as text, never as HTML.
 
 const doc = JSON.parse(document.getElementById("document").textContent);
-const { about, maps, tiles, caches } = doc;
+const { about, maps } = doc;
 const T = about.tokens.length;
 const L = about.n_layer;
 const H = about.n_head;
@@ -13,32 +13,22 @@ const $ = (id) => document.getElementById(id);
 
 /** An element with attributes ("on..." are listeners) and children; strings become text. */
 function h(tag, attributes = {}, ...children) {
-  const svg = /^(svg|path)$/.test(tag);
-  const e = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-    : document.createElement(tag);
+  const e = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) e.addEventListener(name.slice(2), value);
-    else if (value !== false && value != null) e.setAttribute(name, value === true ? "" : value);
+    else e.setAttribute(name, value);
   }
-  e.append(...children.flat().filter((c) => c != null));
+  e.append(...children);
   return e;
 }
 
-const NUMBERS = { uint8: Uint8Array, uint16: Uint16Array, float32: Float32Array };
-const unpacked = new WeakMap();
-
-/** The numbers of a Packed, cached. */
+/** The numbers of a Packed. */
 function unpack(packed) {
-  if (!unpacked.has(packed)) {
-    const text = atob(packed.data);
-    const bytes = Uint8Array.from(text, (c) => c.charCodeAt(0)); // little endian, as all browsers
-    unpacked.set(packed, new NUMBERS[packed.dtype](bytes.buffer));
-  }
-  return unpacked.get(packed);
+  const bytes = Uint8Array.from(atob(packed.data), (c) => c.charCodeAt(0));
+  return packed.dtype === "uint8" ? bytes : new Uint16Array(bytes.buffer); // both little endian
 }
 
-const int = (n) => Math.round(n).toLocaleString("en");
-const many = (n, one, more = one + "s") => `${int(n)} ${n === 1 ? one : more}`;
+const many = (n, one) => `${n.toLocaleString("en")} ${one}${n === 1 ? "" : "s"}`;
 const SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 
 /** 1.2e-7 as 1.2 × 10⁻⁷. */
@@ -50,38 +40,11 @@ function sci(x) {
   return `${digits}\u00a0×\u00a010${raised.join("")}`;
 }
 
-/** With a unit prefix: scaled(12345, "B") is "12.3 kB". */
-function scaled(x, unit) {
-  const prefixes = ["", "k", "M", "G", "T", "P"];
-  let k = 0;
-  for (; Math.abs(x) >= 999.5 && k < prefixes.length - 1; k++) x /= 1000;
-  return `${Number(x.toPrecision(k || x >= 100 ? 3 : 2))} ${prefixes[k]}${unit}`;
-}
-
-function real(x, decimals = 4) {
-  if (Number.isNaN(x)) return "";
-  if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
-  const shown = Math.abs(x) >= 1e5 ? x.toExponential(decimals) : x.toFixed(decimals);
-  return shown.replace("-", "−");
-}
-
 /** A number with its exact value as an attribute. */
 const num = (value, shown) => h("data", { value: String(value) }, shown);
-const count = (n) => num(n, int(n));
 const small = (x) => num(x, sci(x));
 
-const td = (...children) => h("td", {}, ...children);
-const th = (child, more) => h("th", { scope: "col", ...more }, child);
-const rowHead = (child) => h("th", { scope: "row" }, child);
-const hint = (...children) => h("p", { class: "hint" }, ...children);
 const entry = (...children) => h("span", {}, ...children); // of a legend
-const judged = (good) => `verdict ${good ? "good" : "bad"}`;
-const compared = (id, said, name, found) => h("p",
-  { class: judged(found.error <= found.allowed), id }, said, small(found.difference),
-  `. From the formula in float64 ${name} differs by `, small(found.error), "; allowed are ",
-  small(found.allowed), ".");
-const refusal = (r) => h("p", { class: "note" }, `${r.name} was refused: ${r.why.join("; ")}.`);
-
 const quote = (token) => `“${token.label}”`;
 
 // ----------------------------------------------------------------------------------------- colours
@@ -187,11 +150,9 @@ function hatch(c, x, y, width, height) {
 
 // --------------------------------------------------------------------------------- tokens in a row
 
-/** Tokens as a row of buttons. look(i) shows the token pointed at, else the chosen one, `pinned`.
- *
- * cuts: each token's document.
- */
-function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
+/** Tokens as a row of buttons. look(i) shows the token pointed at, else the chosen one, `pinned`. */
+function tokenStrip(box, look) {
+  const { tokens, segments } = about;
   let current = 0;
   const pick = (i) => {
     self.pinned = i;
@@ -203,17 +164,15 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
     onclick: () => pick(i), onfocus: () => pick(i),
     onpointerenter: (e) => e.pointerType === "mouse" && look(i),
   }, h("b", {}, token.label), h("small", { "aria-hidden": "true" })));
-  box.setAttribute("role", "toolbar");
-  box.setAttribute("aria-label", name);
   box.addEventListener("pointerleave", () => look(self.pinned));
   chips.forEach((chip, i) => {
-    if (cuts && (i === 0 || cuts[i] !== cuts[i - 1])) {
-      box.append(h("span", { class: "cut" }, `document ${cuts[i]}`));
+    if (segments && (i === 0 || segments[i] !== segments[i - 1])) {
+      box.append(h("span", { class: "cut" }, `document ${segments[i]}`));
     }
     box.append(chip);
     if (tokens[i].text.endsWith("\n")) box.append(h("hr", { "aria-hidden": "true" }));
   });
-  const self = { chips, pinned };
+  const self = { chips, pinned: T - 1 };
   self.go = (i) => {
     chips[current].tabIndex = -1;
     current = i;
@@ -233,82 +192,6 @@ function tokenStrip(box, tokens, name, look, pinned, cuts = null) {
     const i = clamp(to, 0, last);
     pick(i); // the chip may already have the focus
     chips[i].focus();
-  });
-  return self;
-}
-
-// ------------------------------------------------------------------------------------------ player
-
-const ICONS = {
-  "to-start": "M3 3h2v10H3zM13 3v10L6 8z", back: "M12 3v10L4 8z", play: "M4 2.5v11L13.5 8z",
-  pause: "M4 3h3v10H4zM9 3h3v10H9z", step: "M4 3v10l8-5z", "to-end": "M11 3h2v10h-2zM3 3v10l7-5z",
-};
-
-/** Buttons, keys and a slider of the tile player; draw() shows the state after `done` of n tiles.
- *
- * keys: more key bindings.
- */
-function transport(n, rate, draw, keys) {
-  const at = (id) => $(`player-${id}`);
-  const icon = (name) => h("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
-    h("path", { d: ICONS[name] }));
-  const self = { done: 0, timer: 0, playing: false };
-  self.moveTo = (done) => {
-    self.done = clamp(done, 0, n);
-    draw();
-  };
-  self.goTo = (done) => {
-    self.play(false);
-    self.moveTo(done);
-  };
-  self.play = (on) => {
-    clearTimeout(self.timer);
-    self.playing = on;
-    at("play").replaceChildren(icon(on ? "pause" : "play"));
-    at("play").setAttribute("aria-label", on ? "Pause" : "Play");
-    $("tile-text").setAttribute("aria-live", on ? "off" : "polite");
-    if (!on) return;
-    if (self.done === n) self.moveTo(0);
-    const next = () => {
-      self.timer = setTimeout(() => {
-        self.moveTo(self.done + 1);
-        if (self.done === n) self.play(false);
-        else next();
-      }, 1000 / Number(at("speed").value));
-    };
-    next();
-  };
-  self.show = (said) => {
-    at("scrub").value = self.done;
-    at("scrub").setAttribute("aria-valuetext", said);
-    at("back").disabled = at("to-start").disabled = self.done === 0;
-    at("step").disabled = at("to-end").disabled = self.done === n;
-  };
-  const all = {
-    Home: () => self.goTo(0),
-    ArrowLeft: () => self.goTo(self.done - 1),
-    " ": () => self.play(!self.playing),
-    ArrowRight: () => self.goTo(self.done + 1),
-    End: () => self.goTo(n),
-    ...keys,
-  };
-  const buttons = [["to-start", "Home", "Back to the start"],
-    ["back", "ArrowLeft", "One tile back"], ["play", " ", "Play"],
-    ["step", "ArrowRight", "One tile on"], ["to-end", "End", "On to the end"]];
-  const rates = [0.5, 1, 2, 4, 8, 16, 32].map((x) => h("option", { value: x,
-    selected: x === rate }, x === 0.5 ? "½" : String(x)));
-  const controls = $("player").querySelector(".controls");
-  controls.append(h("div", { class: "transport", role: "group", "aria-label": "Playing" },
-    buttons.map(([id, key, said]) => h("button", { type: "button", id: `player-${id}`,
-      "aria-label": said, class: id, onclick: all[key] }, icon(id)))),
-  h("label", {}, "Tiles a second ", h("select", { id: "player-speed" }, rates)));
-  controls.after(h("input", { type: "range", id: "player-scrub", max: n, value: 0,
-    "aria-label": "Tiles done", oninput: () => self.goTo(Number(at("scrub").value)) }));
-  $("player").addEventListener("keydown", (e) => {
-    if (e.target.matches("select, input") || e.ctrlKey || e.metaKey || e.altKey) return;
-    if (!(e.key in all) || (e.key === " " && e.target.closest("button"))) return; // its own space
-    e.preventDefault();
-    all[e.key]();
   });
   return self;
 }

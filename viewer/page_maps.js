@@ -1,4 +1,4 @@
-// 1 maps of every layer and head, and whether the kernel agrees.
+// Maps of every layer and head, and whether the kernel agrees.
 
 const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
 const DECIMALS = maps.levels > 255 ? 4 : 2; // more would be rounding
@@ -144,10 +144,6 @@ function drawMaps() {
   });
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
   drawAgreement();
-  const played = layer === about.layer;
-  $("to-player").disabled = !played;
-  $("to-player").textContent = played ? "Play this head tile by tile ↓"
-    : `Tiles are shown for layer ${about.layer} (--layer)`;
   lookAt(query, key);
 }
 
@@ -201,7 +197,7 @@ function mapLegend() {
 
 function drawAgreement() {
   const a = maps.layers[map.layer];
-  $("agreement").className = judged(a.agrees);
+  $("agreement").className = `verdict ${a.agrees ? "good" : "bad"}`;
   $("agreement").replaceChildren(
     h("b", {}, `${about.backend} ${a.agrees ? "agrees" : "does not agree"} in layer ${map.layer}.`),
     " The weights above are recomputed outside the kernel that ran, from the same q and k. Its "

@@ -9,10 +9,8 @@ import torch
 
 from attention import BACKENDS, Spec, manual, tiled, views
 from core.settings import UserError
+from course.figures.trace import Tile, fast_memory, grid, manual_bytes, tiled_bytes, trace_of
 from course.format import Numbers, drawing, megabytes, plain, table
-from viewer.document import TileStep
-from viewer.text import grid
-from viewer.tiles import Tile, fast_memory, manual_steps, steps, trace_of
 
 
 def one_query(
@@ -133,34 +131,27 @@ def tiles(
 ) -> str:
     """Page 5: which tiles are visited, and the bytes of one head in float32, by the trace."""
     spec = Spec(1, 1, D, "float32", window=window)
-    trace, walked = traced(spec, Tq, Tk, B_r, B_c)
-    lines = grid(walked, len(tiled.blocks(Tk, B_c)), [tile.S.numpy() for tile in trace])
-    end = walked[-1]
+    trace = traced(spec, Tq, Tk, B_r, B_c)
+    n_rows, n_cols = len(tiled.blocks(Tq, B_r)), len(tiled.blocks(Tk, B_c))
+    read, written = tiled_bytes(trace, spec, Tq)
     told = [
-        f"{len(trace)} of {len(walked)} tiles are visited. "
-        f"Read: {end['read_so_far']:,} bytes, written: {end['written_so_far']:,}."
+        f"{len(trace)} of {n_rows * n_cols} tiles are visited. "
+        f"Read: {read:,} bytes, written: {written:,}."
     ]
     if Tq == Tk:
-        last = manual_steps(spec, Tq)[-1]
-        told.append(
-            f"The formula in three passes (S, P, O) reads {last['read_so_far']:,} and writes "
-            f"{last['written_so_far']:,}."
-        )
-    return drawing(*lines) + "\n\n" + " ".join(told)
+        read, written = manual_bytes(spec, Tq)
+        told.append(f"The formula in three passes (S, P, O) reads {read:,} and writes {written:,}.")
+    return drawing(*grid(trace, n_rows, n_cols)) + "\n\n" + " ".join(told)
 
 
 def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128, 256)) -> str:
     """Page 5: bytes moved by one head against the fast memory that a tile needs, by the trace."""
     spec = Spec(1, 1, D, "float32")
-    last = manual_steps(spec, T)[-1]
-    rows = [
-        ("`manual`, in three passes", "", "", megabytes(last["read_so_far"]),
-         megabytes(last["written_so_far"]), "")
-    ]  # fmt: skip
+    rows = [("`manual`, in three passes", "", "", *map(megabytes, manual_bytes(spec, T)), "")]
     for B_r in sizes:
         B_c = min(B_r, D)
-        trace, walked = traced(spec, T, T, B_r, B_c)
-        read, written = walked[-1]["read_so_far"], walked[-1]["written_so_far"]
+        trace = traced(spec, T, T, B_r, B_c)
+        read, written = tiled_bytes(trace, spec, T)
         needs = fast_memory(spec, B_r, B_c)
         rows.append((f"`tiled`, B_r = {B_r}, B_c = {B_c}", f"{needs / 1024:.1f} KiB",
                      f"{len(trace):,}", megabytes(read), megabytes(written),
@@ -169,8 +160,7 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
     return table(titles, rows)
 
 
-def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> tuple[list[Tile], list[TileStep]]:
-    """The tiles that forward_tiles() visits, and the grid of all tiles."""
+def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Tile]:
+    """The tiles that forward_tiles() visits."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
-    trace, _ = trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)
-    return trace, steps(trace, spec, Tq, Tk, B_r, B_c)
+    return trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)[0]

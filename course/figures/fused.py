@@ -13,11 +13,11 @@ from attention import BACKENDS, Spec
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from core import flops
 from core.settings import UserError
+from course.figures.trace import trace_of
 from course.format import drawing, table
 from course.source import ROOT
 from inference.cache import DynamicCache, PagedCache, StaticCache
 from model import GPTConfig
-from viewer.tiles import trace_of
 
 
 def backward_flops(T: int = 512, D: int = 64) -> str:
