@@ -8,9 +8,8 @@ GPTConfig turn it, one at a time, into Llama 3 or Qwen3.
 Shapes in comments: B sequences of T tokens, C = n_embd channels, H query heads and Hkv key/value
 heads of D channels (C / H, if head_size does not say otherwise), V tokens in the vocabulary.
 
-Other GPTs differ in one call, in CausalSelfAttention.forward: here `attend` is any kernel of
-attention/, chosen by `config.attention_backend`. Read next: attention/manual.py, the formula;
-attention/select.py, the choice of a kernel.
+In CausalSelfAttention.forward, `attend` is any kernel of attention/, chosen by
+`config.attention_backend`. Read next: attention/manual.py, the formula.
 """
 
 from __future__ import annotations
@@ -269,8 +268,8 @@ class GPT(nn.Module):
 
         Args:
             segments: (B, T) int32; a token attends to its own segment only.
-            cache: one step of a KV cache (inference/cache.py): its tokens come before idx, and idx
-                is appended. It has its own positions and segments.
+            cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
+                appended. It has its own positions and segments.
         """
         (B, T), device, ring, kind, page_size = idx.shape, idx.device, self.ring, "none", None
         if cache is None:
@@ -309,7 +308,8 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The weights (V, C) of the head: the token embedding's, if they are tied."""
-        return self.transformer.wte.weight if self.config.tied else self.lm_head.weight
+        own = self.lm_head.weight
+        return self.transformer.wte.weight if own is None else own
 
     def attention(self, *args: Any, **options: Any) -> tuple[Resolution, Spec]:
         """The kernel of the first layer: attentions()[0]."""
@@ -329,9 +329,9 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        asked = {"training": self.training, "grad": torch.is_grad_enabled(), "segments": segments,
-                 "compiled": compiled, "cache": cache, "page_size": page_size,
-                 "lse": self.ring is not None and cache == "none"}  # fmt: skip
+        asked: Any = dict(training=self.training, grad=torch.is_grad_enabled(), segments=segments,
+                          compiled=compiled, cache=cache, page_size=page_size,
+                          lse=bool(self.ring) and cache == "none")  # fmt: skip
         # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
         here = str(device), dtype, *asked.values()
         keys = [(window, *here) for window in self.config.windows]
@@ -353,8 +353,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Append `max_new_tokens` sampled tokens to idx (B, T) int64.
 
-        The plain loop: each token costs a forward pass over the whole text. inference/engine.py has
-        KV caches; it samples from the same distributions, with other random numbers.
+        The plain loop: each token costs a pass over the whole text. inference/engine.py has KV
+        caches, and draws other random numbers from the same distributions.
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size :]  # positions end at block_size
@@ -373,9 +373,8 @@ class GPT(nn.Module):
     def get_num_params(self, non_embedding: bool = True) -> int:
         """The number of parameters, without those that are only looked up (the positions, and the
         tokens if the head has its own weights) unless non_embedding=False."""
-        looked_up = [] if self.config.tied else [self.transformer.wte]
-        if self.config.position == "learned":
-            looked_up.append(self.transformer.wpe)
+        t, learned = self.transformer, self.config.position == "learned"
+        looked_up = [*([t.wpe] if learned else []), *([] if self.config.tied else [t.wte])]
         n = sum(p.numel() for p in self.parameters())
         return n - sum(e.weight.numel() for e in looked_up) if non_embedding else n
 

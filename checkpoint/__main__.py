@@ -36,8 +36,8 @@ def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
     if len(config.command) != 2 or config.command[0] != "export":
         raise UserError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
-    to, source = Path(config.to or f"{config.command[1]}/export"), config.command[1]
-    if (source := store.own_checkpoint(source)) is None:
+    to = Path(config.to or f"{config.command[1]}/export")
+    if (source := store.own_checkpoint(config.command[1])) is None:
         raise UserError(f"no checkpoint in {config.command[1]}")
     if to.exists():
         raise UserError(f"{to} exists: name a new folder, or delete it")

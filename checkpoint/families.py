@@ -211,7 +211,7 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
             name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
             untied = name == "lm_head.weight" and not config.tied
             if untied or not derived(name):
-                found[name] = tensor.t() if _is_conv1d(name) else tensor
+                found[name] = tensor.t() if is_conv1d(name) else tensor
         if (positions := found.get("transformer.wpe.weight")) is not None:
             found["transformer.wpe.weight"] = positions[: config.block_size]
         return found
@@ -232,7 +232,7 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if kind == "gpt2":
         for name, tensor in own.items():
-            found[name] = tensor.t() if _is_conv1d(name) else tensor
+            found[name] = tensor.t() if is_conv1d(name) else tensor
             bias = name.removesuffix("weight") + "bias"
             alone = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight", "bias"))
             if not alone and bias not in own:
@@ -253,7 +253,9 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
 
 
 def _llama_names(config: GPTConfig) -> list[tuple[str, tuple[str, ...]]]:
-    names = [(ours, (theirs,)) for ours, theirs in LLAMA_ENDS.items()]
+    names: list[tuple[str, tuple[str, ...]]] = [
+        (ours, (theirs,)) for ours, theirs in LLAMA_ENDS.items()
+    ]
     for i in range(config.n_layer):
         for ours, theirs in LLAMA_BLOCK.items():
             of = tuple(f"model.layers.{i}.{name}" for name in theirs)
@@ -266,6 +268,6 @@ def derived(name: str) -> bool:
     return name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
-def _is_conv1d(name: str) -> bool:
+def is_conv1d(name: str) -> bool:
     """True if transformers stores this weight as (in, out), unlike nn.Linear's (out, in)."""
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))

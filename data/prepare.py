@@ -209,7 +209,7 @@ def prepare_documents(
     if tokenizer.eot is None:
         raise UserError(f"--tokenizer={config.tokenizer} has no token that ends a document")
     dtype = dtype_for(tokenizer.vocab_size)
-    with ProcessPoolExecutor(workers, initializer=_begin, initargs=[tokenizer.to_meta()]) as pool:
+    with ProcessPoolExecutor(workers, initializer=_begin, initargs=(tokenizer.to_meta(),)) as pool:
         count = tokens = 0
         with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
             for batch in map_ahead(pool, _encode, batches(), 2 * workers):
