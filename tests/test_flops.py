@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from test_model import LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import visible
@@ -31,6 +33,20 @@ def test_gpt2_124m_by_hand() -> None:
 
 def test_the_length_is_the_one_trained_on_and_not_block_size() -> None:
     assert flops_per_token(GPT2, 256) == 6 * n_params(GPT2) + 12 * 12 * 768 * 256
+
+
+def test_n_params_of_llamas_options() -> None:
+    for name, value in LLAMA.items():
+        config = replace(GPTConfig(16, 65, 3, 4, 48, head_size=8, n_hidden=20), **{name: value})
+        for c in (config, replace(config, **LLAMA)):
+            assert n_params(c) == GPT(c).get_num_params(), name
+
+
+def test_swiglu_has_as_many_parameters_as_gelu() -> None:
+    for C in (384, 768, 2048):
+        gelu, swiglu = (n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
+                        for mlp in ("gelu", "swiglu"))  # fmt: skip
+        assert abs(swiglu / gelu - 1) < 0.01
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -68,10 +84,10 @@ def test_a_window_makes_only_the_causal_count_smaller() -> None:
 # --- against torch's counter ---
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("n_kv_head", [None, 2])
+@pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
+                         ids=["gpt2", "gqa", "llama"])  # fmt: skip
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_formula_against_flop_counter_mode(bias, n_kv_head, checkpointing) -> None:
+def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     """Exactly equal, after three differences:
 
     1. FlopCounterMode counts matrix products only. 6 N counts six operations for every parameter,
@@ -86,7 +102,7 @@ def test_the_formula_against_flop_counter_mode(bias, n_kv_head, checkpointing) -
     the whole square of scores: `causal` is not what it does.
     """
     B, T = 2, 24
-    config = GPTConfig(32, 65, 3, 4, 16, n_kv_head, bias=bias, attention_backend="manual")
+    config = GPTConfig(32, 65, 3, 4, 16, attention_backend="manual", **options)
     model = GPT(config)
     model.gradient_checkpointing = checkpointing
     idx = torch.randint(65, (B, T))
@@ -106,12 +122,9 @@ def test_the_formula_against_flop_counter_mode(bias, n_kv_head, checkpointing) -
         in_blocks = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
         again = 2 * in_blocks + 4 * config.n_layer * config.n_head * config.head_dim * T
         # It stops early: the last product of a block gives nothing that its backward needs.
-        again -= config.n_layer * 2 * 4 * config.n_embd**2
+        again -= config.n_layer * 2 * config.hidden * config.n_embd
         expected += again * B * T
     assert counter.get_total_flops() == expected
-    assert elementwise == (2 * 3 + 1) * 16 * (1 + bias) + bias * 3 * (
-        16 + 2 * config.kv_heads * 4 + 16 + 64 + 16
-    )
 
 
 # --- peak rates ---

@@ -17,6 +17,7 @@ from inference import engine
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=48, vocab_size=96, n_layer=2, n_head=4, n_embd=64, n_kv_head=2)
+LLAMA = replace(CONFIG, position="rope", norm="rms", mlp="swiglu", qk_norm=True, tied=False)
 
 
 def model(dtype: torch.dtype = torch.float32, config: GPTConfig = CONFIG) -> GPT:
@@ -103,7 +104,9 @@ def test_few_rows_and_many_agree() -> None:
 @pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
 @pytest.mark.parametrize("lengths", [(7, 7), (3, 20)])
 def test_every_cache_gives_the_same_tokens(kv: str, lengths: tuple[int, ...]) -> None:
-    lively, prompts = converted(), [torch.arange(n) % 96 for n in lengths]
+    # an untied head, too
+    lively = converted(config=CONFIG if lengths[0] == 7 else LLAMA)
+    prompts = [torch.arange(n) % 96 for n in lengths]
     plain = engine.generate(lively, prompts, 12, temperature=0.0, kv_cache="none")
     found = engine.generate(lively, prompts, 12, temperature=0.0, kv_cache=kv)
     assert [t.tolist() for t in found] == [t.tolist() for t in plain]

@@ -364,11 +364,14 @@ def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
 # --- every backend ---
 
 HERE = Machine.here("cpu")
+LLAMA: dict[str, Any] = {"position": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": True,
+                         "tied": False, "bias": "qkv", "n_kv_head": 2}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa": {"n_kv_head": 2},
     "mqa-window": {"n_kv_head": 1, "attention_window": 5},
     "window-no-bias": {"attention_window": (3, 6), "bias": False, "gelu": "tanh"},
+    "llama-window": {**LLAMA, "attention_window": (3, 6)},
 }
 
 

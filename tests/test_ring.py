@@ -372,7 +372,8 @@ def trained(ring: Ring | None, group: Any, share: slice, asked: dict[str, Any],
 
 
 TILED = {"attention_backend": "tiled"}
-WINDOW = {"attention_backend": "sdpa_flash", "attention_window": 7}
+WINDOW = {"attention_backend": "sdpa_flash", "attention_window": 7, "position": "rope",
+          "qk_norm": True, "tied": False}  # fmt: skip
 MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
     1: [(TILED,), (WINDOW, True)],
     2: [(TILED,), (WINDOW, True)],
