@@ -71,6 +71,9 @@ MISTAKES = [
     (10, "share * O + share_new * O_new", "(O + O_new) / 2"),
     (10, "torch.logaddexp(L, L_new)", "torch.log(torch.exp(L) + torch.exp(L_new))"),
     (10, "S - L[:, None]", "S - S.logsumexp(1, keepdim=True)"),
+    (11, "x.chunk(2, dim=1)", "x[:, ::2], x[:, 1::2]"),
+    (11, "b * cos + a * sin", "b * cos - a * sin"),
+    (11, "torch.arange(Tk - Tq, Tk)", "torch.arange(Tq)"),
 ]
 
 
@@ -264,7 +267,7 @@ def cells(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("words", [
     ["masks"], ["mask", "--T=3"], ["mask", "Tq=3"], ["mask", "--Tq=many"], ["mask", "--window=0"],
     ["mask", "--segments=(1, 2)"], ["online", "--block=0"], ["one_query", "--q=(1, 2)"],
-    ["ring_work", "--T=100", "--N=8"], ["ring_hides", "--gpu='a toaster'"],
+    ["ring_work", "--T=100", "--N=8"], ["ring_hides", "--gpu='a toaster'"], ["rope", "--D=64"],
 ])  # fmt: skip
 def test_figures_refuse_what_they_do_not_take(words) -> None:
     assert figures.main([]) == 0
@@ -440,6 +443,20 @@ def test_a_step_takes_what_its_bytes_and_pairs_take(H, Hkv, D) -> None:
         assert computing == pytest.approx(size * Hkv * D * n / (float(link) * 1e9), rel=0.01)
 
 
+def test_rope_turns_as_the_formula_says() -> None:
+    """Wavelengths 2 pi theta^(2 i / D); scaled by 8 if a pair turns less than once in 8,192."""
+    for pair, *told in cells(figures.draw(["rope", "--D=64", "--theta=300.0", "--pairs=(0, 31)"])):
+        share = int(pair) / 32
+        turns = [math.tau * theta**share for theta in (10000, 300)]
+        products = [math.cos(n / 300**share) for n in (1, 16, 256, 4096)]
+        got = [float(x.replace(",", "")) for x in told]
+        assert got[:3] == pytest.approx([*turns, turns[1]], abs=0.51)  # 300: none is so slow
+        assert got[3:] == pytest.approx(products, abs=6e-3)
+    slow = cells(figures.draw(["rope", "--pairs=(63,)"]))[0]
+    turns, scaled = (int(x.replace(",", "")) for x in slow[2:4])
+    assert scaled == pytest.approx(8 * turns, abs=8)
+
+
 # --- the exercises ---
 
 
@@ -482,7 +499,7 @@ def test_the_command(capsys, tmp_path) -> None:
     assert len(capsys.readouterr().out.splitlines()) == COUNT
     wrong = written(tmp_path, "def mask(Tq, Tk, window, segments): ...")
     assert command_line.main(["2", str(wrong)]) == 1
-    for words in (["0"], ["11"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
+    for words in (["0"], ["12"], ["2", str(tmp_path / "none.py")], ["2", "--end"]):
         with pytest.raises(UserError, match=re.escape(words[-1])):
             command_line.main(words)
 

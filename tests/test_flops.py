@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_model import LLAMA
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import visible
-from attention.machine.gpus import datasheet_bandwidth
+from attention.machine.gpus import RATED, datasheet_bandwidth
 from core import flops
 from core.cpu import matmul as cpu_matmul
 from core.flops import Peak, datasheet_peak, flops_per_token, mean_keys, mfu, n_params
@@ -125,6 +126,28 @@ def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
         again -= config.n_layer * 2 * config.hidden * config.n_embd
         expected += again * B * T
     assert counter.get_total_flops() == expected
+
+
+def test_the_mfu_anchors_are_recomputed_from_their_own_columns() -> None:
+    """docs/MEASURE.md, the table of published figures."""
+    track_3 = GPTConfig(n_head=6, position="rope", norm="rms", tied=False)
+    configs = (GPT2, GPTConfig(), track_3, GPTConfig(vocab_size=50257, bias=False))
+    by_size = {f"{n_params(c) / 1e6:.2f}": c for c in configs}
+    page = (Path(__file__).parents[1] / "docs" / "MEASURE.md").read_text(encoding="utf-8")
+    lines = page.partition("## MFU anchors")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+    known = [row for row in rows[2:] if row[6] != "-"]
+    assert len(known) >= 10
+    for gpus, _, N, tflops, tokens, ms, rate, *shares, _ in known:
+        count, _, name = gpus.partition(" x ")
+        full_name = next(gpu.name for gpu in RATED if gpu.short.startswith(name))
+        peak = datasheet_peak(full_name, "bfloat16")
+        assert peak and f"{peak.tflops:,g}" == tflops
+        tokens_per_s, tokens, ms = (x.replace(",", "") for x in (rate, tokens, ms))
+        if ms != "-":
+            assert round(1000 * int(tokens) / float(ms) / int(count)) == int(tokens_per_s), gpus
+        found = mfu(by_size[N], 1024, int(tokens_per_s), peak)
+        assert [f"{share:.1%}" for share in found] == shares, gpus
 
 
 # --- peak rates ---

@@ -3,4 +3,4 @@
 exN.py has TASK (first line: title), START (a file to begin with) and check(answer).
 """
 
-COUNT = 10
+COUNT = 11

@@ -1,0 +1,21 @@
+"""Exercise 11: RoPE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x (T, D) with each pair of channels rotated."""
+    D = x.shape[1]
+    angle = positions[:, None] * theta ** (-torch.arange(0, D, 2) / D)  # (T, D / 2)
+    a, b = x.chunk(2, dim=1)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
+
+
+def scores(q: Tensor, k: Tensor, theta: float) -> Tensor:
+    """(Tq, Tk); the keys are rotated already."""
+    Tq, Tk = len(q), len(k)
+    return rotate(q, torch.arange(Tk - Tq, Tk), theta) @ k.T / q.shape[1] ** 0.5

@@ -1,0 +1,73 @@
+"""Exercise 11: RoPE."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from course.exercises.check import same
+from model import GPTConfig, rope_rates, rotate
+
+TASK = """RoPE, and scores against a cache
+
+1. rotate(x, positions, theta) returns x (T, D) with its pairs of channels rotated.
+
+       positions    (T,), integers
+       a pair       channels i and i + D / 2, for i = 0 to D / 2 - 1. At position t it turns by
+                    the angle t * theta ** (-2 * i / D), from the first channel to the second
+
+   The dot product of a rotated q and a rotated k then depends on the distance of their positions.
+
+2. scores(q, k, theta) returns the scores (Tq, Tk) of page 2, without a mask.
+
+       q    (Tq, D), the last Tq of Tk tokens, not rotated
+       k    (Tk, D), from a cache that stores rotated keys
+"""
+START = '''import torch
+
+
+def rotate(x, positions, theta):
+    """x (T, D) with each pair of channels rotated."""
+    D = x.shape[1]
+    angle = positions[:, None]  # (T, 1): one angle for all pairs, but each has its own rate
+    a, b = x.chunk(2, dim=1)
+    return torch.cat([a * torch.cos(angle), b * torch.cos(angle)], dim=1)  # where is the sine?
+
+
+def scores(q, k, theta):
+    """(Tq, Tk); the keys are rotated already."""
+    return q @ k.T / q.shape[1] ** 0.5  # and the queries?
+'''
+
+
+def check(answer: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for D, theta in ((2, 10000.0), (4, 10000.0), (8, 500.0)):
+        config = GPTConfig(n_head=1, n_embd=D, position="rope", rope_theta=theta)
+        rates = rope_rates(config, torch.device("cpu"))
+
+        def turned(x: Tensor, positions: Tensor, rates: Tensor = rates) -> Tensor:
+            angles = positions[:, None, None] * rates
+            return rotate(x[:, None], angles.cos(), angles.sin())[:, 0]
+
+        q, k = torch.randn(2, 5, D, generator=draw)
+        at = torch.tensor([0, 1, 5, 6, 30])
+        given = f"positions = {at.tolist()}, D = {D}, theta = {theta:g}"
+        neighbors = turned(q.unflatten(1, (-1, 2)).mT.flatten(1), at)  # pairs 2 i and 2 i + 1
+        mistakes = {
+            "Turn from the first channel of a pair to the second": turned(q, -at),
+            "The exponent is -2 i / D": turned(q, at, rates.sqrt()),
+            "A pair is channels i and i + D / 2": neighbors.unflatten(1, (2, -1)).mT.flatten(1),
+        }
+        same(answer.rotate(q.clone(), at, theta), turned(q, at), "rotate()", given, mistakes)
+        near = answer.rotate(q, at, theta) @ answer.rotate(k, at, theta).T
+        far = answer.rotate(q, at + 100, theta) @ answer.rotate(k, at + 100, theta).T
+        assert torch.allclose(near, far, atol=1e-3), f"q · k changes if all move by 100, {given}"
+
+        keys, q = turned(k, torch.arange(5)), q[:2]
+        first, want = (turned(q, torch.arange(2) + n) @ keys.T / D**0.5 for n in (0, 3))
+        mistakes = {"Query i stands at position i + Tk - Tq": first}
+        got = answer.scores(q.clone(), keys.clone(), theta)
+        same(got, want, "scores()", f"Tq = 2, Tk = 5, D = {D}, theta = {theta:g}", mistakes)
