@@ -1,7 +1,7 @@
 """Candidates: our model with one backend, and baselines of the same size in the same rounds.
 
     --rival nanogpt=PATH    model.py of a nanoGPT checkout
-    --rival hf              transformers' GPT2LMHeadModel: hf_eager, hf_sdpa, hf_flash_attention_2
+    --rival hf              the same model in transformers: hf_eager, hf_sdpa, hf_flash_attention_2
 
 In the mode decode each uses its own generate(); nanoGPT's has no cache. transformers' GPT-2 always
 has biases; its MFU uses the same FLOPs as all others.
@@ -27,11 +27,13 @@ from attention import Resolution
 from attention.machine.system import synchronize
 from bench import Json, hf
 from bench.job import Job
+from checkpoint import families
 from core.cpu import int8
 from core.optimizer import build_optimizer
 from core.settings import UserError
 from inference import engine
 from inference.sampling import Stats
+from model import GPTConfig
 
 HF = ("eager", "sdpa", "flash_attention_2")
 Mark = Callable[[str], None]
@@ -62,12 +64,13 @@ def build(baseline: str, job: Job) -> Candidate:
     if name == "plain":
         return Plain(job)
     config = job.config
-    wanted = {
-        "attention_window": any(config.attention_window) and not job.hf,
-        "n_kv_head": config.n_kv_head not in (None, config.n_head) and not job.hf,
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "gelu=tanh": config.gelu == "tanh" and name == "nanogpt",
-    }
+    wanted = {"gradient_checkpointing": config.gradient_checkpointing}
+    if name == "nanogpt":
+        modern = "position", "norm", "mlp", "qk_norm", "tied"
+        wanted |= {n: getattr(config, n) != getattr(GPTConfig, n) for n in modern}
+        wanted["attention_window"] = any(config.attention_window)
+        wanted["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
+        wanted["gelu=tanh"] = config.gelu == "tanh"
     if lacks := [k for k, v in wanted.items() if v]:
         raise UserError(f"it does not support {' and '.join(lacks)}")
     return NanoGPT(what, job) if name == "nanogpt" else HuggingFace(what, job)
@@ -264,7 +267,7 @@ class NanoGPT(Candidate):
 
 
 class HuggingFace(Candidate):
-    """transformers' GPT-2, or the model of --hf, which has our backends too."""
+    """The same model in transformers, or the model of --hf, which has our backends too."""
 
     def __init__(self, implementation: str, job: Job) -> None:
         super().__init__(job)
@@ -279,11 +282,8 @@ class HuggingFace(Candidate):
             return
         if implementation == "flash_attention_2" and device.type != "cuda":
             raise UserError(f"flash_attention_2 runs on cuda, not on {device.type}")
-        same: Json = {k: getattr(config, k) for k in ("n_embd", "n_layer", "n_head")}
-        same |= {"vocab_size": job.vocab_size, "n_positions": config.block_size}
-        same |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-        same |= {"bos_token_id": None, "eos_token_id": None, "model_type": "gpt2"}
-        same["activation_function"] = "gelu" if config.gelu == "exact" else "gelu_new"
+        same = families.write_config(config.model(job.vocab_size))
+        same |= {"bos_token_id": None, "eos_token_id": None}
         self.model = hf.build(job, same, implementation)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
