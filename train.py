@@ -181,12 +181,7 @@ def create_model(loaded: Loaded[TrainConfig], meta: dict[str, Any]) -> GPT:
     config = loaded.settings
     if config.init_from != "scratch":
         return checkpoint.build_model(loaded, meta)
-    return GPT(config.model(config.vocab_size or padded(meta["vocab_size"])), config.policy)
-
-
-def padded(V: int) -> int:
-    """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
-    return V if V <= 1024 else -(-V // 64) * 64
+    return GPT(config.model(config.vocab_size or data.padded(meta["vocab_size"])), config.policy)
 
 
 def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
@@ -249,10 +244,10 @@ def main(argv: list[str]) -> int:
     except attention.BackendUnavailable as e:
         raise UserError(str(e)) from e
     except torch.OutOfMemoryError as e:
+        half, twice = max(1, config.batch_size // 2), config.gradient_accumulation_steps * 2
         raise UserError(
-            f"out of memory ({str(e).splitlines()[0]}); try --batch_size="
-            f"{max(1, config.batch_size // 2)} with --gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps * 2}, or --gradient_checkpointing=True"
+            f"out of memory ({str(e).splitlines()[0]}); try --batch_size={half} with "
+            f"--gradient_accumulation_steps={twice}, or --gradient_checkpointing=True"
         ) from e
     except RuntimeError as e:
         distributed.name_missing(e, distributed.resume_command(config.out_dir))
@@ -329,12 +324,10 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
         if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
             value = mean_loss if val_loss is None else val_loss
-            text = (
-                f"error: a loss or gradient is not finite at step {run.step} or shortly before "
+            say(f"error: a loss or gradient is not finite at step {run.step} or shortly before "
                 f"(loss {value}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower "
-                f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}"
-            )
-            say(text, file=sys.stderr)
+                f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}",
+                file=sys.stderr)  # fmt: skip
             run.saver.wait()
             return 1
         if logging_now:

@@ -14,7 +14,7 @@ import data
 from bench import Json
 from core.runtime import pick_device
 from core.settings import Loaded, UserError, gather, read
-from train import TrainConfig, padded
+from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_CONFIG = "bench/cpu.py"
@@ -159,5 +159,5 @@ def vocabulary(config: BenchConfig) -> tuple[int, str]:
     folder = Path(config.train.data_dir) / config.train.dataset
     if (folder / "meta.json").is_file():
         V = data.read_meta(folder)["vocab_size"]
-        return padded(V), f"the dataset in {folder}"
+        return data.padded(V), f"the dataset in {folder}"
     return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"

@@ -45,6 +45,11 @@ def read_meta(folder: str | Path) -> Json:
     raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
 
 
+def padded(V: int) -> int:
+    """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
+    return V if V <= 1024 else -(-V // 64) * 64
+
+
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
     """Return the tokens of a split ("train" or "val"), (N,) uint16 or uint32, memory-mapped.
 
