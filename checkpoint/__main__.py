@@ -78,6 +78,8 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     store.save_json({**ids, "max_new_tokens": 100}, folder / "generation_config.json")
     loss = saved.state.get("val_loss")
     evaluated = "not known" if loss is None else f"{loss:.4f} nats a token"
+    if (bits := saved.state.get("val_bits_per_byte")) is not None:
+        evaluated += f" ({bits:.4f} bits per byte)"
     dataset = saved.settings["train"].get("dataset")
     card = f"""---
 library_name: transformers

@@ -10,6 +10,7 @@ window once, in random order, before any comes again.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -43,6 +44,15 @@ def read_meta(folder: str | Path) -> Json:
         why = first_line(e)
     prepare = f"prepare it: python -m data {path.parent.name}"
     raise UserError(f"no dataset in {folder} (meta.json: {why}); {prepare}")
+
+
+def bits_per_byte(meta: Json, nats: float | None, split: str = "val") -> float | None:
+    """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers.
+
+    None without a loss, and for a dataset prepared before meta.json had the bytes.
+    """
+    tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
+    return nats / math.log(2) * tokens / size if nats is not None and size else None
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
