@@ -22,7 +22,7 @@ from pydantic import PositiveInt
 
 from core.settings import UserError, check_fields, exit_on_user_error, read
 
-SYMBOLS = 20  # longest copied text
+COPIED = 8  # symbols of a text to copy, at most
 Question = tuple[str, str]  # symbols of the context and of the answer
 
 
@@ -48,8 +48,8 @@ class TasksConfig:
             raise ValueError(f"distances below {2 * self.pairs}, the length of {self.pairs} pairs")
 
 
-def copy(config: TasksConfig, draw: random.Random, length: int = SYMBOLS // 2) -> Question:
-    text = "".join(draw.choices(config.keys, k=length))
+def copy(config: TasksConfig, draw: random.Random, length: int = COPIED) -> Question:
+    text = "".join(draw.sample(config.keys, length))
     return text + "=", text
 
 
@@ -70,20 +70,19 @@ def recall(config: TasksConfig, draw: random.Random, distance: int) -> Question:
 
 
 def line(config: TasksConfig, draw: random.Random) -> str:
-    """A line to train on. One of recall repeats its pairs after gaps of every scale."""
+    """A line to train on. One of recall repeats its pairs, in another order, after each gap."""
     kind = draw.choice(("copy", "add", "recall", "recall"))
     if kind == "copy":
-        return "".join(copy(config, draw, draw.randint(1, SYMBOLS)))
+        return "".join(copy(config, draw, draw.randint(1, COPIED)))
     if kind == "add":
         return "".join(add(draw, asked=False))
-    start, last = 2 * config.pairs, max(config.distances)
-    question, _ = recall(config, draw, start)
-    pairs = [question[i : i + 2] for i in range(0, start, 2)]
-    text, longest = "".join(pairs), draw.choice(config.distances)
-    while len(text) < longest:
-        text += "." * draw.randrange(0, longest, 2)
-        text += "".join(draw.sample(pairs, draw.randint(1, config.pairs)))
-    return text[: last + start]
+    question, _ = recall(config, draw, length := 2 * config.pairs)
+    pairs = [question[i : i + 2] for i in range(0, length, 2)]
+    text = "".join(pairs)
+    while len(text) < max(config.distances):
+        gap = draw.randint(0, draw.choice(config.distances) // 2)
+        text += 2 * gap * "." + "".join(draw.sample(pairs, config.pairs))
+    return text
 
 
 def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
@@ -110,7 +109,7 @@ def write(config: TasksConfig, folder: Path) -> None:
             "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
             "output_type": "loglikelihood", "doc_to_text": "{{context}}",
             "doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": "",
-            "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+            "metric_list": [{"metric": "acc"}],
         }  # fmt: skip
         # JSON is YAML too.
         (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1), encoding="utf-8")
