@@ -374,9 +374,11 @@ def evaluate(run: Run, metrics: Metrics | None = None) -> float:
     parallel.reshard(run.model)
     run.model.train()
     train_loss, val_loss = losses["train"], losses["val"]
-    distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
+    bits = data.bits_per_byte(run.meta, val_loss)
+    also = f" ({bits:.4f} bits per byte)" if bits else ""
+    distributed.say(f"step {run.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{also}")
     if metrics and math.isfinite(train_loss + val_loss):
-        metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss)
+        metrics.log(iter=run.step, train_loss=train_loss, val_loss=val_loss, val_bits_per_byte=bits)
     return val_loss
 
 

@@ -10,6 +10,7 @@ window once, in random order, before any comes again.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -48,6 +49,15 @@ def read_meta(folder: str | Path) -> Json:
 def padded(V: int) -> int:
     """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
     return V if V <= 1024 else -(-V // 64) * 64
+
+
+def bits_per_byte(meta: Json, nats: float | None, split: str = "val") -> float | None:
+    """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers.
+
+    None without a loss, and for a dataset prepared before meta.json had the bytes.
+    """
+    tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
+    return nats / math.log(2) * tokens / size if nats is not None and size else None
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:

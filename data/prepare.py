@@ -85,6 +85,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         dtype = dtype_for(V)
         size = {s: (new / f"{s}.bin").stat().st_size for s in ("train", "val")}
         found["tokens"] = {s: n // dtype.itemsize for s, n in size.items()}
+        found["bytes"] = {s: text_bytes(new / f"{s}.bin", dtype, tokenizer) for s in size}
         meta = {**made_from, "dtype": dtype.name, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
         (new / "meta.json").write_text(json.dumps(meta | found, indent=1), encoding="utf-8")
         (out_dir / "meta.json").unlink(missing_ok=True)
@@ -174,6 +175,13 @@ def tokenizer_of(config: PrepareConfig) -> Tokenizer:
 def dtype_for(vocab_size: int) -> np.dtype:
     """Of the token ids in a file, little endian."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def text_bytes(file: Path, dtype: np.dtype, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text of a file's tokens; the end of a document has none."""
+    length = np.array([len(text) for text in tokenizer.token_bytes()])
+    tokens, step = np.memmap(file, dtype=dtype, mode="r"), 2**24
+    return sum(int(length[tokens[a : a + step]].sum()) for a in range(0, len(tokens), step))
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from attention.__main__ import parser
 from attention.check import command as check
 from bench import support
 from bench.config import load_config
+from bench.tasks import TasksConfig
 from checkpoint.__main__ import ExportConfig
 from core.settings import read
 from course.exercises import COUNT
@@ -67,7 +68,7 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
     if words[0] == "torchrun":
         words = ["python", *words[words.index("train.py") :]]
     if not words[0].endswith("python"):
-        assert re.search(r"python3|pip|ruff|git", words[0]), f"unknown command: {line}"
+        assert re.search(r"python3|pip|ruff|git|lm_eval", words[0]), f"unknown command: {line}"
         return
     rest = [w for w in words[1:] if w != "--help"]
     kinds: dict[str, Any] = {"train.py": TrainConfig, "sample.py": SampleConfig,
@@ -86,11 +87,14 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
         load_config(words[1:] if words and words[0] in bench_mfu.MODES else words)
     elif rest[:3] == ["-m", "checkpoint", "export"]:
         read(ExportConfig, rest[2:], positional="command")
+    elif rest[:2] == ["-m", "bench.tasks"]:
+        read(TasksConfig, rest[2:], positional="folder")
     elif rest[:2] == ["-m", "course.exercises"]:
         assert rest[2] in map(str, range(1, COUNT + 1))
     else:
         module = rest[:2] in (
             ["-m", "pytest"], ["-m", "bench.support"], ["-m", "bench.board"],
+            ["-m", "bench.harness"],
         )  # fmt: skip
         assert module or (ROOT / rest[0]).is_file(), f"unknown: {line}"
 

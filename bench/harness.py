@@ -1,0 +1,42 @@
+"""lm-evaluation-harness with our kernels (docs/EVALUATE.md).
+
+    python -m bench.harness --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
+
+The options are those of `lm_eval run`. attention=NAME in --model_args is the kernel, by default
+auto. The last lines name the kernels that ran.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import attention
+from core.settings import UserError, exit_on_user_error
+
+
+def main(argv: list[str]) -> int:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as e:
+        raise UserError(f'the harness needs: pip install ".[eval]" ({e})') from e
+    made: list[Any] = []
+
+    @register_model("nanoattn")
+    class Model(HFLM):
+        def __init__(self, *, attention: str = "auto", **options: Any) -> None:
+            super().__init__(attn_implementation=bridge.implementation(attention), **options)
+            made.append(self.model)
+
+    bridge = attention.hf
+    bridge.register(policy=attention.Policy(fallback=False))
+    sys.argv = ["lm_eval", "run", "--model", "nanoattn", *argv]
+    cli_evaluate()
+    print(*map(bridge.report, made), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))

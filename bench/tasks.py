@@ -1,0 +1,129 @@
+"""Small tasks for lm-evaluation-harness: python -m bench.tasks FOLDER [--key=value ...].
+
+    copy        k q z f = k q z f
+    add         4 7 + 8 5 = 1 3 2
+    recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
+
+recall is MQAR (Arora et al. 2023, arXiv 2312.04927): pairs of keys and values, then questions. A
+layer whose window is below D cannot see the value. FOLDER gets the questions and the tasks of the
+harness (docs/EVALUATE.md), and text.txt to train on, which has none of the sums in the questions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import PositiveInt
+
+from core.settings import UserError, check_fields, exit_on_user_error, read
+
+COPIED = 8  # symbols of a text to copy, at most
+Question = tuple[str, str]  # symbols of the context and of the answer
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Write tasks for lm-evaluation-harness, and text to train on: python -m bench.tasks FOLDER."""
+
+    folder: str | None = None  # where to write
+    separator: str = " "  # between symbols; empty for one token per character
+    keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
+    values: str = "0123456789"  # values of recall
+    pairs: PositiveInt = 4  # of recall, keys with a value each
+    distances: tuple[PositiveInt, ...] = (8, 16, 32, 64)  # of recall, one task for each
+    questions: PositiveInt = 500  # of each task
+    lines: PositiveInt = 60000  # of text.txt
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.pairs > len(self.keys):
+            raise ValueError(f"pairs={self.pairs} exceeds the {len(self.keys)} keys")
+        if min(self.distances) < 2 * self.pairs:
+            raise ValueError(f"distances below {2 * self.pairs}, the length of {self.pairs} pairs")
+
+
+def copy(config: TasksConfig, draw: random.Random, length: int = COPIED) -> Question:
+    text = "".join(draw.sample(config.keys, length))
+    return text + "=", text
+
+
+def add(draw: random.Random, asked: bool) -> Question:
+    """A sum of two numbers below 100: every tenth one is a question, the others are trained on."""
+    while True:
+        a, b = draw.randrange(100), draw.randrange(100)
+        if ((3 * a + b) % 10 == 0) == asked:
+            return f"{a}+{b}=", str(a + b)
+
+
+def recall(config: TasksConfig, draw: random.Random, distance: int) -> Question:
+    keys = draw.sample(config.keys, config.pairs)
+    values = draw.choices(config.values, k=config.pairs)
+    asked = draw.randrange(config.pairs)
+    text = "".join(k + v for k, v in zip(keys, values, strict=True))
+    return text.ljust(distance + 2 * asked, ".") + keys[asked], values[asked]
+
+
+def line(config: TasksConfig, draw: random.Random) -> str:
+    """A line to train on. One of recall repeats its pairs, in another order, after each gap."""
+    kind = draw.choice(("copy", "add", "recall", "recall"))
+    if kind == "copy":
+        return "".join(copy(config, draw, draw.randint(1, COPIED)))
+    if kind == "add":
+        return "".join(add(draw, asked=False))
+    question, _ = recall(config, draw, length := 2 * config.pairs)
+    pairs = [question[i : i + 2] for i in range(0, length, 2)]
+    text = "".join(pairs)
+    while len(text) < max(config.distances):
+        gap = draw.randint(0, draw.choice(config.distances) // 2)
+        text += 2 * gap * "." + "".join(draw.sample(pairs, config.pairs))
+    return text
+
+
+def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
+    """Yield the name and the questions of each task."""
+    draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
+    yield "copy", [copy(config, draw) for _ in count]
+    yield "add", [add(draw, asked=True) for _ in count]
+    for distance in config.distances:
+        yield f"recall_{distance}", [recall(config, draw, distance) for _ in count]
+
+
+def write(config: TasksConfig, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    gap, draw = config.separator, random.Random(f"text {config.seed}")
+    text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
+    (folder / "text.txt").write_text("".join(text), encoding="utf-8")
+    for name, questions in tasks(config):
+        file = (folder / f"{name}.jsonl").resolve()
+        # A question begins a line, as in text.txt.
+        rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in questions]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        task = {
+            "task": f"nanoattn_{name}", "tag": "nanoattn", "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
+            "output_type": "loglikelihood", "doc_to_text": "{{context}}",
+            "doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        }  # fmt: skip
+        # JSON is YAML too.
+        (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1), encoding="utf-8")
+
+
+def main(argv: list[str]) -> int:
+    config = read(TasksConfig, argv, positional="folder").settings
+    if config.folder is None:
+        raise UserError("usage: python -m bench.tasks FOLDER")
+    write(config, Path(config.folder))
+    names = ",".join(f"nanoattn_{name}" for name, _ in tasks(config))
+    print(f"{config.folder}: text.txt and the tasks {names} (all: nanoattn)")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_user_error(lambda: main(sys.argv[1:]))
