@@ -174,10 +174,14 @@ class FileTokenizer:
         """The text of the ids as they arrive; a character of several tokens is never split."""
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=True)
+        stream, seen, shown = DecodeStream(skip_special_tokens=True), [], 0
         for i in ids:
+            seen.append(i)
             if text := stream.step(self.made, i):
+                shown += len(text)
                 yield text
+        if text := self.decode(seen)[shown:]:  # an incomplete character at the end
+            yield text
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens."""
