@@ -64,16 +64,18 @@ def main(argv: list[str]) -> int:
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     """Write the model, its tokenizer and a card, as transformers loads them."""
     tokenizer = data.from_meta(saved.settings["tokenizer"])
-    V, eot, T = tokenizer.vocab_size, tokenizer.eot, model.config.block_size
-    end = None if eot is None else tokenizer.to_json()["added_tokens"]
-    name = next((t["content"] for t in end or () if t["id"] == eot), None)
-    ids: Json = {"bos_token_id": eot, "eos_token_id": eot}
+    V, eot, content = tokenizer.vocab_size, tokenizer.eot, tokenizer.to_json()
+    bos = next(iter(tokenizer.begin), eot)
+    ids: Json = {"bos_token_id": bos, "eos_token_id": eot}
     config = save_hf(cropped(model, V), folder, **ids)
-    store.save_json(tokenizer.to_json(), folder / "tokenizer.json")
-    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": T,
-              "clean_up_tokenization_spaces": False}  # fmt: skip
-    if name is not None:
-        tokens |= {"bos_token": name, "eos_token": name}
+    store.save_json(content, folder / "tokenizer.json")
+    special = {token["id"]: token["content"] for token in content["added_tokens"]}
+    names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
+    # As in GPT-2: no text needs it, but ctranslate2 expects one.
+    names["unk_token"] = content["model"].get("unk_token") or special.get(eot)
+    tokens = {"tokenizer_class": "PreTrainedTokenizerFast",
+              "model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False,
+              **{k: name for k, name in names.items() if name in special.values()}}  # fmt: skip
     store.save_json(tokens, folder / "tokenizer_config.json")
     store.save_json({**ids, "max_new_tokens": 100}, folder / "generation_config.json")
     loss = saved.state.get("val_loss")

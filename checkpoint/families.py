@@ -95,8 +95,10 @@ def _from_llama(kind: str, saved: Json, source: str) -> Json:
     rope = {"rope_theta": saved.get("rope_theta", 10000.0), **(saved.get("rope_scaling") or {}),
             **(saved.get("rope_parameters") or {})}  # fmt: skip
     how = rope.get("rope_type", rope.get("type", "default"))
-    if how not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+    if how not in ("default", "llama3"):
         raise UserError(f"{source} has rope_type={how!r}, expected 'default' or 'llama3'")
+    if (part := rope.get("partial_rotary_factor", 1)) != 1:
+        raise UserError(f"{source} has partial_rotary_factor={part}, expected 1")
     if how == "llama3":
         if lacking := [name for name in ROPE if name not in rope]:
             raise UserError(f"rope_scaling of {source} lacks {', '.join(lacking)}")
@@ -116,16 +118,19 @@ def _from_llama(kind: str, saved: Json, source: str) -> Json:
 
 def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...] | None:
     """The window of each layer, in tokens that a query sees; transformers counts it too."""
-    window, n = saved.get("sliding_window"), saved["num_hidden_layers"]
+    window, n, types = (
+        saved.get("sliding_window"),
+        saved["num_hidden_layers"],
+        saved.get("layer_types"),
+    )
+    if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
+        raise UserError(f"{source} has layer_types={types}")
     if kind == "mistral" or window is None:
         return window
     if kind == "llama" or not saved.get("use_sliding_window", False):
         return None
     first = saved.get("max_window_layers", 28)
-    types = ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
-    types = saved.get("layer_types") or types
-    if len(types) != n or {*types} - {"full_attention", "sliding_attention"}:
-        raise UserError(f"{source} has layer_types={types}")
+    types = types or ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -139,11 +139,14 @@ class FileTokenizer:
             self.made = Tokenizer.from_str(content)
         except Exception as e:  # the package raises nothing more exact
             raise UserError(f"not a tokenizer.json: {str(e)[:200]}") from e
+        self.made.no_truncation()
+        self.made.no_padding()
         self.content, self.eot = content, eot
-        self.vocab_size = self.made.get_vocab_size()
-        ends = self.made.encode("").ids
-        self.begin: Sequence[int] = [i for i in ends if i != eot]
+        self.vocab_size = max(self.made.get_vocab().values()) + 1  # ids may have gaps
         self.made.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
+        text, plain = self.made.encode("a").ids, self.encode("a")
+        n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
+        self.begin: Sequence[int] = text[:n]
 
     @classmethod
     def read(cls, path: Path) -> FileTokenizer:
@@ -171,14 +174,18 @@ class FileTokenizer:
         """The text of the ids as they arrive; a character of several tokens is never split."""
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=True)
+        stream, seen, shown = DecodeStream(skip_special_tokens=True), [], 0
         for i in ids:
+            seen.append(i)
             if text := stream.step(self.made, i):
+                shown += len(text)
                 yield text
+        if text := self.decode(seen)[shown:]:  # an incomplete character at the end
+            yield text
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens."""
-        special = {i for i, token in self.made.get_added_tokens_decoder().items() if token.special}
+        added = self.made.get_added_tokens_decoder()
         named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
         if "ByteLevel" in str(json.loads(self.content).get("decoder")):
             byte = _byte_of_sign()
@@ -187,7 +194,9 @@ class FileTokenizer:
             as_byte = [t[1:-1] if t.startswith("<0x") and len(t) == 6 else None for t in named]
             text = [t.replace("\u2581", " ").encode() for t in named]
             found = [bytes([int(b, 16)]) if b else t for b, t in zip(as_byte, text, strict=True)]
-        return [b"" if i in special else t for i, t in enumerate(found)]
+        for i, token in added.items():  # as it is written
+            found[i] = b"" if token.special else token.content.encode()
+        return found
 
     def to_meta(self) -> Json:
         return {"name": self.name, "content": self.content, "eot": self.eot}

@@ -159,13 +159,6 @@ def test_what_is_exported_gives_the_same_logits_there(bias, gelu, transformers, 
     torch.testing.assert_close(back(tokens())[0], us(tokens())[0], rtol=0, atol=1e-4)
 
 
-def test_a_model_that_gpt2_cannot_be_is_not_exported(tmp_path) -> None:
-    for name, changes in (("n_kv_head", {"n_kv_head": 2}), ("window", {"attention_window": 4})):
-        with pytest.raises(UserError, match=f"{name}.*--position=rope"):
-            checkpoint.save_hf(build(**changes), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> None:
     them = theirs(transformers, tmp_path)
     us = GPT.from_pretrained(str(tmp_path), block_size=5, dropout=0.1)
