@@ -51,13 +51,13 @@ def padded(V: int) -> int:
     return V if V <= 1024 else -(-V // 64) * 64
 
 
-def bits_per_byte(meta: Json, nats: float | None, split: str = "val") -> float | None:
+def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
     """Convert a mean loss (nats per token) to bits per byte of text, to compare tokenizers.
 
-    None without a loss, and for a dataset prepared before meta.json had the bytes.
+    None for a dataset that was prepared before meta.json had the bytes.
     """
     tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
-    return nats / math.log(2) * tokens / size if nats is not None and size else None
+    return nats / math.log(2) * tokens / size if size else None
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> np.ndarray:
