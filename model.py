@@ -321,8 +321,8 @@ class GPT(nn.Module):
     ) -> list[tuple[Resolution, Spec]]:  # fmt: skip
         """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
 
-        Call it once before torch.compile, which cannot trace the choice. `shape` is the batch size
-        and the tokens in a sequence (None: 1, block_size); the other arguments are those of Spec.
+        Call it once before torch.compile, which cannot trace the choice. `shape`: batch size and
+        length of the sequences (None: 1, block_size); the other arguments are those of Spec.
         """
         weight = self.transformer.wte.weight
         device, dtype = weight.device, weight.dtype
@@ -335,7 +335,8 @@ class GPT(nn.Module):
         # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
         here = str(device), dtype, *asked.values()
         keys = [(window, *here) for window in self.config.windows]
-        (B, T), most = shape or (1, self.config.block_size), self.config.block_size
+        most = min(self.config.block_size, 2**14)  # Llama permits more than a probe should take
+        B, T = shape or (1, most)
         # With a cache nearly all calls decode: one query, and in the end block_size keys.
         full = (B, T, T) if cache == "none" else (B, 1, most)
         phase = f" with the {cache} cache" if cache != "none" else " without gradients"
@@ -371,8 +372,7 @@ class GPT(nn.Module):
         return idx
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """The number of parameters, without those that are only looked up (the positions, and the
-        tokens if the head has its own weights) unless non_embedding=False."""
+        """The number of parameters; non_embedding=True: without those that are only looked up."""
         t, learned = self.transformer, self.config.position == "learned"
         looked_up = [*([t.wpe] if learned else []), *([] if self.config.tied else [t.wte])]
         n = sum(p.numel() for p in self.parameters())
