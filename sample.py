@@ -31,7 +31,7 @@ class SampleConfig:
 
     # --- model ---
     out_dir: str = "out/gpt"  # folder of the run to sample from
-    init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], a checkpoint, ckpt.pt
+    init_from: str = "resume"  # resume: out_dir's run; gpt2[-...], ckpt.pt, an exported folder
     dataset: str | None = None  # folder of a dataset: its tokenizer, if the model has none
     checkpoint: Literal["latest", "best"] = "latest"  # best: the lowest validation loss
     attention_backend: str = "auto"  # a name from python -m attention, or a file (docs/KERNEL.md)
