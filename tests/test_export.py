@@ -205,7 +205,9 @@ def test_a_vocabulary_above_65536(tmp_path):
     assert found == [69_997, 5, 3, 69_996, 1, 69_998] * 6
     assert run(tmp_path, tmp_path / "out", vocab_size=70_016, **SHAPES["llama"]).code == 0
     folder = Path(exported(tmp_path / "out", tmp_path / "to"))
-    read = [json.loads((folder / f"{name}config.json").read_text()) for name in ("", "tokenizer_")]
+    saved: dict[str, Any] = {}
+    for name in ("generation_config", "config", "tokenizer_config"):
+        saved |= json.loads((folder / f"{name}.json").read_text())
     want = {"vocab_size": 70_006, "bos_token_id": 70_005, "eos_token_id": 69_998,
-            "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
-    assert want.items() <= (read[0] | read[1]).items()
+            "bos_token": "<s>", "eos_token": "</s>", "do_sample": True}  # fmt: skip
+    assert want.items() <= saved.items()
