@@ -234,7 +234,8 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
     if model.config.vocab_size < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         raise UserError(
             f"{source} (vocabulary of {model.config.vocab_size}) was trained with another "
-            f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again"
+            f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
+            f"a model's own tokenizer with --tokenizer={source}"
         )
     for name in (*SHAPE, "vocab_size", *["block_size"] * resuming):
         have, want = getattr(model.config, name), getattr(config, name)

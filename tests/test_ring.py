@@ -381,6 +381,16 @@ MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
 }
 
 
+def test_triton_in_a_ring_takes_packed_texts() -> None:
+    case = next(c for c in CASES if c.name == "97-packed")
+    if BACKENDS["triton"].why_not(case.spec("float32", lse=True), Machine.here("cpu")):
+        pytest.skip("triton cannot run here")
+    inputs = matrix.draw(case, "float32")
+    got = oracle.Result(*attention(Ring(), "triton", case, inputs, "float32"))
+    exact, rough = matrix.truth(case, "float32"), matrix.plain(case, "float32")
+    oracle.check(got, rough, exact, torch.float32)
+
+
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(n, which) -> None:
