@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,16 @@ def backend(request) -> Iterator[str]:
     nanoattn.use(request.param)
     yield request.param
     nanoattn.use("auto")
+
+
+def test_the_defaults_are_flash_attns() -> None:
+    same = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
+            "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "block_table": None,
+            "return_attn_probs": False, "rotary_interleaved": True, "num_splits": 0}  # fmt: skip
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        known = inspect.signature(getattr(nanoattn, name)).parameters
+        assert {n: known[n].default for n in same.keys() & known} == {n: same[n] for n in known
+                                                                     if n in same}  # fmt: skip
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options: Any) -> Any:
