@@ -10,6 +10,7 @@ rows.py, stats.py, tables.py, records.py   results -> rows -> tables -> records
 verify.py, board.py            checks of records; docs/BOARD.md
 qualify.py, plan/               all modes on a new machine; a step on many GPUs
 support.py, hf_table.py         tables of README and docs
+tasks.py, harness.py            tasks for lm-evaluation-harness; the harness with our kernels
 against_nanogpt.py              whole runs of train.py against nanoGPT's
 """
 

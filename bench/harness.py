@@ -2,8 +2,7 @@
 
     python -m bench.harness --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
 
-The options are those of `lm_eval run`. attention=NAME in --model_args is the kernel, by default
-auto. The last lines name the kernels that ran.
+The options are those of `lm_eval run`. The last lines name the kernels that ran.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> int:
         from lm_eval.models.huggingface import HFLM
     except ImportError as e:
         raise UserError(f'the harness needs: pip install ".[eval]" ({e})') from e
-    made: list[Any] = []
+    bridge, made = attention.hf, []
 
     @register_model("nanoattn")
     class Model(HFLM):
@@ -30,7 +29,6 @@ def main(argv: list[str]) -> int:
             super().__init__(attn_implementation=bridge.implementation(attention), **options)
             made.append(self.model)
 
-    bridge = attention.hf
     bridge.register(policy=attention.Policy(fallback=False))
     sys.argv = ["lm_eval", "run", "--model", "nanoattn", *argv]
     cli_evaluate()

@@ -22,8 +22,8 @@ from pydantic import PositiveInt
 
 from core.settings import UserError, check_fields, exit_on_user_error, read
 
-COPIED = 8  # symbols of a text to copy, at most
-Question = tuple[str, str]  # symbols of the context and of the answer
+COPIED = 20  # longest text to copy, symbols
+Question = tuple[str, str]  # context and answer
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class TasksConfig:
     keys: str = "abcdefghijklmnopqrstuvwxyz"  # symbols to copy, and the keys of recall
     values: str = "0123456789"  # values of recall
     pairs: PositiveInt = 4  # of recall, keys with a value each
-    distances: tuple[PositiveInt, ...] = (8, 16, 32, 64)  # of recall, one task for each
+    distances: tuple[PositiveInt, ...] = (8, 16, 32)  # of recall, one task for each
     questions: PositiveInt = 500  # of each task
-    lines: PositiveInt = 60000  # of text.txt
+    lines: PositiveInt = 150000  # of text.txt
     seed: int = 1337
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.pairs > len(self.keys):
-            raise ValueError(f"pairs={self.pairs} exceeds the {len(self.keys)} keys")
+        if self.pairs > len(self.keys) or len({*self.keys}) < len(self.keys):
+            raise ValueError(f"keys={self.keys}: expected {self.pairs} or more, all different")
         if min(self.distances) < 2 * self.pairs:
             raise ValueError(f"distances below {2 * self.pairs}, the length of {self.pairs} pairs")
 
 
-def copy(config: TasksConfig, draw: random.Random, length: int = COPIED) -> Question:
-    text = "".join(draw.sample(config.keys, length))
+def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) -> Question:
+    text = "".join(draw.sample(config.keys, min(length, len(config.keys))))
     return text + "=", text
 
 
@@ -70,19 +70,16 @@ def recall(config: TasksConfig, draw: random.Random, distance: int) -> Question:
 
 
 def line(config: TasksConfig, draw: random.Random) -> str:
-    """A line to train on. One of recall repeats its pairs, in another order, after each gap."""
-    kind = draw.choice(("copy", "add", "recall", "recall"))
+    """A line to train on. One of recall has several questions and their answers after the gap."""
+    kind = draw.choice(("copy", "copy", "add", "recall"))
     if kind == "copy":
         return "".join(copy(config, draw, draw.randint(1, COPIED)))
     if kind == "add":
         return "".join(add(draw, asked=False))
-    question, _ = recall(config, draw, length := 2 * config.pairs)
-    pairs = [question[i : i + 2] for i in range(0, length, 2)]
-    text = "".join(pairs)
-    while len(text) < max(config.distances):
-        gap = draw.randint(0, draw.choice(config.distances) // 2)
-        text += 2 * gap * "." + "".join(draw.sample(pairs, config.pairs))
-    return text
+    distance = draw.choice(config.distances)
+    question, _ = recall(config, draw, distance := 2 * draw.randint(config.pairs, distance // 2))
+    pairs = [question[i : i + 2] for i in range(0, 2 * config.pairs, 2)]
+    return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 
 
 def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
@@ -94,9 +91,12 @@ def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
         yield f"recall_{distance}", [recall(config, draw, distance) for _ in count]
 
 
-def write(config: TasksConfig, folder: Path) -> None:
+def main(argv: list[str]) -> int:
+    config = read(TasksConfig, argv, positional="folder").settings
+    if config.folder is None:
+        raise UserError("usage: python -m bench.tasks FOLDER")
+    folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
     folder.mkdir(parents=True, exist_ok=True)
-    gap, draw = config.separator, random.Random(f"text {config.seed}")
     text = (gap.join(line(config, draw)) + "\n" for _ in range(config.lines))
     (folder / "text.txt").write_text("".join(text), encoding="utf-8")
     for name, questions in tasks(config):
@@ -113,15 +113,7 @@ def write(config: TasksConfig, folder: Path) -> None:
         }  # fmt: skip
         # JSON is YAML too.
         (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1), encoding="utf-8")
-
-
-def main(argv: list[str]) -> int:
-    config = read(TasksConfig, argv, positional="folder").settings
-    if config.folder is None:
-        raise UserError("usage: python -m bench.tasks FOLDER")
-    write(config, Path(config.folder))
-    names = ",".join(f"nanoattn_{name}" for name, _ in tasks(config))
-    print(f"{config.folder}: text.txt and the tasks {names} (all: nanoattn)")
+        print(f"{file}: {task['task']}")
     return 0
 
 

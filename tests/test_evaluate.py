@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def test_the_questions_have_the_answers_that_they_ask_for(tmp_path: Path, gap: s
 
 
 def test_impossible_tasks_are_refused() -> None:
-    for options in ({"pairs": 27}, {"distances": (4,)}):
+    for options in ({"pairs": 27}, {"distances": (4,)}, {"keys": "abcdda"}):
         with pytest.raises(ValueError, match="pairs"):
             TasksConfig(**options)  # type: ignore[arg-type]
 
@@ -116,19 +115,12 @@ def loglikelihoods(model: Any, batch: int, side: str, mask: bool = True) -> Tens
     """The log-likelihood of the last four tokens of each text, in padded batches."""
     found = []
     for texts in (TEXTS[i : i + batch] for i in range(0, len(TEXTS), batch)):
-        longest = max(map(len, texts))
-
-        def pad(row: Sequence[int], n: int) -> list[int]:
-            return [*row, *[0] * n] if side == "right" else [*[0] * n, *row]
-
-        ids = torch.tensor([pad(t, longest - len(t)) for t in texts])
-        seen = torch.tensor([pad([1] * len(t), longest - len(t)) for t in texts])
-        logits = model(ids, attention_mask=seen if mask else None).logits
-        logp = logits.log_softmax(-1)
-        for row, t in enumerate(texts):
-            end = longest if side == "left" else len(t)
-            asked = logp[row, end - 5 : end - 1].gather(1, ids[row, end - 4 : end, None])
-            found.append(asked.sum())
+        rows, longest = [torch.tensor(t) for t in texts], max(map(len, texts))
+        ids = torch.nn.utils.rnn.pad_sequence(rows, True, 0, side)
+        logits = model(ids, attention_mask=(ids > 0).long() if mask else None).logits
+        for row, logp, own in zip(rows, logits.log_softmax(-1), ids, strict=True):
+            end = longest if side == "left" else len(row)
+            found.append(logp[end - 5 : end - 1].gather(1, own[end - 4 : end, None]).sum())
     return torch.stack(found)
 
 
