@@ -100,7 +100,7 @@ def test_the_questions_have_the_answers_that_they_ask_for(tmp_path: Path, gap: s
 
 def test_impossible_tasks_are_refused() -> None:
     for options in ({"pairs": 27}, {"distances": (4,)}, {"keys": "abcdda"}):
-        with pytest.raises(ValueError, match="pairs"):
+        with pytest.raises(ValueError, match=r"pairs|keys"):
             TasksConfig(**options)  # type: ignore[arg-type]
 
 

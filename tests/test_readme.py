@@ -37,7 +37,7 @@ ALIASES = {"attn_implementation": "attention_backend"}
 
 def commands(text: str) -> list[str]:
     """The lines of the shell blocks, comments cut off."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    blocks = re.findall(r"```sh\n(.*?)```", text.replace("\\\n", " "), re.S)
     lines = (line.split("  #")[0].strip() for block in blocks for line in block.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
