@@ -16,7 +16,7 @@ from typing import Literal
 from safetensors import SafetensorError
 
 import data
-from checkpoint import store
+from checkpoint import families, store
 from checkpoint.convert import save_hf
 from checkpoint.store import Checkpoint, Json
 from core.settings import Texts, UserError, exit_on_user_error, read
@@ -64,6 +64,13 @@ def main(argv: list[str]) -> int:
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     """Write the model, its tokenizer and a card, as transformers loads them."""
     tokenizer = data.from_meta(saved.settings["tokenizer"])
+    kind = families.write_config(model.config)["model_type"]
+    if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
+        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
+        raise UserError(
+            "transformers splits the text of qwen2 (--bias=qkv, or windows in some layers) as Qwen "
+            "does; train with --bias=False and one window, or with --qk_norm=True"
+        )
     V, eot, content = tokenizer.vocab_size, tokenizer.eot, tokenizer.to_json()
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": eot}

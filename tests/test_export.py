@@ -175,6 +175,11 @@ def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
     folder = exported(tmp_path / "out", tmp_path / "to")
     assert run(tmp_path, tmp_path / "tuned", init_from=folder).code == 0
     how = {"source": str(tmp_path / "text.txt")}
+    # qwen2, whose tokenizer is Qwen's
+    mixed = {**SHAPES["llama"], "attention_window": "4,none", "n_layer": 2}
+    assert run(tmp_path, tmp_path / "mixed", **mixed).code == 0
+    code, _, err = enter(export.main, ["export", str(tmp_path / "mixed")])
+    assert code == 2 and "--qk_norm=True" in err
     prepare("shakespeare", tmp_path / "other", **how)
     said = refusal(run(tmp_path, tmp_path / "no", init_from=folder, dataset="other"))
     assert "another tokenizer" in said

@@ -35,8 +35,8 @@ from core.settings import UserError
 from data import CharTokenizer
 from model import GPT, GPTConfig
 
-# Sizes that 3 and 4 processes do not divide; norms of 6 for 4, biases, and a head of its own.
-TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=1, n_embd=6, bias="qkv",
+# Sizes that 3 and 4 processes do not divide; norms of 6 for 4, and a head of its own.
+TINY = GPTConfig(block_size=7, vocab_size=19, n_layer=2, n_head=1, n_embd=6, bias=False,
                  attention_backend="manual", position="rope", norm="rms", mlp="swiglu",
                  tied=False)  # fmt: skip
 HOW: Any = SimpleNamespace(learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
