@@ -322,7 +322,7 @@ class GPT(nn.Module):
         """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
 
         Call it once before torch.compile, which cannot trace the choice. `shape`: batch size and
-        length of the sequences (None: 1, block_size); the other arguments are those of Spec.
+        length of the sequences (None: 1, block_size); the other arguments as in Spec.
         """
         weight = self.transformer.wte.weight
         device, dtype = weight.device, weight.dtype

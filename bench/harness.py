@@ -2,7 +2,7 @@
 
     python -m bench.harness --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
 
-The options are those of `lm_eval run`. The last lines name the kernels that ran.
+It takes the options of `lm_eval run`. The last lines name the kernels that ran.
 """
 
 from __future__ import annotations

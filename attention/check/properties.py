@@ -371,7 +371,7 @@ def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
 
 
 def cached(backend: Backend, spec: Spec, device: str) -> None:
-    """With a cache the output equals that of the whole sequence and is causal."""
+    """With a cache the output equals the whole sequence's and is causal."""
     T = 64 if (spec.page_size or 0) < 64 else 300
     case = case_of(spec, T)
     inputs = [t.clone() for t in matrix.draw(case, spec.dtype, device)]
