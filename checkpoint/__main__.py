@@ -53,6 +53,9 @@ def main(argv: list[str]) -> int:
             for name in ("settings.json", "train_state.json"):
                 shutil.copyfile(source / name, partial / name)
         partial.rename(to)
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         reason = store.with_sizes(store.disk_error(e), to.parent, model.state_dict())
@@ -68,8 +71,8 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
         # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
         raise UserError(
-            "transformers splits the text of qwen2 (--bias=qkv, or windows in some layers) as Qwen "
-            "does; train with --bias=False and one window, or with --qk_norm=True"
+            "transformers splits the text of the family qwen2 (--bias=qkv) as Qwen does; "
+            "train with --bias=False"
         )
     V, eot, content = tokenizer.vocab_size, tokenizer.eot, tokenizer.to_json()
     bos = next(iter(tokenizer.begin), eot)

@@ -118,11 +118,8 @@ def _from_llama(kind: str, saved: Json, source: str) -> Json:
 
 def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...] | None:
     """The window of each layer, in tokens that a query sees; transformers counts it too."""
-    window, n, types = (
-        saved.get("sliding_window"),
-        saved["num_hidden_layers"],
-        saved.get("layer_types"),
-    )
+    window, types = saved.get("sliding_window"), saved.get("layer_types")
+    n = saved["num_hidden_layers"]
     if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
         raise UserError(f"{source} has layer_types={types}")
     if kind == "mistral" or window is None:
@@ -169,11 +166,11 @@ def _to_llama(c: GPTConfig) -> Json:
     sizes = windows - {None}
     if len(sizes) > 1:
         raise UserError(f"no format has windows of several sizes, got {c.attention_window}")
-    mixed = sizes and None in windows
+    if sizes and None in windows and not (c.qk_norm or c.bias):
+        raise UserError("no format has windows in some layers only, except with --qk_norm=True")
     if c.bias is True or (c.qk_norm and c.bias):
         raise UserError(f"no format has bias={c.bias} with --norm=rms; use --bias=False")
-    # Without biases of its own a mixed model is a qwen2 whose biases are zero.
-    kind = "qwen3" if c.qk_norm else "qwen2" if c.bias or mixed else "mistral" if sizes else "llama"
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.bias else "mistral" if sizes else "llama"
     if kind == "qwen2" and c.head_dim * c.n_head != c.n_embd:
         raise UserError(f"qwen2's format has no heads of {c.head_dim}; use --qk_norm=True (qwen3)")
     rope: Json = {"rope_type": "default"}
@@ -251,9 +248,6 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
             if (tensor := own.get(f"{ours}.{part}")) is not None:
                 pieces = [tensor] if sizes is None else tensor.split(sizes)
                 found |= {f"{name}.{part}": t for name, t in zip(theirs, pieces, strict=True)}
-        if kind == "qwen2" and ours.endswith("c_attn") and not config.bias:
-            zeros = zip(theirs, rows["attn.c_attn"], strict=True)
-            found |= {f"{name}.bias": torch.zeros(n) for name, n in zeros}
     return found
 
 

@@ -162,6 +162,7 @@ def test_what_no_family_has_is_not_exported(tmp_path):
         "--bias=False": {**ROPE, "bias": True}, "--norm=rms --mlp=swiglu": {"position": "rope"},
         "--position=rope": {"qk_norm": True}, "--qk_norm": {**ROPE, "head_size": 6, "bias": "qkv"},
         "several sizes": {**ROPE, "attention_window": (4, 8)},
+        "some layers.*--qk_norm": {**ROPE, "attention_window": (4, None)},
         "n_kv_head.*--position": {"n_kv_head": 1}, "window.*--position": {"attention_window": 4},
     }.items():  # fmt: skip
         model = GPT(GPTConfig(16, 9, 2, 2, 8, **{"bias": False, **changes}))
@@ -176,10 +177,10 @@ def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
     assert run(tmp_path, tmp_path / "tuned", init_from=folder).code == 0
     how = {"source": str(tmp_path / "text.txt")}
     # qwen2, whose tokenizer is Qwen's
-    mixed = {**SHAPES["llama"], "attention_window": "4,none", "n_layer": 2}
-    assert run(tmp_path, tmp_path / "mixed", **mixed).code == 0
-    code, _, err = enter(export.main, ["export", str(tmp_path / "mixed")])
-    assert code == 2 and "--qk_norm=True" in err
+    assert run(tmp_path, tmp_path / "qkv", **SHAPES["llama"], bias="qkv").code == 0
+    code, _, err = enter(export.main, ["export", str(tmp_path / "qkv")])
+    assert code == 2 and "--bias=False" in err
+    assert not [*(tmp_path / "qkv").glob(".export*")]
     prepare("shakespeare", tmp_path / "other", **how)
     said = refusal(run(tmp_path, tmp_path / "no", init_from=folder, dataset="other"))
     assert "another tokenizer" in said
