@@ -70,7 +70,7 @@ class GPTConfig:
         if self.head_size is None and C % H:
             raise ValueError(f"n_embd must be a multiple of n_head, got n_embd={C}, n_head={H}")
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"position=rope rotates pairs of channels, got {self.head_dim}")
+            raise ValueError(f"position=rope needs heads of an even width, got {self.head_dim}")
         attention.check_name(self.attention_backend)  # runs no file: a saved config may name one
         if isinstance(several := self.attention_window, tuple):
             if not several:

@@ -47,9 +47,14 @@ def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
     return [qkv, (C, q, bias), (fc, C, bias), (C, config.hidden, bias)]
 
 
+def norm_vectors(config: Sizes) -> int:
+    """Vectors of n_embd numbers in a norm: its weight, and LayerNorm's bias."""
+    return 2 if config.norm == "layer" and config.bias is True else 1
+
+
 def n_params(config: Sizes) -> int:
     """N: the parameters of GPT(config), without those that are only looked up, by arithmetic."""
-    norm = config.n_embd * (2 if config.norm == "layer" and config.bias is True else 1)
+    norm = config.n_embd * norm_vectors(config)
     block = sum(rows * (columns + bias) for rows, columns, bias in matrices(config))
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
     return config.vocab_size * config.n_embd + config.n_layer * block + norm

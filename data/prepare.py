@@ -169,6 +169,10 @@ def prepare_shakespeare(
 
 def tokenizer_of(config: PrepareConfig) -> Tokenizer:
     given = config.tokenizer
+    if given is not None and not Path(given).exists():
+        raise UserError(
+            f"--tokenizer={given}: no such folder or file (names on the hub are not supported)"
+        )
     return GPT2Tokenizer() if given is None else FileTokenizer.read(Path(given))
 
 

@@ -78,13 +78,13 @@ def block_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     """Return (rows, elements in a row) of each parameter of a block; FSDP shards the rows."""
     made = flops.matrices(m)
     vectors = [rows for rows, _, bias in made if bias] + 2 * [m.head_dim] * m.qk_norm
-    norms = 2 * [m.n_embd] * (2 if m.norm == "layer" and m.bias is True else 1)
+    norms = 2 * [m.n_embd] * flops.norm_vectors(m)
     return [(rows, n) for rows, n, _ in made] + [(rows, 1) for rows in vectors + norms]
 
 
 def root_shapes(m: GPTConfig) -> list[tuple[int, int]]:
     """Return the same for the embeddings and the last norm."""
-    C, norm = m.n_embd, 2 if m.norm == "layer" and m.bias is True else 1
+    C, norm = m.n_embd, flops.norm_vectors(m)
     tables = [m.vocab_size] * (1 if m.tied else 2) + [m.block_size] * (m.position == "learned")
     return [*((rows, C) for rows in tables), *[(C, 1)] * norm]
 
