@@ -324,9 +324,9 @@ class StaticStep(RowsStep):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens and a page table for each sequence (inference/pages.py).
+    """Pages of `page_size` tokens and page tables for each sequence (inference/pages.py).
 
-    A page number is one page in every layer. ::
+    A page number is one page in every layer that has the same window. ::
 
         page_table, page_size = 4            pages
         row 0   [5 2 0]  start 6             page 0   the null page: padding is written there
@@ -342,20 +342,26 @@ class PagedCache(Cache):
         n_kv_head: int,
         head_dim: int,
         *,
-        n_pages: int,
+        n_pages: Mapping[int | None, int],
         page_size: int,
+        windows: Sequence[int | None] = (),
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> None:
         self.pool = PagePool(n_pages, page_size)
-        shape = (n_pages, page_size, n_kv_head, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.windows = tuple(windows) or (None,) * n_layer
+        shape = (page_size, n_kv_head, head_dim)
+        self.k = [
+            torch.zeros(n_pages[window], *shape, dtype=dtype, device=device)
+            for window in self.windows
+        ]
         self.v = [torch.zeros_like(k) for k in self.k]
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of the pages in use; a shared page counts once."""
-        return self.nbytes // self.pool.n_pages * self.pool.n_used
+        layers = zip(self.k, self.windows, strict=True)
+        return sum(2 * k[0].nbytes * self.pool.n_used(window) for k, window in layers)
 
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PagedStep:
         """Begin a step.
@@ -372,32 +378,36 @@ class PagedCache(Cache):
         step = dict(zip(rows, counts, strict=True))
         self.pool.grow(step)
         lengths = [self.pool.length(row) for row in rows]
-        pages = [self.pool.pages(row) for row in rows]
+        pages = [self.pool.pages(row, window) for window in self.pool.n_pages for row in rows]
         B, width = len(rows), max(1, *map(len, pages))
         numbers = [page for held in pages for page in (*held, *[0] * (width - len(held)))]
-        packed = torch.tensor([*numbers, *lengths, *counts], dtype=torch.int32)
-        table, start, count = to_device(packed, self.k[0].device).split([B * width, B, B])
-        return PagedStep(start, count, self, step, table.view(B, width), self.pool.page_size)
+        packed = torch.tensor([*lengths, *counts, *numbers], dtype=torch.int32)
+        start, count, *tables = to_device(packed, self.k[0].device).split(
+            [B, B, *[B * width] * len(self.pool.n_pages)]
+        )
+        by_window = {w: t.view(B, width) for w, t in zip(self.pool.n_pages, tables, strict=True)}
+        return PagedStep(start, count, self, step, by_window, self.pool.page_size)
 
 
 @dataclass(frozen=True)
 class PagedStep(RowsStep):
     cache: PagedCache
     counts: Mapping[int, int]  # sequence -> tokens in this step
-    page_table: Tensor  # (B, max_pages) int32
+    page_tables: Mapping[int | None, Tensor]  # of each window, (B, max_pages) int32
     page_size: int
     kind: ClassVar[str] = "paged"
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
         k_pages, v_pages, size = self.cache.k[layer], self.cache.v[layer], self.page_size
+        page_table = self.page_tables[self.cache.windows[layer]]
         at, real = self.columns(k.shape[1])  # (B, Tq) positions
-        column = (at // size).clamp(max=self.page_table.shape[1] - 1)
-        page = self.page_table.gather(1, column.long())
+        column = (at // size).clamp(max=page_table.shape[1] - 1)
+        page = page_table.gather(1, column.long())
         slot = torch.where(real, page * size + at % size, at % size).flatten().long()
         for pages, new in ((k_pages, k), (v_pages, v)):
             # Not flatten(), which might copy.
             pages.view(-1, *pages.shape[2:])[slot] = new.detach().flatten(0, 1)
-        return k_pages, v_pages, PagedView(self.page_table, self.start, self.count)
+        return k_pages, v_pages, PagedView(page_table, self.start, self.count)
 
     def advance(self) -> None:
         self.cache.pool.advance(self.counts)

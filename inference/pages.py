@@ -1,9 +1,16 @@
 """The page pool: which pages of a paged KV cache belong to which sequence. No torch.
 
+Layers with the same window share their page numbers. A sequence gives back the pages that no later
+token of it can see: with a window of 4 and pages of 2, after 7 tokens::
+
+    all tokens   [3 1 4 2]
+    window of 4  [0 0 1 5]     0, the null page, for pages that were given back, and for padding
+
 The name of a full page is a hash of its token ids and of the previous page's name. Equal names mean
-equal prefixes: a new sequence shares the named pages of its prefix. A named page without holders
-keeps its content until it is reused: unnamed pages go first, then named ones in the order in which
-they were freed, the last page of a sequence before its first. ::
+equal prefixes: a new sequence shares the named pages of its prompt's prefix, if every window finds
+those that it sees. A named page without holders keeps its content until it is reused: unnamed pages
+go first, then named ones in the order in which they were freed, the last page of a sequence before
+its first. ::
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -11,7 +18,7 @@ they were freed, the last page of a sequence before its first. ::
     3   "ran to"                  B              h3 = hash(h1, "ran to")
     4   "a"                       B              none: it is not full
 
-Page 0 is the null page, for padding. Only full pages are shared, so none is copied.
+Only full pages are shared, so none is copied.
 
 Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; vLLM's hashes.
 """
@@ -29,82 +36,131 @@ class OutOfPages(RuntimeError):
     """Not enough free pages."""
 
 
+def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
+    """Pages for so many tokens; with a window the most that one of them sees."""
+    n = -(-tokens // page_size)
+    return n if window is None else min(n, (window - 2) // page_size + 2)
+
+
 @dataclass
 class _Held:
-    pages: list[int] = field(default_factory=list)
+    names: list[bytes]  # of the prompt's full pages
     length: int = 0  # tokens stored; the pages may have room for more
+    pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
+
+
+class _Pages:
+    """Pages 1 .. n - 1 of the layers with one window; None: they see all tokens."""
+
+    def __init__(self, n: int, page_size: int, window: int | None) -> None:
+        self.n, self.size, self.window = n, page_size, window
+        self.holders = [0] * n  # sequences that hold each page
+        self.free = OrderedDict.fromkeys(range(1, n))  # taken from the front
+        self.page_named: dict[bytes, int] = {}
+        self.name_of: dict[int, bytes] = {}
+
+    def first(self, length: int) -> int:
+        """The first page that the token at position `length` sees."""
+        return max(0, length - self.window + 1) // self.size if self.window else 0
+
+    def prefix(self, names: Sequence[bytes], n: int) -> int:
+        """The most of the first n names whose next token finds all pages that it sees."""
+        i = n
+        while i > self.first(n * self.size):
+            i -= 1
+            if names[i] not in self.page_named:
+                n = i
+        return n
+
+    def take(self) -> int:
+        page, _ = self.free.popitem(last=False)
+        if page in self.name_of:
+            del self.page_named[self.name_of.pop(page)]
+        self.holders[page] = 1
+        return page
+
+    def share(self, name: bytes) -> int:
+        page = self.page_named[name]
+        self.free.pop(page, None)
+        self.holders[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        if page:
+            self.holders[page] -= 1
+            if not self.holders[page]:
+                self.free[page] = None
+                if page not in self.name_of:  # unnamed: to the front
+                    self.free.move_to_end(page, last=False)
+
+    def give_name(self, page: int, name: bytes) -> None:
+        if name not in self.page_named:  # the first of two equal pages is shared
+            self.name_of[page], self.page_named[name] = name, page
 
 
 class PagePool:
-    """Assign pages 1 .. n_pages - 1 to sequences. A step is grow(), the model's writes, advance().
+    """Assign pages to sequences. A step is grow(), the model's writes, advance().
+
+    Args:
+        n_pages: the number of pages for the layers of each window (None: no window); page 0 is
+            not used.
 
     Raises:
         ValueError: n_pages < 2 or page_size < 1.
     """
 
-    def __init__(self, n_pages: int, page_size: int) -> None:
-        if n_pages < 2:
-            raise ValueError(f"n_pages must be at least 2 (page 0 is not used), got {n_pages}")
+    def __init__(self, n_pages: Mapping[int | None, int], page_size: int) -> None:
+        if (least := min(n_pages.values())) < 2:
+            raise ValueError(f"n_pages must be at least 2 (page 0 is not used), got {least}")
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        self.n_pages, self.page_size = n_pages, page_size
-        self._held: dict[int, _Held] = {}
-        self._holders = [0] * n_pages  # sequences that hold each page
-        self._free = OrderedDict.fromkeys(range(1, n_pages))  # taken from the front
-        self._page_named: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self.n_pages, self.page_size = dict(n_pages), page_size
+        self._of = {window: _Pages(n, page_size, window) for window, n in n_pages.items()}
+        self._sequences: dict[int, _Held] = {}
         self._next = 0
 
-    @property
-    def n_free(self) -> int:
+    def n_free(self, window: int | None = None) -> int:
         """Pages that no sequence holds."""
-        return len(self._free)
+        return len(self._of[window].free)
 
-    @property
-    def n_used(self) -> int:
+    def n_used(self, window: int | None = None) -> int:
         """Pages that some sequence holds."""
-        return self.n_pages - 1 - len(self._free)
+        return self.n_pages[window] - 1 - self.n_free(window)
 
-    def pages(self, seq: int) -> tuple[int, ...]:
-        """The pages of a sequence, in order."""
-        return tuple(self._of(seq).pages)
+    def pages(self, seq: int, window: int | None = None) -> tuple[int, ...]:
+        """The pages of a sequence, in order; 0: no later token sees it."""
+        return tuple(self._held(seq).pages[window])
 
     def length(self, seq: int) -> int:
         """Tokens stored of a sequence."""
-        return self._of(seq).length
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+        return self._held(seq).length
 
     def new(self, tokens: Sequence[int] = ()) -> int:
-        """Begin a sequence with the named pages of a prefix of `tokens`; return its number.
+        """Begin a sequence that will start with `tokens`; return its number.
 
-        At least the last token needs a prefill, for its logits.
+        It shares the named pages of a prefix. At least the last token needs a prefill, for its
+        logits. Its own full pages of `tokens` get names, for later sequences.
         """
-        held = _Held()
-        for name in self._names(tokens, (len(tokens) - 1) // self.page_size):
-            if name not in self._page_named:
-                break
-            page = self._page_named[name]
-            held.pages.append(page)
-            held.length += self.page_size
-            self._free.pop(page, None)
-            self._holders[page] += 1
+        names = list(self._names(tokens))
+        n = max(0, len(tokens) - 1) // self.page_size
+        while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
+            n = least
+        held = _Held(names, n * self.page_size)
+        for window, pages in self._of.items():
+            first = pages.first(held.length)
+            held.pages[window] = [0] * first + [pages.share(name) for name in names[first:n]]
         seq = self._next
         self._next += 1  # never reused: a stale number is an error
-        self._held[seq] = held
+        self._sequences[seq] = held
         return seq
 
     def free(self, seq: int) -> None:
         """End a sequence and free its pages."""
-        held = self._of(seq)
-        del self._held[seq]
-        for page in reversed(held.pages):
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self._free[page] = None
-                if page not in self._name_of:  # unnamed: to the front
-                    self._free.move_to_end(page, last=False)
+        held = self._held(seq)
+        del self._sequences[seq]
+        for window, pages in self._of.items():
+            for page in reversed(held.pages[window]):
+                pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
         """Reserve room for `counts` (sequence -> tokens of this step).
@@ -113,44 +169,45 @@ class PagePool:
             OutOfPages: nothing was changed.
             ValueError: no such sequence.
         """
-        more = {}
-        for seq, n in counts.items():  # none if an earlier step reserved more than it used
-            more[seq] = max(0, self.pages_for(self.length(seq) + n) - len(self.pages(seq)))
-        if (needed := sum(more.values())) > self.n_free:
-            raise OutOfPages(f"out of KV cache pages: {needed} needed, {self.n_free} free")
-        for seq, n in more.items():
-            self._held[seq].pages.extend(self._take() for _ in range(n))
+        # None if an earlier step reserved more than it used.
+        size = self.page_size
+        more = {seq: pages_for(self.length(seq) + n, size) for seq, n in counts.items()}
+        takes = [
+            (pages, held, max(0, more[seq] - len(held)))
+            for window, pages in self._of.items()
+            for seq in counts
+            for held in [self._sequences[seq].pages[window]]
+        ]
+        for pages in self._of.values():
+            needed = sum(n for of, _, n in takes if of is pages)
+            if needed > len(pages.free):
+                raise OutOfPages(f"out of KV cache pages: {needed} needed, {len(pages.free)} free")
+        for pages, held, n in takes:
+            held.extend(pages.take() for _ in range(n))
 
     def advance(self, counts: Mapping[int, int]) -> None:
-        """Count the tokens of grow(counts) as stored."""
+        """Count the tokens of grow(counts) as stored; free the pages that nothing sees any more."""
         for seq, n in counts.items():
-            held = self._of(seq)
-            held.length += n
+            held = self._held(seq)
+            before, held.length = held.length, held.length + n
+            full = range(before // self.page_size, held.length // self.page_size)
+            for window, pages in self._of.items():
+                numbers = held.pages[window]
+                for i, name in zip(full, held.names[full.start :]):
+                    pages.give_name(numbers[i], name)
+                for i in range(pages.first(before), pages.first(held.length)):
+                    pages.release(numbers[i])
+                    numbers[i] = 0
 
-    def remember(self, seq: int, tokens: Sequence[int]) -> None:
-        """Name the full pages of a sequence, which has these token ids, for new()."""
-        held = self._of(seq)
-        names = self._names(tokens, min(held.length, len(tokens)) // self.page_size)
-        for page, name in zip(held.pages, names):
-            if name not in self._page_named:  # the first of two equal pages is shared
-                self._name_of[page], self._page_named[name] = name, page
-
-    def _of(self, seq: int) -> _Held:
-        if seq not in self._held:
+    def _held(self, seq: int) -> _Held:
+        if seq not in self._sequences:
             raise ValueError(f"no sequence {seq}")
-        return self._held[seq]
+        return self._sequences[seq]
 
-    def _take(self) -> int:
-        page, _ = self._free.popitem(last=False)
-        if page in self._name_of:
-            del self._page_named[self._name_of.pop(page)]
-        self._holders[page] = 1
-        return page
-
-    def _names(self, tokens: Sequence[int], n: int) -> Iterator[bytes]:
-        """The names of the first n pages of these tokens."""
+    def _names(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The names of the full pages of these tokens."""
         name = b""
-        for i in range(n):
-            ids = array("q", tokens[i * self.page_size : (i + 1) * self.page_size])
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            ids = array("q", tokens[end - self.page_size : end])
             name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
             yield name

@@ -35,6 +35,7 @@ from core.runtime import to_device
 from core.settings import UserError
 from inference.cache import PagedCache
 from inference.decode import Decoder, Launched, Row, next_logits, to_host
+from inference.pages import pages_for
 from inference.sampling import ENDED, Options, Prompt, Uniform, check_prompt, sample_token
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def stream(
         max_new_tokens: for all prompts, or one for each; likewise generator.
         slots: most texts in progress.
         n_pages: size of the pool; page 0 is not used; None: enough for `slots` full contexts.
+            Layers with a window have pools of their own, not larger, with room for the windows of
+            `slots` texts and a prefill.
         options: as sampling.Options.
 
     Yields:
@@ -91,14 +94,14 @@ def enough_pages(
 ) -> int:
     """The least n_pages with which prompts of these lengths never wait."""
     longest = (min(T + max_new_tokens, model.config.block_size) for T in lengths)
-    return 1 + sum(-(-n // page_size) for n in sorted(longest)[-slots:])
+    return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-slots:])
 
 
 @dataclass(eq=False)
 class _Row(Row):
     prompt: list[int] = field(default_factory=list)
     slides: bool = False  # may exceed block_size
-    max_pages: int = 0
+    stored: int = 0  # the most tokens that are in the cache
     random: Uniform | None = None
     place: int = -1  # in _Server.texts, once admitted
     seq: int = -1  # in the pool, once admitted
@@ -133,17 +136,25 @@ class _Server(Decoder[_Row]):
         if n_pages is None:
             n_pages = enough_pages(model, [self.block_size] * slots, 0, slots, page_size)
         config, (_, spec) = model.config, model.attention(False, None, "paged", page_size)
+        sizes = {window: n_pages for window in config.windows}
+        for window in sizes:
+            if window is not None:
+                kept = slots * pages_for(self.block_size, page_size, window)
+                prefill = pages_for(max(PREFILL, self.block_size), page_size)
+                sizes[window] = min(n_pages, 1 + kept + prefill)
         self.cache = PagedCache(
             config.n_layer,
             config.kv_heads,
             config.head_dim,
-            n_pages=n_pages,
+            n_pages=sizes,
+            windows=config.windows,
             page_size=page_size,
             dtype=getattr(torch, spec.dtype),
             device=self.device,
         )
         self.pool, self.stats = self.cache.pool, self.options.stats
-        self.stats.cache_bytes, self.stats.all_pages = self.cache.nbytes, n_pages - 1
+        self.stats.cache_bytes = self.cache.nbytes
+        self.stats.all_pages = sum(n - 1 for n in sizes.values())
         self.coming = self.new_rows(prompts, max_new_tokens, generator)
         self.waiting: list[_Row] = []  # until there are pages for them
         self.rows: list[_Row] = []  # in progress
@@ -201,12 +212,13 @@ class _Server(Decoder[_Row]):
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
-            row.max_pages = self.pool.pages_for(min(stored, self.block_size))
-            if row.max_pages > self.pool.n_pages - 1:
-                raise UserError(
-                    f"prompt {index} ({len(prompt)} tokens, {row.room} new ones) needs "
-                    f"{row.max_pages} pages, the pool has {self.pool.n_pages - 1}: raise n_pages"
-                )
+            row.stored = min(stored, self.block_size)
+            for window, n in self.pool.n_pages.items():
+                if (most := self.most_pages(row, window)) > n - 1:
+                    raise UserError(
+                        f"prompt {index} ({len(prompt)} tokens, {row.room} new ones) needs "
+                        f"{most} pages, the pool has {n - 1}: raise n_pages"
+                    )
             row.random = self.uniform(1, random)
             yield row
 
@@ -215,8 +227,7 @@ class _Server(Decoder[_Row]):
         admitted: list[_Row] = []
         for row in list(self.waiting):
             row.seq = self.pool.new(() if row.slides else row.prompt)
-            needed = sum(r.max_pages - len(self.pool.pages(r.seq)) for r in [*self.rows, row])
-            if needed > self.pool.n_free:
+            if not self.fits([*self.rows, row]):
                 self.pool.free(row.seq)
                 break
             # Does a prompt that was just admitted compute a page that this one can share?
@@ -229,13 +240,31 @@ class _Server(Decoder[_Row]):
             self.begin(row)
             admitted.append(row)
 
+    def fits(self, rows: Sequence[_Row]) -> bool:
+        """True if the pool has all pages that these rows may come to hold."""
+        for window, n in self.pool.n_pages.items():
+            room = n - 1
+            if window is None:  # a shared page is held to the end
+                room = self.pool.n_free() + sum(len(self.pool.pages(row.seq)) for row in rows)
+            if sum(self.most_pages(row, window) for row in rows) > room:
+                return False
+        return True
+
+    def most_pages(self, row: _Row, window: int | None) -> int:
+        """The most pages that the row may hold from now on in the layers with this window."""
+        size, stored = self.pool.page_size, row.stored
+        if row.slides:  # each step is a prefill
+            return pages_for(stored, size)
+        prefill = 0 if row.launched else len(row.prompt)
+        return max(pages_for(stored, size, window), pages_for(prefill, size))
+
     def begin(self, row: _Row) -> None:
         self.rows.append(row)
         row.place = self.places.pop()
         if (more := len(row.prompt) + row.room - self.texts.shape[1]) > 0:
             self.texts = F.pad(self.texts, (0, more))
         self.texts[row.place, : len(row.prompt)] = self.to_device(row.prompt)
-        self.stats.shared_pages += len(self.pool.pages(row.seq))
+        self.stats.shared_pages += self.pool.length(row.seq) // self.pool.page_size
 
     def step(self) -> Launched[_Row]:
         groups = self.groups()
@@ -274,7 +303,8 @@ class _Server(Decoder[_Row]):
                 self.pool.free(row.seq)
                 row.seq = self.pool.new()
         step = self.cache.reserve([row.seq for row in group], counts)
-        self.stats.pages = max(self.stats.pages, self.pool.n_used)
+        used = sum(map(self.pool.n_used, self.pool.n_pages))
+        self.stats.pages = max(self.stats.pages, used)
         numbers = [row.place for row in group]
         numbers += [row.n - count for row, count in zip(group, counts, strict=True)]
         place, begin = self.to_device(numbers).view(2, -1, 1)
@@ -283,9 +313,6 @@ class _Server(Decoder[_Row]):
         last = step.count[:, None].long() - 1
         logits = next_logits(self.model, idx, last, step, self.options.vocab_size)
         step.advance()
-        for row in group:
-            if not row.launched and not row.slides:
-                self.pool.remember(row.seq, row.prompt)
         return logits
 
     def to_device(self, numbers: Sequence[int]) -> Tensor:

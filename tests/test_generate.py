@@ -137,7 +137,9 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
         windows = config.windows
         static = StaticCache(config.n_layer, B, max_len, *heads, windows=windows, **sizes)
         return lambda T: static.reserve(T)
-    paged = PagedCache(config.n_layer, *heads, n_pages=B * max_len + 1, page_size=4, **sizes)
+    n_pages = dict.fromkeys(config.windows, B * max_len + 1)
+    sizes |= {"n_pages": n_pages, "windows": config.windows, "page_size": 4}
+    paged = PagedCache(config.n_layer, *heads, **sizes)
     rows = [paged.pool.new() for _ in range(B)]
     return lambda T: paged.reserve(rows, [T] * B)
 
@@ -211,11 +213,13 @@ def test_memory_of_the_caches() -> None:
         engine.generate(model, tokens(1, 3), 1, kv_cache=kv, stats=stats)
         engine.generate(model, tokens(1, 256), 3, kv_cache=kv, stats=stats)
         assert (stats.cache_bytes == 0) == (kv != "paged")
-    stats = Stats()
-    engine.generate(
-        build(block_size=256, attention_window=8).eval(), tokens(1, 64), 99, stats=stats
-    )
+    windowed, stats = build(block_size=256, attention_window=8).eval(), Stats()
+    engine.generate(windowed, tokens(1, 64), 99, stats=stats)
     assert stats.cache_bytes <= 512 * 16
+    # 32 texts, one after the other: the prompts of one prefill, and the windows of all.
+    prompts = [tokens(1, 200)[0]] * 32
+    engine.generate(windowed, prompts, 2, kv_cache="paged", page_size=4, stats=stats)
+    assert stats.cache_bytes <= 512 * (2048 + 32 * 12 + 4)
 
 
 # --- sampling ---

@@ -77,7 +77,8 @@ PATHS = [
 def poisoned(spec: Spec, n_pages: int, device: str = "cpu", n_layer: int = 1) -> PagedCache:
     """A cache full of NaN, whose pages are handed out in a scattered order."""
     assert spec.page_size is not None
-    cache = PagedCache(n_layer, spec.n_kv_head, spec.head_dim, n_pages=n_pages, device=device,
+    cache = PagedCache(n_layer, spec.n_kv_head, spec.head_dim, device=device,
+                       n_pages={spec.window: n_pages}, windows=[spec.window] * n_layer,
                        page_size=spec.page_size, dtype=getattr(torch, spec.dtype))  # fmt: skip
     for t in (*cache.k, *cache.v):
         assert not t.any()

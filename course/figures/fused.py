@@ -100,12 +100,13 @@ def three_caches(lengths: Sequence[int] = LENGTHS, page_size: int = 16) -> str:
     for layer in range(n_layer):
         step.layer(layer).append(new, new)
     pages = sum(-(-n // page_size) for n in lengths)
+    pool: dict[int | None, int] = {None: pages + 1}
     paged = PagedCache(
-        n_layer, Hkv, D, n_pages=pages + 1, page_size=page_size, dtype=torch.bfloat16, device=META
+        n_layer, Hkv, D, n_pages=pool, page_size=page_size, dtype=torch.bfloat16, device=META
     )
     for n in lengths:
         paged.pool.grow({paged.pool.new(): n})
-    token = paged.nbytes // (paged.pool.n_pages * page_size)
+    token = paged.nbytes // ((pages + 1) * page_size)
     rows = [
         (name, f"{size // token:,}", f"{size / 1e6:.1f}", f"{sum(lengths) * token / size:.0%}")
         for name, size in (
