@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -418,6 +419,23 @@ def test_falling_back_may_be_forbidden_and_the_report_names_it() -> None:
     hf.register(policy=Policy(fallback=False))
     with pytest.raises(BackendUnavailable, match="flash_attn_2"):
         run(build("llama", "nanoattn:FLASH_ATTN_2"), "full")
+
+
+def test_a_kernel_file_is_an_attention_implementation(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from nanoattn import Backend, Caps, get\n"
+        "attend = get('manual').attend\n"
+        "BACKEND = Backend('mine', 'mine', attend, caps=(Caps(),), fallback=None)\n"
+    )
+    name = f"nanoattn:{path}"
+    if VERSION < (5, 0):  # it checks the name before anything of ours runs
+        hf.register(extra=[str(path)])
+        name = hf.names()[str(path)]
+    model = build("llama", name)
+    run(model, "full")
+    assert {c.backend.name for layer in hf.report(model) for _, c, _ in layer.ran} == {"mine"}
+    assert hf.names()[str(path)] == "nanoattn:mine"
 
 
 def test_under_autocast_the_kernel_gets_its_dtype() -> None:

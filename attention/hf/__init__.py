@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, ref
@@ -50,13 +50,13 @@ def implementation(name: str) -> str:
     return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
-_extra: list[str] = []  # files that register() was given
+_made: dict[str, str] = {}  # the names that are registered, and their attn_implementation
 
 
 def names() -> dict[str, str]:
     """Every backend, rule and registered file, and its attn_implementation: {"triton":
     "nanoattn:triton", ...}."""
-    return {name: implementation(name) for name in (*RULES, *BACKENDS, *_extra)}
+    return {name: implementation(name) for name in (*RULES, *BACKENDS, *_made)}
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
@@ -79,14 +79,14 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         hint = "needs transformers >= 4.53 (pip install 'transformers>=4.53')"
         raise ImportError(f"{hint}: {e}") from e
 
-    # Both read tensors on the host, so each call is a graph break in a compiled model.
-    untraced = torch.compiler.disable
-    made: dict[str, Backend] = {}
-    _extra[:] = extra
-    for name in (*RULES, *BACKENDS, *_extra):
+    def add(name: str) -> None:
         key = implementation(name)
-        if name not in RULES and made.setdefault(key.lower(), get(name)) is not get(name):
+        alike = [other for other, taken in _made.items() if taken.lower() == key.lower()]
+        if name not in RULES and any(get(other) is not get(name) for other in alike):
             raise ValueError(f"{name!r} would be {key!r}, the name of another backend")
+        _made[name] = key
+        # Both read tensors on the host, so each call is a graph break in a compiled model.
+        untraced = torch.compiler.disable
         AttentionInterface.register(key, untraced(partial(_attend, Choices(name, policy))))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
         for model in OWN_CLASSES:
@@ -94,6 +94,33 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
                 module = import_module(f"transformers.models.{model}.modeling_{model}")
                 classes = getattr(module, f"{model.upper()}_ATTENTION_CLASSES")
                 classes[key] = partial(_refuse_model, key)
+
+    _made.clear()
+    for name in (*RULES, *BACKENDS, *extra):
+        add(name)
+    _register_files_when_named(add)
+
+
+def _register_files_when_named(add: Callable[[str], None]) -> None:
+    """Let transformers 5 register "nanoattn:file.py" when a model asks for it. It checks the name
+    by this method; 4.x has none, and no other place that knows the name before its check."""
+    from transformers import PreTrainedModel
+
+    check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
+    if check is None:
+        return
+    check = getattr(check, "nanoattn_wraps", check)  # of an earlier register()
+
+    @wraps(check)
+    def with_files(self: object, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested and requested.startswith(PREFIX) and requested.endswith(".py"):
+            add(file := requested.removeprefix(PREFIX))
+            requested = implementation(file)
+        return check(self, requested, *args, **kwargs)
+
+    replacement: Any = with_files
+    replacement.nanoattn_wraps = check
+    PreTrainedModel.get_correct_attn_implementation = replacement  # type: ignore[method-assign]
 
 
 def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object) -> NoReturn:
