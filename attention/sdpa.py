@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .blocks import WithLSE, in_blocks
 from .caps import Backend, Caps
 from .sdpa_flash import PARTIAL, varlen
+from .sdpa_flash import masked as sdpa_masked
 from .spec import Spec
 from .views import StaticView, mask, not_compiled, zeros_before_the_first_key
 
@@ -52,8 +53,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
     masked = segments is not None or (spec.window or k.shape[1]) < k.shape[1]
-    on_cpu = q.device.type == "cpu" and cache is None and not torch.compiler.is_compiling()
+    on_cpu = q.device.type == "cpu" and cache is None
     if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
+        if torch.compiler.is_compiling():
+            return sdpa_masked(q, k, v, segments, spec.window, spec.scale)[0]
         return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
     if not masked and cache is None and q.shape[1] == k.shape[1]:
         return call_sdpa(q, k, v, spec, kernel=kernel)

@@ -177,3 +177,60 @@ def by_8(x: Tensor) -> Tensor:
 
 
 PARTIAL = Partial(forward, backward)
+
+
+# --- masked calls on the CPU under torch.compile, which would not skip what segments mask ---
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
+            scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
+    """The arguments of forward() and backward() after q, k and v."""
+    (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    spec = Spec(H, Hkv, D, str(q.dtype).removeprefix("torch."), window=window, scale=scale,
+                segments=segments is not None)  # fmt: skip
+    return spec, Tk - Tq, None if segments is None else (segments[:, Tk - Tq :], segments)
+
+
+@torch.library.custom_op("nanoattn::sdpa_masked", mutates_args=())
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """forward() as one operator: out in q's dtype, and L."""
+    out, L = forward(q, k, v, *_masked(q, k, v, segments, window, scale))
+    return out.to(q.dtype, copy=True), L
+
+
+@torch.library.custom_op("nanoattn::sdpa_masked_backward", mutates_args=())
+def masked_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+    segments: Tensor | None, window: int | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    how = _masked(q, k, v, segments, window, scale)
+    dq, dk, dv = backward(dout, q, k, v, out, L, *how)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@masked.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q.contiguous()), q.new_empty(B, H, Tq, dtype=acc)
+
+
+@masked_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.options = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _grads(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    *saved, segments = ctx.saved_tensors
+    return *masked_backward(dout, *saved, segments, *ctx.options), None, None, None
+
+
+masked.register_autograd(_grads, setup_context=_save)
