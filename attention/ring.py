@@ -53,6 +53,20 @@ from .tiled import wholly_masked
 from .views import not_compiled
 
 
+def joined(q_segments: Tensor, k_segments: Tensor) -> tuple[int, int]:
+    """How many of the first queries may see keys of an earlier chunk, and the first such key: only
+    a segment that begins there goes on here. (B, c) each. The host waits for the device."""
+    one = q_segments[:, :1] == k_segments[:, -1:]  # (B, 1)
+    here = (one & (q_segments == q_segments[:, :1])).any(0)  # a run at the beginning
+    there = (one & (k_segments == k_segments[:, -1:])).any(0)  # and one at the end
+    n, keys = torch.stack([here.sum(), there.sum()]).tolist()
+    return n, len(there) - keys
+
+
+# Queries, keys, the offset between them, the segments of both.
+Tile = tuple[slice, slice, int, tuple[Tensor, Tensor] | None]
+
+
 class Ring:
     """The processes of a torch.distributed group that share each sequence; None: this one alone."""
 
@@ -107,15 +121,25 @@ class Ring:
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
-    def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[tuple[slice, slice, int]]:
-        """This process's tiles in a step: slices of its queries and of the current keys, and the
-        offset between them, as in visible()."""
+    def tiles(
+        self, step: int, T_r: int, window: int | None, segments: Tensor | None = None,
+        key_segments: Tensor | None = None,
+    ) -> Iterator[Tile]:  # fmt: skip
+        """This process's tiles in a step: slices of its queries and of the current keys, the offset
+        between them, as in visible(), and their segments."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
             for J, b in zip(halves, self.chunks((self.rank - step) % self.size), strict=True):
-                if not wholly_masked(halves[0], halves[0], (a - b) * c, window):
-                    yield I, J, (a - b) * c
+                if wholly_masked(halves[0], halves[0], (a - b) * c, window):
+                    continue
+                if segments is None or key_segments is None:
+                    yield I, J, (a - b) * c, None
+                    continue
+                n, skip = (c, 0) if a == b else joined(segments[:, I], key_segments[:, J])
+                if n:  # else the keys are of earlier segments
+                    i, j = slice(I.start, I.start + n), slice(J.start + skip, J.stop)
+                    yield i, j, (a - b) * c - skip, (segments[:, i], key_segments[:, j])
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start sending tensors to the next process. Returns a function that waits for the previous
@@ -167,9 +191,8 @@ class RingAttention(torch.autograd.Function):
         block = [k, v] if segments is None else [k, v, segments]
         for step in range(ring.size):
             coming = ring.pass_on(block) if step < ring.size - 1 else None
-            for I, J, offset in ring.tiles(step, T_r, spec.window):
-                K_j, V_j, *seg_j = (t[:, J] for t in block)
-                pair = (segments[:, I], *seg_j) if segments is not None else None
+            for I, J, offset, pair in ring.tiles(step, T_r, spec.window, segments, *block[2:]):
+                K_j, V_j = block[0][:, J], block[1][:, J]
                 with torch.autocast(q.device.type, enabled=False):
                     O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
                 new = torch.sigmoid(L_ij - L[..., I]).mT[..., None].to(acc)  # e^(L_ij - L_new)
@@ -193,9 +216,9 @@ class RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             coming = ring.pass_on(block) if step < ring.size - 1 else None
             dK, dV = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (k, v))
-            for I, J, offset in ring.tiles(step, q.shape[1], spec.window):
-                K_j, V_j, *seg_j = (t[:, J] for t in block)
-                pair = (segments[:, I], *seg_j) if segments is not None else None
+            T_r = q.shape[1]
+            for I, J, offset, pair in ring.tiles(step, T_r, spec.window, segments, *block[2:]):
+                K_j, V_j = block[0][:, J], block[1][:, J]
                 of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
                 with torch.autocast(q.device.type, enabled=False):
                     dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)

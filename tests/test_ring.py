@@ -280,7 +280,7 @@ def test_every_visible_pair_is_computed_once_and_no_hidden_tile_at_all(n, window
         at = place(r, n).positions(2 * c, 6 * n)
         for step in range(n):
             keys = place((r - step) % n, n).positions(2 * c, 6 * n)
-            for I, J, offset in place(r, n).tiles(step, 2 * c, window):
+            for I, J, offset, _ in place(r, n).tiles(step, 2 * c, window):
                 i, j = torch.arange(c)[:, None], torch.arange(c)
                 seen = visible(i, j, offset, window)
                 assert seen.any()
