@@ -52,19 +52,7 @@ from .spec import Spec
 from .tiled import wholly_masked
 from .views import not_compiled
 
-
-def joined(q_segments: Tensor, k_segments: Tensor) -> tuple[int, int]:
-    """How many of the first queries may see keys of an earlier chunk, and the first such key: only
-    a segment that begins there goes on here. (B, c) each. The host waits for the device."""
-    one = q_segments[:, :1] == k_segments[:, -1:]  # (B, 1)
-    here = (one & (q_segments == q_segments[:, :1])).any(0)  # a run at the beginning
-    there = (one & (k_segments == k_segments[:, -1:])).any(0)  # and one at the end
-    n, keys = torch.stack([here.sum(), there.sum()]).tolist()
-    return n, len(there) - keys
-
-
-# Queries, keys, the offset between them, the segments of both.
-Tile = tuple[slice, slice, int, tuple[Tensor, Tensor] | None]
+Tile = tuple[slice, slice, int]  # queries, keys, the offset between them
 
 
 class Ring:
@@ -121,25 +109,15 @@ class Ring:
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
-    def tiles(
-        self, step: int, T_r: int, window: int | None, segments: Tensor | None = None,
-        key_segments: Tensor | None = None,
-    ) -> Iterator[Tile]:  # fmt: skip
-        """This process's tiles in a step: slices of its queries and of the current keys, the offset
-        between them, as in visible(), and their segments."""
+    def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
+        """This process's tiles in a step: slices of its queries and of the current keys, and the
+        offset between them, as in visible()."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
             for J, b in zip(halves, self.chunks((self.rank - step) % self.size), strict=True):
-                if wholly_masked(halves[0], halves[0], (a - b) * c, window):
-                    continue
-                if segments is None or key_segments is None:
-                    yield I, J, (a - b) * c, None
-                    continue
-                n, skip = (c, 0) if a == b else joined(segments[:, I], key_segments[:, J])
-                if n:  # else the keys are of earlier segments
-                    i, j = slice(I.start, I.start + n), slice(J.start + skip, J.stop)
-                    yield i, j, (a - b) * c - skip, (segments[:, i], key_segments[:, j])
+                if not wholly_masked(halves[0], halves[0], (a - b) * c, window):
+                    yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start sending tensors to the next process. Returns a function that waits for the previous
@@ -164,6 +142,28 @@ class Ring:
             return came
 
         return wait
+
+
+def with_segments(
+    tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
+) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
+    """The tiles with the segments (B, T_r) of their queries and keys. The queries of a later chunk
+    see only a segment that it continues: the rest of the tile is cut off."""
+    for I, J, offset in tiles:
+        if segments is None or key_segments is None:
+            yield I, J, offset, None
+            continue
+        q, k = segments[:, I], key_segments[:, J]
+        if offset > 0:
+            continued = q[:, :1] == k[:, -1:]  # (B, 1)
+            first = (continued & (q == q[:, :1])).any(0).sum()
+            last = (continued & (k == k[:, -1:])).any(0).sum()
+            n, m = torch.stack([first, last]).tolist()  # the host waits for the device
+            if not n:
+                continue
+            I, J = slice(I.start, I.start + n), slice(J.stop - m, J.stop)
+            q, k, offset = q[:, :n], k[:, -m:], offset - (k.shape[1] - m)
+        yield I, J, offset, (q, k)
 
 
 @not_compiled
@@ -191,8 +191,9 @@ class RingAttention(torch.autograd.Function):
         block = [k, v] if segments is None else [k, v, segments]
         for step in range(ring.size):
             coming = ring.pass_on(block) if step < ring.size - 1 else None
-            for I, J, offset, pair in ring.tiles(step, T_r, spec.window, segments, *block[2:]):
-                K_j, V_j = block[0][:, J], block[1][:, J]
+            tiles = ring.tiles(step, T_r, spec.window)
+            for I, J, offset, pair in with_segments(tiles, segments, *block[2:]):
+                K_j, V_j = (t[:, J] for t in block[:2])
                 with torch.autocast(q.device.type, enabled=False):
                     O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
                 new = torch.sigmoid(L_ij - L[..., I]).mT[..., None].to(acc)  # e^(L_ij - L_new)
@@ -216,9 +217,9 @@ class RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             coming = ring.pass_on(block) if step < ring.size - 1 else None
             dK, dV = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (k, v))
-            T_r = q.shape[1]
-            for I, J, offset, pair in ring.tiles(step, T_r, spec.window, segments, *block[2:]):
-                K_j, V_j = block[0][:, J], block[1][:, J]
+            tiles = ring.tiles(step, q.shape[1], spec.window)
+            for I, J, offset, pair in with_segments(tiles, segments, *block[2:]):
+                K_j, V_j = (t[:, J] for t in block[:2])
                 of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
                 with torch.autocast(q.device.type, enabled=False):
                     dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)

@@ -125,6 +125,7 @@ def test_workers_that_do_not_fit_together_get_new_processes_each_round(measured)
     assert not measured({"a": {}, "b": {}}, budget=17)[1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_a_skipped_pair_costs_nothing(measured):
     jobs = {"hangs": {"warm p": "hangs"}, "a": {}, "skipped": {}}
     how = {"skip": lambda name, point: "too long" * (name == "skipped")}

@@ -112,9 +112,8 @@ SPECS = {  # dtypes, head dims, groups and layouts, so that each is seen in some
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=() if "softcap" in n else pytest.mark.slow) for n in SPECS
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_numbers(name, graphs) -> None:
     """Chunks first: a graph for two lengths serves one for both as well."""
     spec, layout = SPECS[name]

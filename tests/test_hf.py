@@ -51,7 +51,9 @@ def is_lost(name: str, case: str) -> bool:
 # --- every model, kernel and case ---
 
 
-@pytest.mark.parametrize("backend", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
+@pytest.mark.parametrize("backend", [
+    "sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("manual", "tiled"))
+])  # fmt: skip
 @pytest.mark.parametrize("name", HERE)
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
     """The table of docs/HF.md has the same refusals."""
@@ -69,13 +71,6 @@ def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
 @pytest.mark.parametrize("case", ["left-padded", "static cache", "training"])
 def test_our_triton_kernels_run_in_a_model(case: str) -> None:
     assert cell("mistral", "triton", case) == ""
-
-
-@pytest.mark.slow
-def test_the_table_in_the_docs_is_what_runs() -> None:
-    text = hf_table.PAGE.read_text(encoding="utf-8")
-    written = text.partition(hf_table.MARKS[0])[2].partition(hf_table.MARKS[1])[0]
-    assert written == hf_table.table(), "run python -m bench.hf_table"
 
 
 @pytest.mark.slow

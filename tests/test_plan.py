@@ -242,19 +242,13 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def ways() -> Iterator[Any]:
-    for n, size, dtype, micro, checkpointing in (
-        (2, 2, "float32", 1, False),
-        (2, 2, "bfloat16", 1, False),
-        (3, 3, "bfloat16", 2, True),
-        (4, 2, "bfloat16", 1, False),
-        (4, 2, "float32", 3, False),
-    ):
-        slow = () if n == 3 else pytest.mark.slow  # the others take seconds more each
-        yield pytest.param(n, size, dtype, micro, checkpointing, marks=slow)
-
-
-@pytest.mark.parametrize("n, size, dtype, micro, checkpointing", list(ways()))
+@pytest.mark.slow
+@pytest.mark.parametrize("n, size, dtype, micro, checkpointing", [
+    (2, 2, "float32", 1, False),
+    (3, 3, "bfloat16", 2, True),
+    (4, 2, "bfloat16", 1, False),
+    (4, 2, "float32", 3, False),
+])  # fmt: skip
 def test_what_fsdp_holds_and_sends(
     n: int, size: int, dtype: str, micro: int, checkpointing: bool
 ) -> None:

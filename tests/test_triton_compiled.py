@@ -28,17 +28,14 @@ QUICK: list[Compiled] = [
     (90, "bf16", 64, "forward", "softcap sinks"),
 ]
 SLOW: list[Compiled] = [
-    *((c, "bf16", D, k, more)
-      for c, D, k, more in product((80, 86, 90, 100), (64, 128), KERNELS, ("", "softcap sinks"))),
-    *((c, "bf16", 64, "forward", "seed") for c in (80, 90, 100)),
+    *((c, "bf16", 128, k, "") for c, k in product((80, 86, 90, 100), KERNELS)),
+    *((c, "bf16", 64, k, "softcap sinks") for c, k in product((80, 90), KERNELS)),
+    (80, "bf16", 64, "forward", "seed"),
     (75, "fp16", 64, "forward", ""),
     (75, "fp16", 128, "dkdv", ""),
     (80, "fp32", 64, "dq", ""),
     (90, "bf16", 128, "dkdv", "group"),
     (90, "bf16", 64, "forward", "window first seed"),
-    (80, "bf16", 128, "forward", "sinks"),
-    (75, "fp16", 128, "dkdv", "softcap"),
-    (80, "fp32", 64, "dq", "softcap"),
     (90, "fp16", 80, "dkdv", "window first last seed group softcap"),
 ]  # fmt: skip
 # Bytes of registers that a thread puts into memory, stores and loads together, by the ptxas of
@@ -49,22 +46,11 @@ SPILLS: dict[Compiled, int] = {
     (80, "bf16", 64, "forward", "seed"): 820,
     (80, "bf16", 128, "forward", ""): 76,
     (80, "bf16", 128, "dkdv", ""): 416,
-    (86, "bf16", 64, "forward", ""): 28,
-    (86, "bf16", 64, "dkdv", ""): 56,
     (86, "bf16", 128, "forward", ""): 12,
     (90, "bf16", 128, "dkdv", ""): 172,
     (90, "bf16", 128, "dkdv", "group"): 176,
     (90, "fp16", 80, "dkdv", "window first last seed group"): 636,
-    (75, "fp16", 128, "dkdv", "softcap"): 3420,
     (80, "bf16", 64, "dq", "softcap sinks"): 16,
-    (80, "bf16", 128, "forward", "sinks"): 76,
-    (80, "bf16", 128, "forward", "softcap sinks"): 76,
-    (80, "bf16", 128, "dkdv", "softcap sinks"): 452,
-    (86, "bf16", 64, "forward", "softcap sinks"): 12,
-    (86, "bf16", 64, "dq", "softcap sinks"): 16,
-    (86, "bf16", 64, "dkdv", "softcap sinks"): 68,
-    (86, "bf16", 128, "forward", "softcap sinks"): 12,
-    (90, "bf16", 128, "dkdv", "softcap sinks"): 216,
     (90, "fp16", 80, "dkdv", "window first last seed group softcap"): 992,
 }
 COMPILER = r"""
