@@ -148,7 +148,7 @@ def about(
         "prompt": prompt.text,
         "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
         "segments": prompt.segments,
-        "window": spec.window,
+        "windows": list(c.windows),
         "layer": config.layer,
         "head": config.head,
         "notes": prompt.notes,

@@ -34,7 +34,8 @@ TOKENIZER = CharTokenizer([chr(c) for c in range(ord(" "), ord("~") + 1)])
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa-window-segments": {
-        "attention_window": 5, "n_kv_head": 2, "segments": "|", "prompt": "to be|or not to be|it",
+        "attention_window": (5, None), "n_kv_head": 2, "segments": "|",
+        "prompt": "to be|or not to be|it",
     },
     "one token": {"prompt": "a"},
     "full": {"prompt": (PROMPT * 3)[:48], "attention_window": 6},
@@ -112,9 +113,7 @@ def test_what_was_caught_is_what_the_model_computed(shape):
     (model, config), calls = made(shape), calls_of(shape)
     prompt = prompt_of(config, TOKENIZER, 48)
     idx, block = torch.tensor([prompt.ids]), model.transformer.h[0]
-    assert len(calls) == 2 and all(
-        call.spec.window == model.config.attention_window for call in calls
-    )
+    assert [call.spec.window for call in calls] == list(model.config.windows)
     with torch.no_grad():
         x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(idx.shape[1]))
         qkv = block.attn.c_attn(block.ln_1(x))
@@ -145,7 +144,8 @@ def test_maps_are_the_softmax_of_the_models_own_q_and_k(shape):
     if T > 8:  # the heads look somewhere: a wrong mask would be seen
         assert weights(calls[0]).amax(dim=-1).median() > 0.3
         i = torch.arange(T)
-        assert [[*range(a, b)] for a, b in m["seen"]] == [i[row].tolist() for row in sees(calls[0])]
+        for call, seen in zip(calls, m["seen"], strict=True):
+            assert [[*range(a, b)] for a, b in seen] == [i[row].tolist() for row in sees(call)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -191,8 +191,8 @@ def test_the_document_is_json(shape):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     about, c = found["about"], model.config
     assert "".join(t["text"] for t in about["tokens"]) == about["prompt"].replace("|", "")
-    names = ("n_layer", "n_head", "n_kv_head", "window", "dtype")
-    sizes = (c.n_layer, c.n_head, c.kv_heads, c.attention_window, config.dtype)
+    names = ("n_layer", "n_head", "n_kv_head", "windows", "dtype")
+    sizes = (c.n_layer, c.n_head, c.kv_heads, list(c.windows), config.dtype)
     assert tuple(about[name] for name in names) == sizes  # type: ignore[literal-required]
     assert (about["segments"] is None) == ("segments" not in shape) and about["refused"] == []
     assert about["n_params"] == sum(p.numel() for p in model.parameters())
@@ -300,7 +300,7 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path):
     assert out == render(found) + "\n"
     about = found["about"]
     assert (about["source"], about["prompt"]) == (str(run / "step-00000007"), PROMPT)
-    assert (about["layer"], about["head"], about["window"]) == (1, 3, 6)
+    assert (about["layer"], about["head"], about["windows"]) == (1, 3, [6, 6])
     assert about["backend"] == "manual"
     config = replace(made("plain")[1], layer=1, head=3)
     want = json.loads(

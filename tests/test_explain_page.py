@@ -39,7 +39,7 @@ def document(prompt: str = PROMPT, window: int | None = None, **settings: Any) -
     letters = "".join(sorted(set(PROMPT + DOCUMENTS + HOSTILE) | {chr(n) for n in range(32, 127)}))
     config = GPTConfig(
         n_layer=2, n_head=4, n_kv_head=2, n_embd=64, block_size=128, vocab_size=len(letters),
-        attention_window=window,
+        attention_window=None if window is None else (window, 2),
     )  # fmt: skip
     model = GPT(config).eval()
     for block in model.transformer.h:
@@ -185,12 +185,12 @@ def test_a_token_shows_where_it_looks(show, which, request):
     shown = request.getfixturevalue(which)
     about, T = shown["about"], len(shown["about"]["tokens"])
     layer, head = about["layer"], about["head"]
-    page = show(shown)
+    page, window = show(shown), about["windows"][layer]
     assert page.inner_text("#map-title") == f"Layer {layer}, head {head}"
     segments = about["segments"] or [0] * T
     for i in (0, 1, T // 2, T - 1):
         page.locator("#map-tokens button").nth(i).click()
-        seen = [j for j in range(T) if visible(i, j, 0, about["window"], segments[i], segments[j])]
+        seen = [j for j in range(T) if visible(i, j, 0, window, segments[i], segments[j])]
         weights = {j: weight(shown, layer, head, i, j) for j in seen}
         chips = page.eval_on_selector_all(
             "#map-tokens button", "all => all.map(e => [e.className, e.lastChild.textContent])"
@@ -217,13 +217,14 @@ def test_each_head_is_painted_pixel_by_pixel(show, windowed):
     assert labels == ["", *(f"head {n}" for n in range(4)), "layer 0", "layer 1"]
     segments = about["segments"] or [0] * T
     i, j, seg = np.arange(T)[:, None], np.arange(T), np.array(segments)
-    sees = np.broadcast_to(visible(i, j, 0, about["window"], seg[:, None], seg), (T, T))
+    seen = [np.broadcast_to(visible(i, j, 0, window, seg[:, None], seg), (T, T))
+            for window in about["windows"]]  # fmt: skip
     P = np.zeros((2, 4, T, T))
     rows, cols = np.tril_indices(T)
     P[:, :, rows, cols] = unpack(shown["maps"]["weights"]) / 65535
     for n, (name, width, pixels) in enumerate(found):
         assert (name, width) == (f"Layer {n // 4}, head {n % 4}", T)
-        got = np.array(pixels).reshape(T, T, 4)
+        got, sees = np.array(pixels).reshape(T, T, 4), seen[n // 4]
         assert np.array_equal(got[..., 3], 255 * sees)
         levels = (255 * P[n // 4, n % 4][sees] ** 0.5 + 0.5).astype(int)
         assert np.array_equal(got[sees][:, :3], np.array(ramp)[levels])

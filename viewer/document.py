@@ -47,7 +47,7 @@ class About(TypedDict):
     prompt: str
     tokens: list[Token]
     segments: list[int] | None  # the document of each token
-    window: int | None  # keys that a query sees
+    windows: list[int | None]  # of each layer: the most keys that a query sees
     layer: int  # shown first
     head: int
     notes: list[str]
@@ -67,7 +67,7 @@ class Maps(TypedDict):
 
     weights: Packed  # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
     levels: int  # 65535 or 255
-    seen: list[list[int]]  # [first, stop) of each query's keys
+    seen: list[list[list[int]]]  # of each layer: [first, stop) of each query's keys
     layers: list[Agreement]
 
 

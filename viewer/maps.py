@@ -67,7 +67,7 @@ def maps(calls: list[Call]) -> Maps:
     return {
         "weights": pack(np.stack([np.rint(x * levels).astype(kind) for x in cells])),
         "levels": levels,
-        "seen": seen(T, calls[0].spec.window, calls[0].segments),
+        "seen": [seen(T, call.spec.window, call.segments) for call in calls],
         "layers": [agreement(call) for call in calls],
     }
 

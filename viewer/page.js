@@ -23,7 +23,6 @@ listenToMap();
 
 /** Everything that depends on the width or the colours. */
 function draw() {
-  mapLegend();
   drawMaps();
 }
 draw();

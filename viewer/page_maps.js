@@ -4,14 +4,14 @@ const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
 const DECIMALS = maps.levels > 255 ? 4 : 2; // more would be rounding
 const packed = unpack(maps.weights);
 const packedRow = (i) => (i * (i + 1)) / 2;
-const sees = (i, j) => j >= maps.seen[i][0] && j < maps.seen[i][1];
+const sees = (layer, i, j) => j >= maps.seen[layer][i][0] && j < maps.seen[layer][i][1];
 
 /** The weight of key j for query i. */
 const weight = (layer, head, i, j) => (j > i ? 0
   : packed[(layer * H + head) * packedRow(T) + packedRow(i) + j] / maps.levels);
 
 const mapPicture = (layer, head, canvas) => picture(T, T,
-  (i, j) => (sees(i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), canvas);
+  (i, j) => (sees(layer, i, j) ? Math.sqrt(weight(layer, head, i, j)) : NaN), canvas);
 
 function thumbnails() {
   const box = $("thumbs");
@@ -68,7 +68,7 @@ function drawMap() {
   c.lineTo(left, top + size);
   c.fill();
   for (let i = 0; i < T; i++) { // what the window and other documents hide
-    const [from] = maps.seen[i];
+    const [from] = maps.seen[map.layer][i];
     if (from > 0) hatch(c, left, top + i * cell, from * cell, cell);
   }
   c.drawImage(mapPicture(map.layer, map.head), left, top, size, size);
@@ -120,16 +120,16 @@ function drawQuery() {
   $("query-title").textContent = `Where token ${query}, ${quote(token)}, looks`;
   strip.chips.forEach((chip, j) => {
     const [cell, under] = chip.children;
-    const hidden = j <= query && !sees(query, j);
+    const hidden = j <= query && !sees(layer, query, j);
     chip.className = [j > query && "later", hidden && "hidden hatched", j === query && "query"]
       .filter(Boolean).join(" ");
     cell.classList.toggle("hatch", hidden);
     const w = weight(layer, head, query, j);
-    const rgb = sees(query, j) ? weightShade(w) : null;
+    const rgb = sees(layer, query, j) ? weightShade(w) : null;
     cell.style.background = rgb ? css(rgb) : "";
     cell.style.color = rgb ? inkOn(rgb) : "";
     const percent = w >= 0.005 ? String(Math.round(100 * w)) : "·";
-    under.replaceChildren(sees(query, j) ? num(100 * w, percent) : "");
+    under.replaceChildren(sees(layer, query, j) ? num(100 * w, percent) : "");
   });
   strip.go(query);
   strip.show(query);
@@ -143,6 +143,7 @@ function drawMaps() {
     button.tabIndex = chosen ? 0 : -1;
   });
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
+  mapLegend();
   drawAgreement();
   lookAt(query, key);
 }
@@ -156,7 +157,7 @@ function lookAt(query, key = null) {
   $("map").setAttribute("aria-label",
     `Attention map of layer ${layer}, head ${head}. Token ${token(query)} looks.`);
   let given = key > query ? "a later token, masked" : "masked";
-  if (sees(query, key)) given = weight(layer, head, query, key).toFixed(DECIMALS);
+  if (sees(layer, query, key)) given = weight(layer, head, query, key).toFixed(DECIMALS);
   $("map-cell").textContent = key === null ? ""
     : `${token(query)} looks at ${token(key)}: ${given}`;
 }
@@ -186,8 +187,8 @@ function listenToMap() {
 }
 
 function mapLegend() {
-  const hidden = maps.seen.some(([from]) => from > 0);
-  const why = [about.window !== null && "outside the window",
+  const hidden = maps.seen[map.layer].some(([from]) => from > 0);
+  const why = [about.windows[map.layer] !== null && "outside the window",
     about.segments && "in another document"].filter(Boolean).join(" or ");
   $("map-legend").replaceChildren(
     entry("weight 0", rampBar(), "1, by its square root"),

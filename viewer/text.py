@@ -57,7 +57,7 @@ def attention_map(document: doc.Document, layer: int, head: int) -> list[str]:
     axis = "".join(labels[j][0] for j in starts) if group == 1 else ""
     lines += ["", f"{'':{n + wide + 2}}{axis:<{len(starts)}} most"]
     for i in range(group - 1, T, group):
-        first, stop = maps["seen"][i]
+        first, stop = maps["seen"][layer][i]
         cells = "".join(
             shade(float(P[i, j : j + group].sum())) if j < stop and first < j + group else " "
             for j in starts
