@@ -101,7 +101,7 @@ class TrainConfig:
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
     compile_mode: CompileMode = "default"  # torch.compile's: CUDA graphs, tuned kernels, or both
-    onednn: bool | None = None  # CPU: float32 products by oneDNN; none: where faster
+    onednn: bool | None = None  # CPU: float32 products by oneDNN; none: on AMD with AVX-512
     deterministic: bool = False  # the same bits each time, on CUDA at some cost in speed
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; none: datasheet or measured

@@ -27,7 +27,7 @@ from .caps import Partial
 from .spec import Spec
 from .views import StaticView, kept
 
-BLOCK = 256  # queries; on a CPU 128 and 512 were slower (docs/LOG.md)
+BLOCK = 256  # queries; 128 is a little faster on a CPU, with twice the calls (docs/LOG.md)
 CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
 
 

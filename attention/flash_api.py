@@ -289,7 +289,8 @@ def _dense(
         out = q * 0 + 0 * (k.sum() + v.sum())  # keeps the graph
         L = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         return out, L if request.lse else None
-    backend, spec = _kernel(q, k, request, segments=segments is not None)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
     if not request.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
     out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
@@ -297,15 +298,14 @@ def _dense(
 
 
 def _kernel(
-    q: Tensor, k: Tensor, request: Request, *, segments: bool = False, cache: str = "none",
-    page_size: int | None = None,
+    q: Tensor, k: Tensor, request: Request, *, segments: bool = False, grad: bool = False,
+    cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:  # fmt: skip
     """The backend for this kind of call, and its Spec."""
     Tq, Tk = q.shape[1], k.shape[1]
     window = request.window
     if window is not None and cache != "paged" and window >= Tk:
         window = None  # it hides nothing: then kernels without a window can run it
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     compiled = torch.compiler.is_compiling()
     asked = {
         "window": window, "dropout": request.dropout, "segments": segments, "grad": grad,

@@ -1,7 +1,7 @@
 """sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs.
 
 On the CPU that kernel's own backward in bfloat16 multiplies tiles too small for the processor's
-matrix units (AMX): it takes 6 times as long as its forward (docs/LOG.md). Here a few heads at a
+matrix units (AMX): it takes 6 times as long as its forward. Here a few heads at a
 time are computed whole, with batched products that oneDNN runs on those units:
 
     S = scale * Q K^T       P = softmax(S)                       computed again, as flash does

@@ -182,9 +182,10 @@ def declared_refusal(name: str, backend: str, case: str) -> bool:
 
 
 def table() -> str:
-    """Return the table: a row for each model, a column for each case; refusals are notes."""
+    """Return the table: models with the same cells share a row; refusals are notes."""
     lines = ["| model | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
     notes: dict[str, int] = {}
+    rows: dict[str, list[str]] = {}  # cells -> models
     for name in MODELS:
         cells = []
         for case in CASES:
@@ -195,7 +196,8 @@ def table() -> str:
             else:
                 but = ", ".join(f"{b} [{n}]" for b, n in marks.items())
                 cells.append(f"all but {but}" if but else "all")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        rows.setdefault(" | ".join(cells), []).append(name)
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     lines += ["", *(f"[{n}] refused: {why}" for why, n in notes.items())]
     return "\n".join(lines) + "\n"
 

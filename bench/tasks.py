@@ -76,8 +76,8 @@ def line(config: TasksConfig, draw: random.Random) -> str:
         return "".join(copy(config, draw, draw.randint(1, COPIED)))
     if kind == "add":
         return "".join(add(draw, asked=False))
-    distance = draw.choice(config.distances)
-    question, _ = recall(config, draw, distance := 2 * draw.randint(config.pairs, distance // 2))
+    distance = 2 * draw.randint(config.pairs, draw.choice(config.distances) // 2)
+    question, _ = recall(config, draw, distance)
     pairs = [question[i : i + 2] for i in range(0, 2 * config.pairs, 2)]
     return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 

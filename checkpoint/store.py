@@ -8,8 +8,9 @@ A checkpoint is a folder, out_dir/step-00000250:
     train_state.json    step, losses, data position, attention backend and kernels
     shards/             with several processes: weights and optimizer state (checkpoint/shards.py)
 
-The folder is written under a temporary name, synced and renamed: a kill leaves the last complete
-checkpoint. Loading never runs code from a file: safetensors, JSON, torch.load(weights_only=True).
+The folder is written under a temporary name, synced and renamed: a killed process leaves the
+last complete checkpoint. Loading never runs code from a file: safetensors, JSON,
+torch.load(weights_only=True).
 A missing or damaged file raises UserError.
 """
 

@@ -1,4 +1,4 @@
-"""How processes share a model: each has all of it (DDP), or each has a part (FSDP2).
+"""A model over several processes: each has all of it (DDP), or a part (FSDP2).
 
 ddp   Every process holds the whole model and optimizer. Gradients are averaged in backward.
 fsdp  Parameters, gradients and AdamW's moments are sharded along the first dimension (ZeRO-3,

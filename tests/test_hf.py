@@ -58,7 +58,7 @@ def is_lost(name: str, case: str) -> bool:
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
     """The table of docs/HF.md has the same refusals."""
     page = hf_table.PAGE.read_text(encoding="utf-8")
-    row = re.search(rf"^\| {name} \| (.+) \|$", page, re.M)
+    row = re.search(rf"^\|[\w, ]*\b{name}\b[\w, ]*\| (.+) \|$", page, re.M)
     notes = dict(re.findall(r"^\[(\d+)\] refused: (.+)$", page, re.M))
     for case, told in zip(CASES, row[1].split(" | ") if row else [], strict=True):
         why = cell(name, backend, case)

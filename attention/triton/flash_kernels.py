@@ -434,8 +434,8 @@ KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
 # capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}. Other capabilities
-# use the nearest below. Chosen by the compiler's report (registers, spills, warps that fit an SM:
-# docs/LOG.md), not yet by timing. Checked by tests/test_triton_compiled.py.
+# use the nearest below. Chosen by the compiler's report (registers, spills, warps that fit an SM),
+# not yet by timing. Checked by tests/test_triton_compiled.py.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),

@@ -1,8 +1,9 @@
 """Matrix products by the faster path of a processor, and when bfloat16 is faster.
 
-PyTorch gives float32 products to MKL, which on AMD's AVX-512 processors runs at half the rate of
-oneDNN (docs/LOG.md). The public switch to oneDNN is set_float32_matmul_precision("medium"), which
-permits rounding to bfloat16; oneDNN does that only on processors with bfloat16 units (AMX).
+PyTorch gives float32 products to MKL, which on many AMD processors with AVX-512 runs at half the
+rate of oneDNN (docs/LOG.md). The public switch to oneDNN,
+set_float32_matmul_precision("medium"), permits rounding to bfloat16; oneDNN does that only on
+processors with bfloat16 units (AMX).
 
 The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
 its error on this machine is float32's; speed is not measured, so that a resumed run decides the
@@ -159,7 +160,7 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in bfloat16, (M, K) and (K, N): in two halves where that is faster.
 
     With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as for its
-    halves (docs/LOG.md).
+    halves.
     """
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
