@@ -392,7 +392,7 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, source: str, override_args: dict[str, object] | None = None, **changes: Any
     ) -> GPT:
-        """Load GPT-2, Llama or Qwen3 as transformers stores it: a folder, or a name on the hub.
+        """Load a model of checkpoint/families.py: a folder of transformers, or a name on the hub.
         override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf
 

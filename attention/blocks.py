@@ -40,7 +40,9 @@ class Piece:
     segments: bool  # several segments: they mask
 
 
-def ranges(Tq: int, Tk: int, window: int | None, block: int, offset: int) -> Iterator[Piece]:
+def ranges(
+    Tq: int, Tk: int, window: int | None, block: int, offset: int, segments: bool = False
+) -> Iterator[Piece]:
     """Blocks of queries with the keys that any of them sees, offset as in visible(). A block that
     sees no key is left out."""
     for a in range(0, Tq, block):
@@ -48,7 +50,7 @@ def ranges(Tq: int, Tk: int, window: int | None, block: int, offset: int) -> Ite
         first = 0 if window is None else max(0, a + offset - window + 1)
         stop = min(Tk, b + offset)
         if first < stop:
-            yield Piece(slice(a, b), slice(first, stop), False)
+            yield Piece(slice(a, b), slice(first, stop), segments)
 
 
 def pieces(
@@ -70,10 +72,9 @@ def pieces(
             I = slice(piece.I.start + at, piece.I.stop + at)
             J = slice(piece.J.start + s, piece.J.stop + s)
             if found and I.stop - found[-1].I.start <= block:
-                last = found.pop()
-                several = last.segments or J.start >= last.J.stop
+                last = found.pop()  # of an earlier segment
                 I, J = slice(last.I.start, I.stop), slice(last.J.start, J.stop)
-                found.append(Piece(I, J, several))
+                found.append(Piece(I, J, True))
             else:
                 found.append(Piece(I, J, False))
     return found
@@ -100,8 +101,8 @@ def in_blocks(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     segments: Tensor | None, cache: StaticView | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Call attend(), which masks and takes Tq <= Tk, so that it never gets keys that no query of a
-    block sees. A call that fits into one block is one call."""
+    """Call attend(), which masks and takes Tq <= Tk, for blocks of queries and the keys that they
+    see. Segments are only masked in a call of one block and under torch.compile."""
     block = CUDA_BLOCK if q.is_cuda else BLOCK
     if cache is not None:  # where a row's queries are is on the device: the mask is in blocks
         outs = [
@@ -127,10 +128,8 @@ def cut(
     window = None if window is None or window >= Tk else window
     if segments is None or Tq <= block or torch.compiler.is_compiling():
         square = segments is None and window is None and Tq == Tk
-        found = list(ranges(Tq, Tk, window, Tq if square else block, Tk - Tq))
-        if segments is not None:
-            found = [replace(piece, segments=True) for piece in found]
-        yield slice(0, B), found
+        size = Tq if square else block
+        yield slice(0, B), list(ranges(Tq, Tk, window, size, Tk - Tq, segments is not None))
         return
     rows, b = borders(segments), 0
     while b < B:
@@ -220,15 +219,15 @@ class Runs:
 def runs(segments: Tensor, Tq: int) -> Runs:
     """The runs of `segments` (B, Tk) that hold the last Tq positions."""
     B, Tk = segments.shape
-    borders = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
-    row, j = borders // Tk, borders % Tk
-    cu_q, cu_k = row * Tq + (j - (Tk - Tq)).clamp(min=0), borders
+    cu_k = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
+    row, j = cu_k // Tk, cu_k % Tk
+    cu_q = row * Tq + (j - (Tk - Tq)).clamp(min=0)
     keys = None
     if Tq < Tk:
         # Drop runs without queries: flash-attn 2 has a path for one query a sequence that mistakes
         # the batch size for the number of queries (csrc/flash_attn/flash_api.cpp of 2.8.3).
         asked = cu_q.diff() > 0
-        lengths = borders.diff()
+        lengths = cu_k.diff()
         keys = asked.repeat_interleave(lengths).nonzero().flatten()
         cu_q = F.pad(cu_q.diff()[asked].cumsum(0), (1, 0))
         cu_k = F.pad(lengths[asked].cumsum(0), (1, 0))

@@ -63,7 +63,7 @@ FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            package: Package) -> Tensor:  # fmt: skip
-    """Attention by one of the flash-attn packages; shapes as in spec.Backend.
+    """Attention by one of the flash-attn packages; shapes as in caps.Backend.
 
     Raises:
         Exception: the package cannot be loaded, or cannot run these inputs (its own words).

@@ -230,6 +230,8 @@ def flash_attn_with_kvcache(
     before = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     start = torch.as_tensor(before, dtype=torch.int32, device=q.device).expand(B)
     rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
+    if (k is None) != (v is None):
+        raise ValueError("k and v, the new tokens, are passed together")
     if k is not None and v is not None:
         at = start[:, None] + torch.arange(k.shape[1], device=q.device)
         row, slot = rows[:, None], at

@@ -58,7 +58,7 @@ SPOILT = (8, 16)
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention by torch.nn.attention.flex_attention, compiled; shapes as in spec.Backend."""
+    """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     Tq, Tk = q.shape[1], k.shape[1]
     scale = spec.scale

@@ -50,10 +50,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
             q, k, v, cache.page_table, cache.start, cache.count, sinks, spec.window or 0,
             spec.softmax_scale, spec.softcap, splits=0,
         )  # fmt: skip
-    outs, C = [], cache
+    outs = []
     for a in range(0, q.shape[1], BLOCK):  # a mask of BLOCK queries at a time
-        start = C.start + C.count.clamp(max=a)
-        part = PagedView(C.page_table, start, (C.count - a).clamp(0, BLOCK))
+        start = cache.start + cache.count.clamp(max=a)
+        part = PagedView(cache.page_table, start, (cache.count - a).clamp(0, BLOCK))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -65,7 +65,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
-    if spec.window is not None and spec.window + Tq - 1 < j.shape[1]:
+    if spec.window is not None:  # earlier tokens may have no page any more
         first = (cache.start[:, None] - spec.window + 1).clamp(min=0)  # (B, 1)
         j = first + j[:, : spec.window + Tq - 1]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
@@ -81,14 +81,14 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
 
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     bare = spec.softcap is None and sinks is None
-    attend = _sdpa if bare and q.device.type == "cpu" else _formula
-    out = attend(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks)
+    run = _sdpa if bare and q.device.type == "cpu" else _formula
+    out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks)
     out = out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)
     return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    """pages at slot (B, Tk) int32: (B, Tk, Hkv, D)."""
+    """pages at slot (B, Tk) int64: (B, Tk, Hkv, D)."""
     taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
     return taken.view(*slot.shape, *pages.shape[2:])
 

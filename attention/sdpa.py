@@ -47,7 +47,7 @@ CUDNN_DROPOUT_STEP = 1 / 16
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
-    """Attention by F.scaled_dot_product_attention; shapes as in spec.Backend.
+    """Attention by F.scaled_dot_product_attention; shapes as in caps.Backend.
 
     Args:
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.

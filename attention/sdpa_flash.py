@@ -1,7 +1,8 @@
-"""sdpa_flash beyond F.scaled_dot_product_attention: windows and segments on CUDA, and in parts.
+"""sdpa_flash beyond F.scaled_dot_product_attention: windows and segments, and in parts.
 
 varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
           and treats each segment as a sequence, so there is no work on masked pairs.
+masked()  The same on the CPU, as one operator for torch.compile.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
 out and L of the whole row, the gradients of its parts add up. The mask depends on the offset
@@ -20,7 +21,6 @@ Source  PyTorch's own context parallelism calls the same operators (torch/distri
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +30,9 @@ from torch import Tensor
 from .blocks import BLOCK, Runs, cut, ranges, runs
 from .caps import Partial
 from .spec import Spec
-from .views import mask
+from .views import Pair, mask
 
 aten = torch.ops.aten
-Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
 
 
 def varlen(
@@ -111,8 +110,8 @@ def _cpu_blocks(
         yield slice(0, B), slice(0, Tq), slice(0, Tk), {}, None
         return
     else:
-        found = list(ranges(Tq, Tk, spec.window, BLOCK, offset))
-        groups = iter([(slice(0, B), [replace(p, segments=segments is not None) for p in found])])
+        found = list(ranges(Tq, Tk, spec.window, BLOCK, offset, segments is not None))
+        groups = iter([(slice(0, B), found)])
     for rows, found in groups:
         for piece in found:
             I, J = piece.I, piece.J
@@ -182,8 +181,8 @@ PARTIAL = Partial(forward, backward)
 # --- masked calls on the CPU under torch.compile, which would not skip what segments mask ---
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
-            scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
+def _arguments(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
+               scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
     """The arguments of forward() and backward() after q, k and v."""
     (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     spec = Spec(H, Hkv, D, str(q.dtype).removeprefix("torch."), window=window, scale=scale,
@@ -197,7 +196,7 @@ def masked(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """forward() as one operator: out in q's dtype, and L."""
-    out, L = forward(q, k, v, *_masked(q, k, v, segments, window, scale))
+    out, L = forward(q, k, v, *_arguments(q, k, v, segments, window, scale))
     return out.to(q.dtype, copy=True), L
 
 
@@ -206,7 +205,7 @@ def masked_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
     segments: Tensor | None, window: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    how = _masked(q, k, v, segments, window, scale)
+    how = _arguments(q, k, v, segments, window, scale)
     dq, dk, dv = backward(dout, q, k, v, out, L, *how)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -35,14 +35,13 @@ from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .spec import Spec
-
-Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
+from .views import Pair
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention by our own kernels; shapes as in spec.Backend."""
+    """Attention by our own kernels; shapes as in caps.Backend."""
     assert cache is None, "triton has no cache"
     from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 

@@ -17,6 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .spec import Spec, visible
 
+Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
+
 
 def mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | tuple[Tensor, Tensor] | None,

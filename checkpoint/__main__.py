@@ -53,13 +53,12 @@ def main(argv: list[str]) -> int:
             for name in ("settings.json", "train_state.json"):
                 shutil.copyfile(source / name, partial / name)
         partial.rename(to)
-    except UserError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     except (OSError, SafetensorError) as e:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # before the free space is counted
         reason = store.with_sizes(store.disk_error(e), to.parent, model.state_dict())
         raise UserError(f"could not write {to} ({reason})") from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     print(f"exported {source} to {to} ({config.format})")
     return 0
 
@@ -82,7 +81,8 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
     names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
     # As in GPT-2: no text needs it, but ctranslate2 expects one.
-    names["unk_token"] = content["model"].get("unk_token") or special.get(eot)
+    unknown = content["model"].get("unk_token")
+    names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
     tokens = {"tokenizer_class": "PreTrainedTokenizerFast",
               "model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False,
               **{k: name for k, name in names.items() if name in special.values()}}  # fmt: skip

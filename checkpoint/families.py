@@ -40,15 +40,15 @@ LLAMA_BLOCK = {  # a block's module -> those that it holds, stacked
     "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.c_proj": ("mlp.down_proj",),
 }
-LLAMA_ENDS = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm",
-              "lm_head": "lm_head"}  # fmt: skip
+LLAMA_ENDS = {"transformer.wte": ("model.embed_tokens",), "transformer.ln_f": ("model.norm",),
+              "lm_head": ("lm_head",)}  # fmt: skip
 # What transformers assumes where a config.json has no such field.
 ASSUMED: dict[str, Json] = {
     "gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
     "llama": {},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
+    "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
 }
 # Fields with one supported value.
 FIXED: Json = {
@@ -128,7 +128,7 @@ def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...
         return None
     first = saved.get("max_window_layers", 28)
     types = types or ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if name == "sliding_attention" else None for name in types)
 
 
 def write_config(config: GPTConfig) -> Json:
@@ -252,9 +252,7 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
 
 
 def _llama_names(config: GPTConfig) -> list[tuple[str, tuple[str, ...]]]:
-    names: list[tuple[str, tuple[str, ...]]] = [
-        (ours, (theirs,)) for ours, theirs in LLAMA_ENDS.items()
-    ]
+    names: list[tuple[str, tuple[str, ...]]] = [*LLAMA_ENDS.items()]
     for i in range(config.n_layer):
         for ours, theirs in LLAMA_BLOCK.items():
             of = tuple(f"model.layers.{i}.{name}" for name in theirs)

@@ -92,8 +92,9 @@ def batch(
 def enough_pages(
     model: GPT, lengths: Iterable[int], max_new_tokens: int, slots: int, page_size: int = 16
 ) -> int:
-    """The least n_pages with which prompts of these lengths never wait."""
-    longest = (min(T + max_new_tokens, model.config.block_size) for T in lengths)
+    """The least n_pages with which prompts of these lengths never wait for layers without a
+    window."""
+    longest = (min(T + max(0, max_new_tokens - 1), model.config.block_size) for T in lengths)
     return 1 + sum(pages_for(n, page_size) for n in sorted(longest)[-slots:])
 
 
@@ -206,9 +207,9 @@ class _Server(Decoder[_Row]):
         generator: torch.Generator | Iterable[torch.Generator] | None,
     ) -> Iterator[_Row]:
         each = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        for index, (prompt, most, random) in enumerate(zip(prompts, *each)):
-            check_prompt(index, prompt, most)
-            row = _Row(index, most)
+        for index, (prompt, new, random) in enumerate(zip(prompts, *each)):
+            check_prompt(index, prompt, new)
+            row = _Row(index, new)
             row.prompt = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
@@ -252,11 +253,10 @@ class _Server(Decoder[_Row]):
 
     def most_pages(self, row: _Row, window: int | None) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
-        size, stored = self.pool.page_size, row.stored
-        if row.slides:  # each step is a prefill
-            return pages_for(stored, size)
-        prefill = 0 if row.launched else len(row.prompt)
-        return max(pages_for(stored, size, window), pages_for(prefill, size))
+        size = self.pool.page_size
+        # A text that slides is read anew in each step.
+        prefill = row.stored if row.slides else 0 if row.launched else len(row.prompt)
+        return max(pages_for(row.stored, size, window), pages_for(prefill, size))
 
     def begin(self, row: _Row) -> None:
         self.rows.append(row)

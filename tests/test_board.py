@@ -332,7 +332,6 @@ def test_every_record_here_is_what_it_says_and_the_board_is_up_to_date(
 
 def test_old_records_are_accepted_as_the_very_files_only(tmp_path: Path) -> None:
     names = [line.split()[1] for line in FROZEN.read_text(encoding="ascii").splitlines()]
-    assert len(names) == 11
     old = (board.FOLDER / names[-1]).read_text(encoding="utf-8")
     (tmp_path / "record.json").write_text(old, encoding="utf-8")
     assert verify(json.loads(old), tmp_path) == []

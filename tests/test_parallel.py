@@ -161,7 +161,6 @@ SAVED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 RESUMED: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {"parallel": "ddp", "context_parallel": 1}},
-    3: {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}},
     4: {
         "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
         "hybrid": {"parallel": "fsdp", "shard_size": 2},

@@ -72,7 +72,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("SIGKILL", 1, "ddp"),
         pytest.param("SIGKILL", 0, "fsdp", marks=pytest.mark.slow),
         pytest.param("fails", 1, "fsdp", marks=pytest.mark.slow),
-        pytest.param("fails", 0, "ddp", marks=pytest.mark.slow),
         pytest.param(
             "SIGSTOP", 0, "fsdp", marks=pytest.mark.slow
         ),  # torchrun waits 30 s to kill it

@@ -95,15 +95,16 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
                 classes = getattr(module, f"{model.upper()}_ATTENTION_CLASSES")
                 classes[key] = partial(_refuse_model, key)
 
+    known = [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
-    for name in (*RULES, *BACKENDS, *extra):
+    for name in dict.fromkeys(known):
         add(name)
     _register_files_when_named(add)
 
 
 def _register_files_when_named(add: Callable[[str], None]) -> None:
     """Let transformers 5 register "nanoattn:file.py" when a model asks for it. It checks the name
-    by this method; 4.x has none, and no other place that knows the name before its check."""
+    by this method; older releases have none, nor another place that sees the name in time."""
     from transformers import PreTrainedModel
 
     check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
@@ -114,8 +115,10 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
     @wraps(check)
     def with_files(self: object, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested and requested.startswith(PREFIX) and requested.endswith(".py"):
-            add(file := requested.removeprefix(PREFIX))
-            requested = implementation(file)
+            file = requested.removeprefix(PREFIX)
+            if file not in _made:
+                add(file)
+            requested = _made[file]
         return check(self, requested, *args, **kwargs)
 
     replacement: Any = with_files
