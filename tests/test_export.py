@@ -18,7 +18,7 @@ from test_train import TEXT, enter, make_data, refusal, run
 import checkpoint
 import data
 from checkpoint import __main__ as export
-from checkpoint import convert, store
+from checkpoint import convert, families, store
 from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
@@ -76,6 +76,14 @@ def test_the_logits_are_transformers(name, sharded, transformers, tmp_path, monk
         torch.testing.assert_close(again(idx).logits, want, rtol=1e-5, atol=1e-5)
         back = checkpoint.load_hf(str(tmp_path / "out"), attention_backend="manual").eval()
         assert torch.equal(back(idx)[0], us(idx)[0]) and back.config.windows == us.config.windows
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_a_missing_window_is_that_of_transformers(family, transformers):
+    config = getattr(transformers, f"{family}Config")(**SIZES, use_sliding_window=True)
+    saved = {**SIZES, "model_type": family.lower(), "use_sliding_window": True,
+             "max_window_layers": 0, "max_position_embeddings": 8192}  # fmt: skip
+    assert {*families.read_config(saved, "here").windows} == {config.sliding_window}
 
 
 REFUSED: dict[str, dict[str, Any]] = {

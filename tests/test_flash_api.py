@@ -251,6 +251,8 @@ def test_what_is_not_computed_is_refused_by_name(name, options) -> None:
 def test_what_a_cache_cannot_is_refused_by_name(name) -> None:
     with pytest.raises(ValueError, match=name):
         nanoattn.flash_attn_with_kvcache(X, X, X, causal=True, **{name: torch.ones(2)})
+    with pytest.raises(ValueError, match="k and v"):
+        nanoattn.flash_attn_with_kvcache(X, X, X, X[:, :1], cache_seqlens=3, causal=True)
 
 
 def test_other_layouts_are_refused() -> None:
