@@ -12,7 +12,7 @@ cannot be computed is refused with a ValueError that names the argument, never i
     alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
 
 num_splits, pack_gqa, sm_margin and scheduler_metadata only tune the packages' own kernels: any
-value is accepted. Any floating dtype runs, not only float16 and bfloat16.
+value is accepted. All floating dtypes run, not only float16 and bfloat16.
 
 `use()` names the backend; a call's kernel is chosen and checked once for its kind of shape and each
 doubling of its length. Rows that see no key give zeros, as in flash-attn, and a log-sum-exp of
@@ -67,7 +67,7 @@ class Request:
     @classmethod
     def of(
         cls, Tq: int, dropout: float, scale: float | None, causal: bool, window: tuple[int, int],
-        softcap: float, lse: bool, **others: Any,
+        softcap: float, lse: bool, **others: object,
     ) -> Request:  # fmt: skip
         """Raise ValueError for what is not supported. `others` are HINTS, or REFUSED unless None,
         False or 0."""
@@ -324,7 +324,7 @@ def _kernel(
     return chosen.backend, spec
 
 
-def _choose(key: Any, q: Tensor, heads: tuple[int, int, int], asked: dict[str, Any],
+def _choose(key: object, q: Tensor, heads: tuple[int, int, int], asked: dict[str, Any],
             shape: tuple[int, int, int]) -> None:  # fmt: skip
     spec = Spec(*heads, str(q.dtype).removeprefix("torch."), **asked)
     _choices.choose(key, spec, q.device, shape, " (flash_attn functions)")

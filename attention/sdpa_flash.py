@@ -211,13 +211,13 @@ def masked_backward(
 
 
 @masked.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q.contiguous()), q.new_empty(B, H, Tq, dtype=acc)
 
 
 @masked_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, ...]:
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
 
 

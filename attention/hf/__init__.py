@@ -113,7 +113,7 @@ def _register_files_when_named(add: Callable[[str], None]) -> None:
     check = getattr(check, "nanoattn_wraps", check)  # of an earlier register()
 
     @wraps(check)
-    def with_files(self: object, requested: str | None, *args: Any, **kwargs: Any) -> str:
+    def with_files(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
         if requested and requested.startswith(PREFIX) and requested.endswith(".py"):
             file = requested.removeprefix(PREFIX)
             if file not in _made:
