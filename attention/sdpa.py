@@ -34,8 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .blocks import WithLSE, in_blocks
 from .caps import Backend, Caps
-from .sdpa_flash import PARTIAL, varlen
-from .sdpa_flash import masked as sdpa_masked
+from .sdpa_flash import PARTIAL, by_segments, varlen
 from .spec import Spec
 from .views import StaticView, mask, not_compiled, zeros_before_the_first_key
 
@@ -55,9 +54,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     masked = segments is not None or (spec.window or k.shape[1]) < k.shape[1]
     on_cpu = q.device.type == "cpu" and cache is None
     if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
-        if torch.compiler.is_compiling():
-            return sdpa_masked(q, k, v, segments, spec.window, spec.scale)[0]
-        return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
+        if not torch.compiler.is_compiling():
+            return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
+        if segments is not None:
+            return by_segments(q, k, v, segments, spec.window, spec.scale)[0]
     if not masked and cache is None and q.shape[1] == k.shape[1]:
         return call_sdpa(q, k, v, spec, kernel=kernel)
     return in_blocks(call_sdpa, q, k, v, spec, segments, cache, kernel=kernel)

@@ -2,7 +2,7 @@
 
 varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
           and treats each segment as a sequence, so there is no work on masked pairs.
-masked()  The same on the CPU, as one operator for torch.compile.
+by_segments()  Segments on the CPU, as one operator for torch.compile.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
 out and L of the whole row, the gradients of its parts add up. The mask depends on the offset
@@ -178,45 +178,44 @@ def by_8(x: Tensor) -> Tensor:
 PARTIAL = Partial(forward, backward)
 
 
-# --- masked calls on the CPU under torch.compile, which would not skip what segments mask ---
+# --- segments on the CPU under torch.compile, which traces no lengths that depend on data ---
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
+def _arguments(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None,
                scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
     """The arguments of forward() and backward() after q, k and v."""
     (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     spec = Spec(H, Hkv, D, str(q.dtype).removeprefix("torch."), window=window, scale=scale,
-                segments=segments is not None)  # fmt: skip
-    return spec, Tk - Tq, None if segments is None else (segments[:, Tk - Tq :], segments)
+                segments=True)  # fmt: skip
+    return spec, Tk - Tq, (segments[:, Tk - Tq :], segments)
 
 
-@torch.library.custom_op("nanoattn::sdpa_masked", mutates_args=())
-def masked(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op("nanoattn::sdpa_by_segments", mutates_args=())
+def by_segments(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """forward() as one operator: out in q's dtype, and L."""
     out, L = forward(q, k, v, *_arguments(q, k, v, segments, window, scale))
     return out.to(q.dtype, copy=True), L
 
 
-@torch.library.custom_op("nanoattn::sdpa_masked_backward", mutates_args=())
-def masked_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-    segments: Tensor | None, window: int | None, scale: float | None,
+@torch.library.custom_op("nanoattn::sdpa_by_segments_backward", mutates_args=())
+def by_segments_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, segments: Tensor,
+    window: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     how = _arguments(q, k, v, segments, window, scale)
     dq, dk, dv = backward(dout, q, k, v, out, L, *how)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@masked.register_fake
+@by_segments.register_fake
 def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q.contiguous()), q.new_empty(B, H, Tq, dtype=acc)
 
 
-@masked_backward.register_fake
+@by_segments_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, ...]:
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
 
@@ -228,8 +227,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _grads(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    *saved, segments = ctx.saved_tensors
-    return *masked_backward(dout, *saved, segments, *ctx.options), None, None, None
+    grads = by_segments_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return *grads, None, None, None
 
 
-masked.register_autograd(_grads, setup_context=_save)
+by_segments.register_autograd(_grads, setup_context=_save)
