@@ -21,6 +21,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monkeypatch) -> None:
     few = {n: BACKENDS[n] for n in ("manual", "tiled", "sdpa", "paged", "sdpa_cudnn")}
     monkeypatch.setattr("attention.__main__.BACKENDS", few)

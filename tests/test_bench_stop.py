@@ -40,9 +40,8 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_child_survives_its_bench(tmp_path, how):
     """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
     note = tmp_path / "note"

@@ -106,6 +106,7 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
     assert ("grouped heads" in failed) == (row == "grouped heads")
 
 
+@pytest.mark.slow
 def test_a_broken_mask_is_not_blamed_on_features(tmp_path: Path, capsys) -> None:
     path, _ = planted("mask off by one: does not see itself", tmp_path)
     _, said = ask(capsys, path, "--quick", "--dtype=float32", "--device=cpu", "--json")

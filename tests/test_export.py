@@ -121,7 +121,7 @@ def here(source: str, ids: list[int], n: int, eot: int | None) -> list[int]:
     return engine.generate(model, torch.tensor([ids]), n, temperature=0, stop=eot)[0].tolist()
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+@pytest.mark.parametrize("tokenizer", ["char", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_is_the_same_there(shape, tokenizer, gpt2, transformers, tmp_path):
     kind, text = {"char": "shakespeare", "gpt2": "text"}[tokenizer], str(tmp_path / "text.txt")

@@ -143,7 +143,8 @@ def test_scale_softcap_and_sinks_with_gradients(case, only_traced, monkeypatch) 
     matrix.check(get("flex"), case, "float32")
 
 
-@pytest.mark.parametrize("by", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["eager", "inductor"])
 def test_the_model_compiles_into_one_graph(by, graphs) -> None:
     config = GPTConfig(block_size=256, vocab_size=64, n_layer=1, n_head=2, n_embd=32,
                        attention_window=100)  # fmt: skip

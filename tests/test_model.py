@@ -379,9 +379,9 @@ def runs_here(name: str, model: GPT, with_segments: bool = False) -> bool:
 
 
 def _trained() -> Iterator[Any]:
-    """(backend, shape, segments): of Triton's, a second each, half are left to the slow tests."""
+    """(backend, shape, segments): of Triton's, a second each, most are left to the slow tests."""
     for name, shape, segmented in itertools.product(BACKENDS, SHAPES, (False, True)):
-        long = name == "triton" and segmented != ("window" in shape)
+        long = name == "triton" and not (shape == "mqa-window" and segmented)
         id_ = f"{name}-{shape}" + "-segments" * segmented
         yield pytest.param(name, shape, segmented, marks=[pytest.mark.slow] * long, id=id_)
 

@@ -295,6 +295,7 @@ def ddp_step(rank: int, n: int, model: GPTConfig) -> tuple[list[int], int]:
     return sent, sum(s.nbytes() for s in grads.values())
 
 
+@pytest.mark.slow
 def test_what_ddp_holds_and_sends() -> None:
     want = plan(UNEVEN, "ddp", 2, sequences=8)
     ((kind, buckets, each),) = want.sent()
@@ -333,15 +334,10 @@ def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bo
     return sent, len(messages)
 
 
-@pytest.mark.parametrize(
-    "n, dtype, checkpointing",
-    [
-        (2, "bfloat16", False),
-        pytest.param(2, "bfloat16", True, marks=pytest.mark.slow),
-        pytest.param(3, "bfloat16", True, marks=pytest.mark.slow),
-        pytest.param(4, "float32", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n, dtype, checkpointing", [
+    (2, "bfloat16", False), (3, "bfloat16", True), (4, "float32", False),
+])  # fmt: skip
 def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) -> None:
     model = replace(UNEVEN, attention_backend="tiled")
     how: Any = {"dtype": dtype, "batch": 2, "sequences": 2, "checkpointing": checkpointing}

@@ -190,7 +190,8 @@ def layers(ring: Ring) -> bool:
     return all(torch.equal(a, b) for i in range(3) for a, b in zip(alone[i], mixed[i], strict=True))
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
 def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass(n) -> None:
     assert all(answer(n, "layers"))
 
@@ -230,6 +231,7 @@ def traffic(ring: Ring, T: int, segments: bool, dtype: str, window: int | None) 
     return forward, log, q.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(len(TRAFFIC)))
 def test_bytes_are_those_of_the_docstring_and_sent_while_a_block_is_computed(which) -> None:
     n, B, Hkv, D = 3, 2, 2, 16

@@ -296,6 +296,7 @@ def test_compile_takes_the_call_whole_and_computes_the_same(case, p) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     inputs, seg, _ = draw("segments-window-chunk-mqa")
     q, k, v, dout = inputs

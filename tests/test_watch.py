@@ -66,17 +66,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize(
-    ("fault", "victim", "parallel"),
-    [
-        ("SIGKILL", 1, "ddp"),
-        pytest.param("SIGKILL", 0, "fsdp", marks=pytest.mark.slow),
-        pytest.param("fails", 1, "fsdp", marks=pytest.mark.slow),
-        pytest.param(
-            "SIGSTOP", 0, "fsdp", marks=pytest.mark.slow
-        ),  # torchrun waits 30 s to kill it
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "victim", "parallel"), [
+    ("SIGKILL", 1, "ddp"), ("SIGKILL", 0, "fsdp"), ("fails", 1, "fsdp"),
+    ("SIGSTOP", 0, "fsdp"),  # torchrun waits 30 s to kill it
+])  # fmt: skip
 def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, parallel):
     out = tmp_path / "out with space"
     line = argv(data_dir, out, max_iters=10_000, hang_timeout=4, parallel=parallel)

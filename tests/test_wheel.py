@@ -165,6 +165,7 @@ assert sys.modules['nanoattn.sdpa'] is sys.modules['attention.sdpa']"""
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_another_package_named_attention_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "attention.py").write_text("other = True")
     (tmp_path / "nanoattn").symlink_to(ROOT / "attention")
