@@ -47,8 +47,8 @@ ITEMS = list(items(DTYPES, length=600))
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x64-window-packed",
        "large", "overflow", "dominant", "softcap-large-window16-packed",
        "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")  # fmt: skip
-# Each of flex's cases may compile, for seconds: in half precision it runs FEW, attention check the
-# rest. Triton's interpreter takes up to seconds for each.
+# Each of flex's cases may compile, for seconds: it runs FEW, and attention check the rest. Triton's
+# interpreter takes up to seconds for each.
 FEWER = {
     "flex": ("packed-window16-gqa", "segments, evaluation"),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "mixed",
@@ -91,11 +91,8 @@ def _grid() -> Iterator[Any]:
             slow_here = device == "cpu" and name in FEWER and "long text" in item.name
             if slow_here and (item.dtype != "float32" or item.spec.grad):
                 continue  # a dozen seconds each: one is asked here, all by attention check
-            if (
-                (device, name) == ("cpu", "flex")
-                and item.dtype != "float32"
-                and (item.name not in FEW)
-            ):
+            rare = item.name not in FEW and (item.case or item.dtype != "float32")
+            if (device, name) == ("cpu", "flex") and rare:
                 continue
             on_cuda, long = device == "cuda", device == "cpu" and _long(name, item)
             marks = [pytest.mark.gpu] * on_cuda + [pytest.mark.slow] * long
