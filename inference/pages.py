@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -135,13 +135,14 @@ class PagePool:
         """Tokens stored of a sequence."""
         return self._held(seq).length
 
-    def new(self, tokens: Sequence[int] = ()) -> int:
+    def new(self, tokens: Sequence[int] = (), names: list[bytes] | None = None) -> int:
         """Begin a sequence that will start with `tokens`; return its number.
 
         It shares the named pages of a prefix. At least the last token needs a prefill, for its
-        logits. Its own full pages of `tokens` get names, for later sequences.
+        logits. Its own full pages of `tokens` get names, for later sequences. `names`: those of
+        names(tokens), if the caller has them.
         """
-        names = list(self._names(tokens))
+        names = self.names(tokens) if names is None else names
         n = max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
@@ -204,10 +205,11 @@ class PagePool:
             raise ValueError(f"no sequence {seq}")
         return self._sequences[seq]
 
-    def _names(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def names(self, tokens: Sequence[int]) -> list[bytes]:
         """The names of the full pages of these tokens."""
-        name = b""
+        name, found = b"", []
         for end in range(self.page_size, len(tokens) + 1, self.page_size):
             ids = array("q", tokens[end - self.page_size : end])
             name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
-            yield name
+            found.append(name)
+        return found

@@ -103,6 +103,7 @@ class _Row(Row):
     prompt: list[int] = field(default_factory=list)
     slides: bool = False  # may exceed block_size
     stored: int = 0  # the most tokens that are in the cache
+    names: list[bytes] = field(default_factory=list)  # of the prompt's full pages
     random: Uniform | None = None
     place: int = -1  # in _Server.texts, once admitted
     seq: int = -1  # in the pool, once admitted
@@ -214,6 +215,7 @@ class _Server(Decoder[_Row]):
             stored = len(prompt) + row.room - 1  # the last token is never read
             row.slides = stored > self.block_size
             row.stored = min(stored, self.block_size)
+            row.names = [] if row.slides else self.pool.names(row.prompt)
             for window, n in self.pool.n_pages.items():
                 if (most := self.most_pages(row, window)) > n - 1:
                     raise UserError(
@@ -227,7 +229,7 @@ class _Server(Decoder[_Row]):
         """Start the texts whose pages are free, in order."""
         admitted: list[_Row] = []
         for row in list(self.waiting):
-            row.seq = self.pool.new(() if row.slides else row.prompt)
+            row.seq = self.pool.new(() if row.slides else row.prompt, row.names)
             if not self.fits([*self.rows, row]):
                 self.pool.free(row.seq)
                 break

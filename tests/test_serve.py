@@ -103,10 +103,7 @@ def test_every_text_is_that_of_its_prompt_alone(shape, sampling, pools) -> None:
     for page_size, slots, n_pages in ((4, 3, None), (3, 4, 9)):
         sizes = {"page_size": page_size, "slots": slots, "n_pages": n_pages}
         assert texts_of(model, prompts, 14, **sizes, **sampling) == want, sizes
-    assert (
-        all(pool.n_used(window) == 0 for pool in pools for window in pool.n_pages)
-        and len(pools) == 2
-    )
+    assert len(pools) == 2 and not any(n for pool in pools for n in map(pool.n_used, pool.n_pages))
 
 
 # --- continuous batching ---

@@ -21,18 +21,14 @@ const thumbs = thumbnails();
 const strip = tokenStrip($("map-tokens"), (i) => lookAt(i));
 listenToMap();
 
-/** Everything that depends on the width or the colours. */
-function draw() {
-  drawMaps();
-}
-draw();
+drawMaps();
 
 let width = innerWidth;
 addEventListener("resize", () => {
-  if (innerWidth !== width) draw(); // on a phone the height changes as the address bar hides
+  if (innerWidth !== width) drawMaps(); // on a phone the height changes as the address bar hides
   width = innerWidth;
 });
 dark.addEventListener("change", () => {
   thumbs.forEach((button, n) => mapPicture(Math.floor(n / H), n % H, button.firstChild));
-  draw();
+  drawMaps();
 });
