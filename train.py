@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
             f"--gradient_accumulation_steps={twice}, or --gradient_checkpointing=True"
         ) from e
     except RuntimeError as e:
-        distributed.name_missing(e, distributed.resume_command(config.out_dir))
+        distributed.name_missing(e, checkpoint.resume_command(config.out_dir, distributed))
         raise
     finally:
         distributed.leave()
@@ -281,10 +281,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         evaluate(run, meter.metrics)
 
     stop, kernel = runtime.StopSignal(), run.attention
-    resume = distributed.resume_command(config.out_dir)
     found_inf = torch.zeros((), device=device)  # set to 1 by a loss or gradient that is not finite
     warm_step = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
-    val_loss: float | None = None
     # Gradients are averaged evenly over processes, which may have different numbers of sequences.
     share = parallel.loss_weight(run.model.ring, T) * distributed.data_size / run.global_batch
     batches = data.Batches(run.splits["train"], T, run.global_batch, config.seed, device)
@@ -322,13 +320,14 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
 
         # --- evaluation ---
         val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
-        if any_inf or not math.isfinite(mean_loss if val_loss is None else val_loss):
-            value = mean_loss if val_loss is None else val_loss
+        value = mean_loss if val_loss is None else val_loss
+        if any_inf or not math.isfinite(value):
+            run.saver.wait()
+            resume = checkpoint.resume_command(config.out_dir, distributed)
             say(f"error: a loss or gradient is not finite at step {run.step} or shortly before "
                 f"(loss {value}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower "
                 f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}",
                 file=sys.stderr)  # fmt: skip
-            run.saver.wait()
             return 1
         if logging_now:
             meter.log(run.step, mean_loss, lr, seconds)
@@ -348,6 +347,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     if meter.metrics:
         meter.metrics.close()
     if run.step < config.max_iters:
+        resume = checkpoint.resume_command(config.out_dir, distributed)
         say(f"stopped after step {run.step}; to continue: {resume}")
         return 128 + (stop.signal or signal.SIGTERM)
     meter.end(val_loss, run.meta.get("baselines", {}))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import sys
 import threading
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -212,6 +214,13 @@ def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
     distributed.say("restarted by torchrun: resuming from the last checkpoint")
     origins = {**loaded.origins, "init_from": "restart"}
     return resumed(Loaded(replace(given, init_from="resume"), origins))
+
+
+def resume_command(out_dir: str, distributed: DistInfo) -> str:
+    """The command that resumes the run in out_dir; before its first checkpoint, that starts it."""
+    resume = ["--init_from=resume", f"--out_dir={out_dir}"]
+    words = resume if store.folders(out_dir) else sys.argv[1:]
+    return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 
 def build_model(loaded: Loaded[Any], meta: Json) -> GPT:

@@ -7,7 +7,6 @@ PyTorch handles a dead or frozen process: the collectives of the others fail, at
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -96,14 +95,17 @@ class DistInfo:
             )
         return steps
 
-    def resume_command(self, out_dir: str) -> str:
-        """The command that resumes the run in out_dir with as many processes."""
+    @property
+    def launcher(self) -> str:
+        """What starts a script in as many processes; on several nodes it must run on each."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        launcher = f"torchrun --standalone --nproc_per_node={here}"
-        if here < self.world_size:
-            launcher = f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} ..."
-        launcher = "python" if self.world_size == 1 else launcher
-        return f"{launcher} train.py --init_from=resume --out_dir={shlex.quote(out_dir)}"
+        if self.world_size == 1:
+            return "python"
+        if here == self.world_size:
+            return f"torchrun --standalone --nproc_per_node={here}"
+        first = f"{os.environ['MASTER_ADDR']}:29400"
+        return (f"torchrun --nnodes={self.world_size // here} --nproc_per_node={here} "
+                f"--rdzv_backend=c10d --rdzv_endpoint={first}")  # fmt: skip
 
     @property
     def job(self) -> str | None:

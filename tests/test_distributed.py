@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.distributed import DDPOptimizer
 
+from checkpoint import resume_command
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.parallel import BUCKET_MB, replicate
@@ -46,17 +48,22 @@ def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
     def launcher(n: int) -> str:  # of all processes, also of those that share sequences
-        return (
-            DistInfo(torch.device("cpu"), world_size=n, context_parallel=n // 2 or 1)
-            .resume_command("x")
-            .partition(" train.py")[0]
-        )
+        device = torch.device("cpu")
+        return DistInfo(device, world_size=n, context_parallel=n // 2 or 1).launcher
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
     assert launcher(4) == "torchrun --standalone --nproc_per_node=4"
-    assert launcher(8) == "torchrun --nnodes=2 --nproc_per_node=4 ..."
+    nodes = "--rdzv_backend=c10d --rdzv_endpoint=node0:29400"
+    assert launcher(8) == f"torchrun --nnodes=2 --nproc_per_node=4 {nodes}"
+
+
+def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "config/my.py", "--out_dir=a b"])
+    advice = resume_command(str(tmp_path), DistInfo(torch.device("cpu")))
+    assert advice == "python train.py config/my.py '--out_dir=a b'"
 
 
 # More than 1 MB of parameters in a block, where PyTorch cuts first.
