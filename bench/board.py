@@ -21,10 +21,10 @@ from bench.verify import OLD, model_of, sequences_of, verify
 
 FOLDER = records.ROOT / "bench" / "records"
 PAGE = records.ROOT / "docs" / "BOARD.md"
-INTRO = f"""All records in [bench/records](../bench/records), written by `python -m bench.board`. \
+INTRO = """All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
-compare the same work where heading and columns left of "machine" are equal. "{OLD}": an old \
-record without errors and causality tests; peak "-": measured on that machine."""
+compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
+a remark below. Peaks were measured on that machine unless a column says otherwise."""
 Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
@@ -121,46 +121,59 @@ FIGURES = {
 
 
 def trust(row: Row, part: Part) -> list[str]:
-    """Return the source of the peak, the error, and doubts about the record."""
+    """Return the source of the peak, and the error."""
     source = part["machine"]["peak_source"]
     peak = "given" if source.startswith("--") else re.split("[: ]", source)[0]
     peak = peak.replace("measured", "-")
-    error = tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))
-    doubts = ["incomplete"] * (not part.get("complete", True))
-    doubts += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
-    return [peak, error, ", ".join(doubts) if part["format"] == records.FORMAT else OLD]
+    return [peak, tables.error(row.get("error_out", (row.get("proof") or {}).get("error")))]
 
 
-def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], list[str]]:
-    """Return the tables by mode and work, short names of the machines, and links to records
-    without rows."""
+def doubts(part: Part) -> str:
+    """Return what speaks against a record's figures."""
+    if part["format"] != records.FORMAT:
+        return f"{OLD}, without errors and causality tests"
+    found = ["incomplete"] * (not part.get("complete", True))
+    found += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
+    return ", ".join(found)
+
+
+def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dict[str, str]]:
+    """Return the tables by mode and work, the machines by short name, and remarks on records."""
     machines: dict[str, str] = {}
+    remarks: dict[str, str] = {}
     lines: dict[tuple[str, str], list[tuple[tuple[object, ...], list[str]]]] = {}
-    others = []
     for number, (name, content) in enumerate(found.items(), 1):
         if not {"rows", "stages"} & content.keys():
-            others.append(f"[{name}][{number}]")
+            remarks[f"[{name}][{number}]"] = "no table here"
             continue
         for part in records.parts(content):
-            about = part["machine"]["about"]
+            about, doubt = part["machine"]["about"], doubts(part)
+            if doubt:
+                remarks[f"[{name}][{number}]"] = doubt
+            link = f"[{part['date'][:10]}{'*' * bool(doubt)}][{number}]"
             machine = machines.setdefault(about, f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
                 mode, at = row["mode"], work(row, part)
-                seen = f"{row['backend']}: {tables.kernel_names(row)}"
+                seen = f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")
                 columns = dict(tables.COLUMNS[mode])
-                made = [columns[title](row) for title in FIGURES[mode]]
+                made = [columns[title](row).replace("noisy", "~") for title in FIGURES[mode]]
                 order = ([by_value(cell) for cell in at], machine, row["ms"])
-                link = f"[{part['date'][:10]}][{number}]"
                 line = [*at, machine, seen, *made, *trust(row, part), link]
                 lines.setdefault((mode, heading(row, part)), []).append((order, line))
     by_mode: dict[str, Table] = {}
     for mode, titles in WORK.items():
-        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "doubts", "record"]
+        head = [*titles, "machine", "kernel", *FIGURES[mode], "peak", "error", "record"]
         for (of_mode, what), group in sorted(lines.items()):
             if of_mode == mode:
                 sorted_ = [cells for _, cells in sorted(group, key=lambda one: one[0])]
-                by_mode.setdefault(records.TITLES[mode], {})[what] = (head, sorted_)
-    return by_mode, machines, others
+                by_mode.setdefault(records.TITLES[mode], {})[what] = with_content(head, sorted_)
+    return by_mode, machines, remarks
+
+
+def with_content(head: list[str], lines: list[list[str]]) -> tables.Cells:
+    """Return a table without the columns that are empty in all lines."""
+    full = [i for i in range(len(head)) if any(line[i] != "-" for line in lines)]
+    return [head[i] for i in full], [[line[i] for i in full] for line in lines]
 
 
 def by_value(cell: str) -> tuple[float, str]:
@@ -171,14 +184,15 @@ def by_value(cell: str) -> tuple[float, str]:
 
 def page(found: dict[str, Part]) -> str:
     """Return the board as Markdown."""
-    sections, machines, others = board(found)
+    sections, machines, remarks = board(found)
     named = "; ".join(f"{short}: {about}" for about, short in machines.items())
     text = ["# The board", INTRO, f"Machines: {named}."]
     for title, by_work in sections.items():
         text.append(f"## {title}")
         for what, cells in by_work.items():
             text += [f"### {what}", tables.markdown(cells)]
-    text += ["## Other records", "\n".join(f"- {one}" for one in others)] if others else []
+    if remarks:
+        text += ["## Remarks", "\n".join(f"- {link}: {why}" for link, why in remarks.items())]
     links = (f"[{i}]: ../bench/records/{name}/README.md" for i, name in enumerate(found, 1))
     text.append("\n".join(links))
     return "\n\n".join(text) + "\n"
