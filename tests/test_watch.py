@@ -73,11 +73,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ])  # fmt: skip
 def test_the_lost_rank_is_named_and_all_end(data_dir, tmp_path, fault, victim, parallel):
     out = tmp_path / "out with space"
-    line = argv(data_dir, out, max_iters=10_000, hang_timeout=4, parallel=parallel)
+    line = argv(data_dir, out, max_iters=10_000, eval_interval=3, hang_timeout=4,
+                parallel=parallel)  # fmt: skip
     how = ["--shutdown-timeout=1"] if fault == "SIGSTOP" else []
     code, said, seconds = torchrun(tmp_path, fault, victim, line, *how)
     assert code != 0 and seconds < 60, said
-    assert re.search(rf"lost rank {victim}\b.*--out_dir='{out}'", said), said
+    assert re.search(rf"lost rank {victim}\b.*--init_from=resume '--out_dir={out}'", said), said
     assert not re.search(rf"lost rank {1 - victim}\b", said), said
     assert (fault != "fails") or "a fault of its own" in said
 
