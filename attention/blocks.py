@@ -1,7 +1,7 @@
 """Windows and segments at their true cost, for kernels that mask: the queries in blocks.
 
-A block of queries attends only to the keys from the first one that any of them sees to its own last
-position, so it is an attention problem of its own, aligned bottom-right as the whole is:
+A block of queries attends to the keys from the first one that any of them sees to its own last
+position. This is a smaller attention problem, aligned bottom-right too:
 
              k0  k1  k2  k3  k4  k5  k6  k7
         q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
@@ -33,7 +33,7 @@ CUDA_BLOCK = 1024  # each block is a kernel launch; not measured
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries that are computed together, and the keys that they may see."""
+    """Queries that are computed together, and the keys that they see."""
 
     I: slice  # queries
     J: slice  # keys
@@ -58,7 +58,7 @@ def pieces(
 ) -> list[Piece]:
     """Cut the last Tq of Tk positions, one row whose segments begin at `borders`.
 
-    Short neighbors share a block; a segment without a window is one piece, whatever its length.
+    Short neighbors share a block; a segment without a window is one piece.
     """
     found: list[Piece] = []
     offset = Tk - Tq
@@ -178,7 +178,7 @@ class Slices(torch.autograd.Function):
 
 class WithLSE(torch.autograd.Function):
     """Attention by a caps.Partial: out (B, Tq, H, D) and the log-sum-exp (B, H, Tq), which has no
-    gradient. It saves nothing else than them and its inputs."""
+    gradient. It saves only these and its inputs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
@@ -206,13 +206,13 @@ class WithLSE(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Runs:
-    """The segments that hold queries, as the varlen functions take them."""
+    """The segments that hold queries."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys
     max_q: int  # the most queries in one
     max_k: int  # the most keys in one
-    keys: Tensor | None  # indices into the B * Tk keys, those in these runs; None: all
+    keys: Tensor | None  # indices of their keys among the B * Tk; None: all
 
 
 @kept

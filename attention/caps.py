@@ -160,8 +160,8 @@ class Partial:
 
 
 def checked(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an attend() that raises ValueError for tensors that contradict the Spec. A compiled step
-    was checked before it was traced."""
+    """Make attend() raise ValueError for tensors that contradict the Spec. A compiled step was
+    checked before it was traced."""
     if getattr(attend, "checked", False):
         return attend
 
@@ -210,7 +210,7 @@ class Backend:
     caps: tuple[Caps, ...]  # a row for each group of devices and dtypes with the same limits
     fallback: str | None  # where the search in select.PREFERENCE starts if this is refused
     aliases: tuple[str, ...] = ()
-    install: str | None = None  # the command that installs it
+    install: str | None = None  # a shell command
     fullgraph: bool = True  # torch.compile traces it without a graph break
     partial: Partial | None = None  # present if Caps.lse
     prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
@@ -253,14 +253,14 @@ class Proof(TypedDict):
 
 @dataclass(frozen=True)
 class Resolution:
-    """The backend that will run, and the backends refused before it, with the reasons."""
+    """The backend that will run, and those refused before it, with the reasons."""
 
     requested: str
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()  # kernels that the profiler saw in the probe; empty: not probed
-    proof: Proof | None = None  # of the probe; None: not probed
-    note: str = ""  # a warning about what will run
+    proof: Proof | None = None  # None: not probed
+    note: str = ""  # a warning
 
     def warnings(self) -> list[str]:
         """One text for each refused backend, with its reasons; then the note."""
@@ -274,11 +274,9 @@ class Resolution:
         return lines + [self.note] * bool(self.note)
 
     def info(self) -> str:
-        """One line: the backend and the kernels that will run."""
         kernels = f"; kernel: {', '.join(self.kernels)}" if self.kernels else ""
         return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
 
     def __str__(self) -> str:
-        """The lines that a user sees."""
         warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
         return "\n".join([*warned, "INFO: " + self.info()])

@@ -1,9 +1,9 @@
-"""A kernel is chosen and remembered here: by each model, and, for "fastest", on disk.
+"""The choice of a kernel, remembered by each model and, for "fastest", on disk.
 
 "fastest" times every backend at the run's shape (machine/timing.py) and takes the fastest if it
 beats the choice of "auto" by 2 %. With torch.distributed rank 0 measures for all. fastest.json in
-~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) holds the chosen names, by the versions of this
-package and of torch, the device, the Spec and the shape. A remembered name has to pass the probe.
+~/.cache/nanoattn ($XDG_CACHE_HOME, $NANOATTN_CACHE) holds the names, by the versions of this
+package and torch, the device, the Spec and the shape. A remembered name must pass the probe.
 """
 
 from __future__ import annotations

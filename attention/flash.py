@@ -1,4 +1,4 @@
-"""flash_attn_2, flash_attn_3, flash_attn_4: the three generations of Tri Dao's flash-attn packages.
+"""The three generations of Tri Dao's flash-attn packages.
 
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later   Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper             Shah et al. 2024, arXiv 2407.08608
@@ -15,8 +15,7 @@ Compile One graph in 2 (since 2.7) and 3 (since November 2025). A call of 4, a c
         segments break the graph.
 Partial Queries at any offset see a band of the keys: a window_size, after rows and keys without a
         visible pair are cut off (band()). No segments. Each part is rounded.
-Refuses what Caps declare below. Their tanh is approximate: the probe may refuse a softcap in
-        float16.
+Softcap Its tanh is approximate: the probe may refuse a softcap in float16.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ HALF = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Package:
-    """One generation: where to import it from, and how its functions name their arguments."""
+    """One generation and its argument names."""
 
     module: str  # import name
-    unbounded: int | None  # how it writes an unlimited side of the window
-    dropout: bool = False  # do its functions take dropout_p?
-    kvcache: str | None = None  # the name of its page table in flash_attn_with_kvcache
-    lse: str = "return_attn_probs"  # the argument that makes flash_attn_func return L too
-    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel to download
+    unbounded: int | None  # marks an unlimited side of the window
+    dropout: bool = False  # takes dropout_p
+    kvcache: str | None = None  # name of the page table in flash_attn_with_kvcache
+    lse: str = "return_attn_probs"  # argument for returning L too
+    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel
 
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
@@ -123,7 +122,7 @@ def _from_cache(
     return _tensor(flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=seen, **asked))
 
 
-# --- in parts (spec.Partial) ---
+# --- in parts (caps.Partial) ---
 
 
 def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slice, int, int] | None:
@@ -132,7 +131,7 @@ def band(Tq: int, Tk: int, offset: int, window: int | None) -> tuple[slice, slic
     W = max(offset + Tq, 1) if window is None else window
     I = slice(max(0, -offset), min(Tq, Tk + W - 1 - offset))
     J = slice(max(0, I.start + offset - W + 1), min(Tk, I.stop + offset))
-    if J.start >= J.stop:  # so it is where no query sees a key
+    if J.start >= J.stop:  # no query sees a key
         return None
     right = offset + I.stop - J.stop
     return I, J, W - 1 - right, right
@@ -209,7 +208,7 @@ def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-# Imported modules. torch.compile can read a dict, but can trace neither an import nor a cache.
+# torch.compile can read a dict, but can trace neither an import nor a cache.
 _loaded: dict[tuple[str, bool], ModuleType] = {}
 
 

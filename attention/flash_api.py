@@ -6,7 +6,7 @@
 
 Signatures, layouts, defaults and in-place effects are those of flash-attn 2.8 (Dao-AILab,
 flash_attn/flash_attn_interface.py); FlashAttention-3's further keywords are accepted too. What
-cannot be computed is refused with a ValueError that names the argument, never ignored:
+cannot be computed is refused with a ValueError that names the argument:
 
     causal=False  except where it changes nothing: one query, or a window whose right side is 0
     alibi_slopes, rotary_cos, cache_leftpad, qv, q_descale, attention_chunk, seqused_k, ...
@@ -263,7 +263,7 @@ def _host_rows(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: list[int], table: Tensor | None,
     request: Request,
 ) -> Any:  # fmt: skip
-    """Attention to rows whose lengths the host knows: it reads no more than their keys."""
+    """Attention to rows whose lengths the host knows: it reads only their keys."""
     if table is None and len(set(lengths)) == 1:
         n = lengths[0]
         out, L = _dense(q, k_cache[:, :n], v_cache[:, :n], request)
@@ -303,7 +303,6 @@ def _kernel(
     q: Tensor, k: Tensor, request: Request, *, segments: bool = False, grad: bool = False,
     cache: str = "none", page_size: int | None = None,
 ) -> tuple[Backend, Spec]:  # fmt: skip
-    """The backend for this kind of call, and its Spec."""
     Tq, Tk = q.shape[1], k.shape[1]
     window = request.window
     if window is not None and cache != "paged" and window >= Tk:

@@ -1,7 +1,7 @@
-"""flex: PyTorch's flex_attention, whose mask is Python, traced and compiled into the kernel.
+"""flex: PyTorch's flex_attention, whose mask is a Python function.
 
 The kernel is FlashAttention (tiled.py) as a template. torch.compile traces mask_mod(b, h, i, j),
-here just visible(), into it. A BlockMask lists what to do with each tile of 128 x 128 scores:
+here visible(), into it. A BlockMask classifies the tiles of 128 x 128 scores:
 
               K_0 K_1 K_2 K_3     partial   full
         Q_0 [  /   .   .   .  ]   0         -         /  partial: mask_mod at each entry
@@ -44,7 +44,7 @@ from .machine.system import own_code
 from .spec import Spec, visible
 from .views import kept, zeros_before_the_first_key
 
-TILE = 128  # rows and columns of a listed tile; the tiles that the kernel computes divide it
+TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 THREE = ("float16", "bfloat16", "float32")
 # Head dims for which PyTorch's C++ for a CPU with AVX2 multiplies 16 keys where 8 are left, and
 # overwrites the rows' maxima behind the scores (_inductor/codegen/cpp_micro_gemm.py, pull request
@@ -187,7 +187,6 @@ def _by_segments(segments: Tensor, Tq: int, Tk: int, window: int | None) -> Any:
 def kept_block_mask(
     Tq: int, Tk: int, window: int | None, segments: Tensor | None, device: torch.device
 ) -> Any:
-    """block_mask(), cached by shape, or for a tensor of segments."""
     if segments is None:
         return _by_shape(Tq, Tk, window, None, device)
     return _by_segments(segments, Tq, Tk, window)

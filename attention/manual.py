@@ -30,8 +30,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); cache: says which
-    keys are seen, where k and v are the buffers of a static cache.
+    segments: (B, Tk) int32, the queries are the last Tq positions; sinks: (H,); cache: the view
+    of a static cache, whose buffers are k and v.
     """
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
     # Query heads that share a key/value head become rows of one matmul: no copy of k or v.

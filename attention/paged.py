@@ -2,8 +2,8 @@
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-Otherwise the formula of manual.py. The rows of one call may have different lengths (Kwon et al.
-2023, arXiv 2309.06180). Two paths:
+Otherwise the formula of manual.py. Rows of one call can differ in length (Kwon et al. 2023, arXiv
+2309.06180). Two paths:
 
     decode   one query a row, on CUDA with Triton, float16, bfloat16 or float32: the kernels of
              triton/paged_kernels.py read the visible pages in place (nanoattn::paged_decode).
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
             spec.softmax_scale, spec.softcap, splits=0,
         )  # fmt: skip
     outs = []
-    for a in range(0, q.shape[1], BLOCK):  # a mask of BLOCK queries at a time
+    for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
         part = PagedView(cache.page_table, start, (cache.count - a).clamp(0, BLOCK))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks))
@@ -60,18 +60,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention of q (B, Tq, H, D) to the tokens of each row that a query sees, copied from its
-    pages into one tensor."""
+    """Attention of q (B, Tq, H, D) to the tokens that it sees, copied from their pages."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
-    if spec.window is not None:  # earlier tokens may have no page any more
+    if spec.window is not None:  # earlier tokens' pages may be freed
         first = (cache.start[:, None] - spec.window + 1).clamp(min=0)  # (B, 1)
         j = first + j[:, : spec.window + Tq - 1]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
-    # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
-    # sequence has left there.
+    # 0 * NaN is NaN: past the end of a row its last token is read again.
     at = torch.minimum(j, last)  # (B, Tk)
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)

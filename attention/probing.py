@@ -1,8 +1,8 @@
 """probe(): one run of a backend before anything depends on it.
 
-The backend runs forward and backward, with the real dtype, head_dim and head counts, on ordinary
-and on large scores. The results are compared with manual's in float64. A later token is changed to
-check that no earlier output moves. The profiler records which kernels ran.
+Output and gradients are compared with manual's in float64, with the real dtype, head_dim and head
+counts, on ordinary and on large scores. A later token is changed to check that no earlier output
+moves. The profiler records which kernels ran.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ring import Ring
 from .spec import Spec
 from .views import filled_cache
 
-# Profiler names of attention operators, and the usual names of the kernels.
+# Profiler name of an attention operator -> usual name of the kernel.
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -37,7 +37,7 @@ KERNELS = {
     "nanoattn::flash_forward": "flash (our Triton)",
     "nanoattn::paged_decode": "paged decode (Triton)",
 }
-# Namespaces of operators that are no attention kernels of another library.
+# Namespaces without another library's attention kernels.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
 
 SHORT = 64  # tokens in probe()
@@ -51,7 +51,7 @@ LARGE = 32
 class Probe:
     """The result of running a backend once."""
 
-    why: tuple[str, ...] = ()  # why it cannot be used; empty if its results are right
+    why: tuple[str, ...] = ()  # why it cannot be used; empty if it can
     kernels: tuple[str, ...] = ()  # short names: "flash", "math"
     events: tuple[str, ...] = ()  # the profiler's own names, device kernels included
     proof: Proof | None = None  # None: no results
@@ -90,7 +90,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                     if spec.dropout and not all(bool(t.isfinite().all()) for t in again):
                         raise FloatingPointError("not finite with dropout")
                     leak = leakage(run, inputs, seg, quiet)
-            except Exception as e:  # anything that a kernel raises
+            except Exception as e:
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
     names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
@@ -119,7 +119,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 
 def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -> tuple[str, ...]:
-    """What is wrong at T tokens; empty if nothing is.
+    """The errors at T tokens; empty if there are none.
 
     Compares the outputs of some queries, and the gradients that flow from them, of one sequence and
     the query heads of one key/value head: memory O(T). With a cache, the last queries only.
@@ -148,7 +148,7 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
             else:
                 attend = Ring().attend(backend) if spec.lse else backend.attend
                 got = _run(attend, [q, k, v, dout, *sinks], seg, spec)
-        except Exception as e:  # anything that a kernel raises
+        except Exception as e:
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
         given = [q, k, v, dout, *sinks]
@@ -254,7 +254,6 @@ def allowed_error(
     luck.
 
     Args:
-        plain: the error of plain PyTorch.
         size: of the true values.
         largest: the largest true value; for large scores times their scale.
     """

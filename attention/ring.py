@@ -24,11 +24,11 @@ Zigzag  Late queries attend to more keys than early ones. To balance the work th
             process 0 Q_7 [0   3   2   1   1   2   3   0 ]  0:  0 7    3 4    2 5    1 6
 
         After each step a process sends its current K, V from r to r + 1.
-Sent    Forward K, V are sent N - 1 times, each time while the current block is computed. Backward
-        they are sent again, N - 1 times: storing them would cost the memory that the ring saves.
+Sent    Forward K, V are sent N - 1 times, each while the current block is computed. Backward they
+        are sent again, N - 1 times: storing them would cost the memory that the ring saves.
         The float32 sums dK, dV follow their block N times and so return to its process. Windows
         and segments do not change what is sent: no process waits forever.
-Memory  O(T / N): its own K and V, and two blocks, the current and the incoming one.
+Memory  O(T / N): its own K and V, the current block and the incoming one.
 Numbers O_i, dQ_i, dK_j and dV_j stay float32 until the end, then are rounded once. L_i is joined in
         float64, since its rounding is an error of all of P. (MPS has no float64: with scores of
         0 +- 9, dV's error was 1.3 times as large at N = 4 as at N = 1.)
@@ -170,7 +170,7 @@ def with_segments(
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
     """Attention over the ring's sequence. q and the output (B, T_r, H, D), k, v (B, T_r, Hkv, D)
-    and segments (B, T_r) are this process's shards, as made by Ring.shard()."""
+    and segments (B, T_r) are this process's shards, from Ring.shard()."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"

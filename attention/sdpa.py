@@ -11,7 +11,7 @@ The formula of manual.py, by a fused kernel where there is one:
 
 FLOPs   4 * Tq * Tk * D a head forward, about half where a causal kernel skips masked tiles; a
         flash-type backward recomputes S: 2.5 times the forward instead of 2.
-Layout  (B, H, T, D) to PyTorch; these are transposed views, nothing is copied.
+Layout  (B, H, T, D) to PyTorch; these are transposed views.
 Masks   `is_causal=True` is aligned top-left in PyTorch: used only for Tq == Tk. A single query sees
         every key: no mask. All else gets a bool mask, in blocks of queries (blocks.py), so a window
         costs T * W; pinned flash on CUDA takes none (sdpa_flash.py).
@@ -88,8 +88,8 @@ def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor |
     grouped = spec.n_kv_head != spec.n_head
     takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and takes_no_groups and q.is_cuda:
-        # Most CUDA kernels that take a mask do not take grouped heads: rather than fall back to
-        # the math kernel and its O(T^2) memory, repeat each K/V head for its query heads.
+        # Most CUDA kernels that take a mask do not take grouped heads: repeat each K/V head, since
+        # PyTorch would fall back to the math kernel and its O(T^2) memory.
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
         grouped = False
 
@@ -145,7 +145,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | Non
 
 
 def _pinned(name: str, title: str, kernel: SDPBackend, *caps: Caps) -> Backend:
-    """A backend that runs this one kernel, or raises."""
     return Backend(name, title, partial(attend, kernel=kernel), caps, fallback="sdpa")
 
 

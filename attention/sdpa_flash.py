@@ -1,7 +1,7 @@
 """sdpa_flash beyond F.scaled_dot_product_attention: windows and segments, and in parts.
 
 varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
-          and treats each segment as a sequence, so there is no work on masked pairs.
+          and treats each segment as a sequence, without work on masked pairs.
 by_segments()  Segments on the CPU, as one operator for torch.compile.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
@@ -13,7 +13,6 @@ between queries and keys:
 
 Numbers Outputs and gradients of parts come in q's dtype: each part is rounded, where tiled's are
         float32.
-Refuses what sdpa_flash refuses (sdpa.py).
 Source  PyTorch's own context parallelism calls the same operators (torch/distributed/tensor/
         experimental/_context_parallel/_attention.py in 2.13). On CUDA not run yet.
 """

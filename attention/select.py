@@ -22,7 +22,7 @@ from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 
-# All kernels. A new one is a file with a BACKEND, imported above and listed here.
+# A new kernel is a file with a BACKEND, imported above and listed here.
 BACKENDS: dict[str, Backend] = {
     b.name: b
     for b in (
@@ -42,7 +42,6 @@ MPS_GUARD = Refusal(
 
 
 def is_file(name: str) -> bool:
-    """True if the name is a path: it ends in .py or contains a separator."""
     return name.endswith(".py") or os.sep in name or bool(os.altsep and os.altsep in name)
 
 
@@ -50,7 +49,7 @@ def get(name: str) -> Backend:
     """The backend with that name or alias. A file is run (own.py).
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name.
         BackendUnavailable: the file does not define a valid backend.
     """
     if is_file(name):
@@ -81,11 +80,11 @@ def packages(*names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(p.partition(">=")[0] for c in rows for p in c.packages))
 
 
-# --- resolve: what the backends declare ---
+# --- resolve ---
 
 # The order in which "auto" tries the kernels of a device. A refused backend falls back to its
-# `fallback`, and if that is refused too, to the first of these that can run. flex is not tried on a
-# CPU, where it needs a C++ compiler.
+# `fallback`, then to the first of these that can run. flex is not tried on a CPU, where it needs a
+# C++ compiler.
 PREFERENCE = {
     "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
              "triton", "manual", "tiled"),
@@ -156,7 +155,7 @@ def select(
     """Resolve `name` on this machine, falling back until a backend passes the probe.
 
     Args:
-        shape: batch size and tokens in a sequence, if known: then it is probed at that length too.
+        shape: batch size and tokens in a sequence; if known, that length is probed too.
     """
     machine = Machine.here(str(device))
     failed: dict[str, tuple[str, ...]] = {}

@@ -156,7 +156,6 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        """This machine."""
         import torch
 
         from .machine.system import cpu_name, matrix_units

@@ -95,12 +95,12 @@ def borders_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor | None
 
 
 def borders(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each position's segment begins and ends, so that a row sees one interval of keys.
+    """Where each position's segment begins and ends.
 
     [[5, 5, 5, 2, 2]], (B, T), gives [[0, 0, 0, 3, 3]] and [[2, 2, 2, 4, 4]], int32.
     """
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
-    changes = segments[:, 1:] != segments[:, :-1]  # between a position and the next
+    changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
     first = torch.where(begins, j, 0).cummax(dim=1).values
     last = torch.where(ends, j, len(j) - 1).flip(1).cummin(dim=1).values.flip(1)

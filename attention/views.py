@@ -85,7 +85,7 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class StaticView:
-    """How a kernel reads a static cache, whose k and v are buffers (B, length, Hkv, D).
+    """View of a static cache, whose k and v are buffers (B, length, Hkv, D).
 
     Token i of row b in this call is at position ``start[b] + i`` and sees the positions up to its
     own. Tokens from ``count[b]`` on are padding: their outputs are meaningless.
@@ -106,7 +106,7 @@ class StaticView:
 
 @dataclass(frozen=True)
 class PagedView:
-    """How a kernel reads a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
+    """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D).
 
     The j-th token of row b is ``k[page_table[b, j // page_size], j % page_size]``. Token i of row b
     in this call is the row's token ``start[b] + i`` and sees the row's tokens up to itself. Tokens

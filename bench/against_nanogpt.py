@@ -3,8 +3,7 @@
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python bench/against_nanogpt.py --nanogpt=../nanoGPT
 
-Each run is a new process on the same tokens and sizes, A B A B ... --dtype is ours: nanoGPT has
-float32 only on the CPU.
+Each run is a new process on the same tokens and sizes, A B A B ...
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def ours(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
 
 
 def theirs(size: str, config: BenchConfig, work: Path) -> tuple[float, int]:
-    """Return mean seconds per step, and bytes, of nanoGPT's loop."""
+    """Return the same for nanoGPT's loop."""
     command = [sys.executable, str(Path(config.nanogpt).resolve() / "train.py")]
     command += [*settings(size, config), f"--out_dir={work / 'theirs'}"]
     command += ["--always_save_checkpoint=False"]

@@ -137,7 +137,7 @@ class Bench:
         self.hf["counted"] = self.reference.pop("counted")
 
     def ask_once(self, kind: str, batch_size: int = 1) -> Json:
-        """Set up a job in a worker, end it and return its answer."""
+        """Set up a job in a worker and return its answer."""
         self.watch(f"the {kind}")
         worker = Worker(self.config.timeout, self.stop).begin(self.job(kind, "", batch_size))
         worker.close()

@@ -129,7 +129,6 @@ def trust(row: Row, part: Part) -> list[str]:
 
 
 def doubts(part: Part) -> str:
-    """Return what speaks against a record's figures."""
     if part["format"] != records.FORMAT:
         return f"{OLD}, without errors and causality tests"
     found = ["incomplete"] * (not part.get("complete", True))
@@ -183,7 +182,6 @@ def by_value(cell: str) -> tuple[float, str]:
 
 
 def page(found: dict[str, Part]) -> str:
-    """Return the board as Markdown."""
     sections, machines, remarks = board(found)
     named = "; ".join(f"{short}: {about}" for about, short in machines.items())
     text = ["# The board", INTRO, f"Machines: {named}."]

@@ -90,7 +90,7 @@ def token_numbers(sizes: GPTConfig | hf.Counted) -> int:
 
 
 def mbu(about: Json, B: int, P: int, new: int, token_ms: float, bandwidth: float) -> float:
-    """Return the MBU at `bandwidth` bytes/s; see the module's docstring."""
+    """Return the MBU; `bandwidth` in bytes/s."""
     context = P + new / 2
     size = about["weight_bytes"] + B * context * about["token_bytes"]
     return size / (token_ms / 1e3) / bandwidth

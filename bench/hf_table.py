@@ -135,7 +135,7 @@ def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check(name: str, case: str, got: dict[str, Tensor]) -> None:
-    """Compare with eager attention; the tolerance is attention.probing.allowed_error()."""
+    """Compare with eager attention."""
     plain, truth = eager(name, case, torch.float32), eager(name, case, torch.float64)
     assert got.keys() == truth.keys(), got.keys() ^ truth.keys()
     largest = max(float(t.abs().max()) for n, t in truth.items() if n != "tokens")
@@ -206,7 +206,6 @@ MARKS = ("<!-- table: python -m bench.hf_table -->\n", "<!-- end -->\n")
 
 
 def main() -> None:
-    """Write the table into docs/HF.md."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], "utf-8")

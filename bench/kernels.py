@@ -138,7 +138,7 @@ class Kernels:
 
 
 def errors(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], spec: Spec) -> tuple[float, float]:
-    """Return the errors of the output and of the worst gradient; see the module's docstring."""
+    """Return the errors of the output and of the worst gradient."""
     group = spec.n_head // spec.n_kv_head
     heads = (group, 1, 1, group)  # of the first key/value head: q, k, v, dout
     on = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device

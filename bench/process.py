@@ -1,8 +1,8 @@
 """Worker processes and interleaved rounds: A B C A B C.
 
-Each backend has a process of its own, with its own memory and compile caches. After the warm-ups
-each measures one round in turn, so that a drifting clock affects all alike. If the sleeping workers
-do not fit into memory together, every round gets new processes ("fresh").
+Each backend has its own process, memory and compile caches. After the warm-ups each measures one
+round in turn, so that a drifting clock affects all alike. If the sleeping workers do not fit into
+memory together, every round gets new processes ("fresh").
 """
 
 from __future__ import annotations

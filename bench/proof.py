@@ -22,8 +22,6 @@ Item = dict[str, str]  # a case or a property, its feature, and a dtype
 
 
 class Proof:
-    """Tests one backend on one item."""
-
     def __init__(self, told: Json) -> None:
         self.device = Job(told).device
         self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}

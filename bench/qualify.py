@@ -140,8 +140,6 @@ def convergence(bench: Bench, box: float) -> Content:
 
 
 class Stage(NamedTuple):
-    """Function, mode and settings of a stage."""
-
     run: Callable[[Bench, float], Content]
     mode: str = "kernel"
     options: Mapping[str, Any] = {}
@@ -291,7 +289,6 @@ def conclusions(record: Content) -> list[str]:
 
 
 def doubts(record: Content) -> list[str]:
-    """Return what makes the figures doubtful."""
     said = []
     for row in rows_of(record, "proof"):
         said += [f"{row['backend']} is wrong in {tables.failure(f)}" for f in row["failures"][:3]]

@@ -188,7 +188,6 @@ def sections(content: Json) -> list[tuple[str, tables.Cells]]:
 
 
 def readme(content: Json) -> str:
-    """Return the README.md of a record."""
     parts = [f"# {title(content)}"]
     if "incomplete" in content:
         parts.append(f"**Incomplete**: {content['incomplete']}.")

@@ -49,7 +49,7 @@ class Work:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
     def limit(self, tflops: float, bandwidth: float) -> str:
-        """Return the limit: "FLOPs", "bytes", or "-" without work."""
+        """Return "FLOPs", "bytes", or "-" without work."""
         if not self.flops and not self.bytes:
             return "-"
         return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
@@ -103,7 +103,6 @@ def ceiling(
 
 
 def told(found: Json, of: str) -> str:
-    """Return a ceiling as text."""
     return (
         f"if every part ran at its roofline{of}: {found['ms']:,.4g} ms, "
         f"{flops.in_words(found)}, {found['tokens_per_s']:,.0f} tok/s"

@@ -20,8 +20,8 @@ class Summary:
     """Median and quartiles of several rounds."""
 
     median: float
-    q1: float  # a quarter of the rounds were below
-    q3: float  # a quarter of the rounds were above
+    q1: float
+    q3: float
     spread: float | None  # (q3 - q1) / median; None for a single round
 
     @classmethod

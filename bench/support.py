@@ -71,7 +71,6 @@ def abilities(caps: Caps) -> dict[str, str]:
 
 
 def write() -> None:
-    """Replace both tables in their pages."""
     for page, made in ((ROOT / "README.md", overview()), (ROOT / "docs" / "SUPPORT.md", table())):
         head = re.escape(made.partition("\n")[0])
         text = page.read_text(encoding="utf-8")

@@ -294,7 +294,6 @@ def disagreeing(rows: list[Row], content: Json) -> list[str]:
 
 
 def verdict(rows: list[Row], content: Json) -> str:
-    """Return the verdict of `converge`."""
     base = next((r["backend"] for r in rows if r.get("verdict") == "baseline"), "the baseline")
     within = f"{content['settings']['tolerance']:.2%}"
     if noise := next((r["seed_noise"] for r in rows if "seed_noise" in r), None):

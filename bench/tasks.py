@@ -83,7 +83,6 @@ def line(config: TasksConfig, draw: random.Random) -> str:
 
 
 def tasks(config: TasksConfig) -> Iterator[tuple[str, list[Question]]]:
-    """Yield the name and the questions of each task."""
     draw, count = random.Random(f"questions {config.seed}"), range(config.questions)
     yield "copy", [copy(config, draw) for _ in count]
     yield "add", [add(draw, asked=True) for _ in count]

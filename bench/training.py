@@ -187,7 +187,7 @@ class Training:
     def profile(self, steps: int) -> Json:
         """Return milliseconds by part of steps of one micro-batch, with batches as in train.py.
 
-        They run without torch.compile, so that each operator belongs to a module.
+        The steps are not compiled, so that each operator belongs to a module.
         """
         config, device, who = self.config, self.device, self.who
         if device.type not in ("cuda", "cpu"):

@@ -42,8 +42,6 @@ JOBS = {  # a worker imports only its own
 
 
 class Handler:
-    """Answers requests one after the other."""
-
     job: Any = None
     where = ""
 
@@ -109,7 +107,6 @@ def alone(errors: str) -> None:
 
 
 def serve(pipe: Connection[Any, Any], errors: str) -> None:
-    """Answer requests until the pipe is closed."""
     alone(errors)
     warnings.simplefilter("ignore")
     handler = Handler()

@@ -1,7 +1,6 @@
 """Export a checkpoint to one folder: python -m checkpoint export FOLDER [--to=PLACE].
 
-The folder has all that transformers' AutoModelForCausalLM and AutoTokenizer, and the engines that
-read their format, need (docs/SERVE.md).
+transformers, and the engines that read its format, load it (docs/SERVE.md).
 """
 
 from __future__ import annotations

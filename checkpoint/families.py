@@ -6,7 +6,7 @@
     qwen2             llama with biases of q, k and v; some layers may have a window
     qwen3             llama with qk_norm; some layers may have a window
 
-Whatever else a config asks for is refused, never loaded approximately.
+Anything else in a config is refused, never loaded approximately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LLAMA_BLOCK = {  # a block's module -> those that it holds, stacked
 }
 LLAMA_ENDS = {"transformer.wte": ("model.embed_tokens",), "transformer.ln_f": ("model.norm",),
               "lm_head": ("lm_head",)}  # fmt: skip
-# What transformers assumes where a config.json has no such field.
+# transformers' defaults for missing fields.
 ASSUMED: dict[str, Json] = {
     "gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
     "llama": {},

@@ -1,7 +1,6 @@
 """The state of a training run, to and from checkpoints of any number of processes.
 
-Saver writes it, at once or in the background. resumed() merges the settings, build_model() makes
-the model, restore() fills it and the optimizer.
+Saver writes it. resumed(), build_model() and restore() read it, in this order.
 """
 
 from __future__ import annotations

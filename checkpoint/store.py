@@ -299,7 +299,6 @@ def set_aside(out_dir: str | Path) -> Path | None:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file."""
     path.touch()
     mode = path.stat().st_mode  # from the umask; save_file() would leave mode 0600
     tensors = {name: t.detach().contiguous() for name, t in weights.items()}

@@ -1,1 +1,1 @@
-"""What knows nothing of the model: settings, the set-up of a run, FLOPs and peaks, metrics."""
+"""Settings, set-up of a run, FLOPs and peaks, metrics: independent of the model."""

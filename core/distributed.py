@@ -51,7 +51,7 @@ class DistInfo:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-            if here > gpus:  # raised on all ranks: rank 0 is the one that prints
+            if here > gpus:  # raised on all ranks: rank 0 prints it
                 raise UserError(f"--nproc_per_node={here} needs {here} GPUs, found {gpus}")
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -71,7 +71,7 @@ class DistInfo:
 
     @property
     def data_size(self) -> int:
-        """Data-parallel size: the number of processes that share a step's sequences."""
+        """Data-parallel size: processes that share a step's sequences."""
         return self.world_size // self.context_parallel
 
     @property
@@ -97,7 +97,7 @@ class DistInfo:
 
     @property
     def launcher(self) -> str:
-        """What starts a script in as many processes; on several nodes it must run on each."""
+        """Command that starts as many processes; on several nodes it must run on each."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if self.world_size == 1:
             return "python"
@@ -128,7 +128,7 @@ class DistInfo:
         """After a failed collective: print the ranks whose collective has not failed too.
 
         They are dead, frozen or busy. The process groups are broken then, but torchrun's store
-        still works. `resume` is the command that resumes the run.
+        still works.
         """
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
@@ -156,7 +156,6 @@ class DistInfo:
             dist.destroy_process_group()
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Print on the main process only."""
         if self.main:
             print(text, file=file, flush=True)
 

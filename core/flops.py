@@ -14,8 +14,6 @@ of the operations that the model's mathematics needs, over the device's peak rat
 6 N: a multiply and an add per weight forward, twice that backward. 12 L H Q T: QK^T and PV take
 2 * 2 * Q * T forward per head, twice that backward. Recomputation (gradient checkpointing, a flash
 kernel's backward) is never counted. tests/test_flops.py compares with torch's FlopCounterMode.
-
-The peak rate comes from --peak_tflops, else from a datasheet, else from a measurement.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def n_params(config: Sizes) -> int:
 
 @cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    """How many keys a query of a sequence of T sees on average; see attention.visible.
+    """Mean number of keys that a query sees in T tokens (attention.visible).
 
     >>> mean_keys(4), mean_keys(4, window=2)
     (2.5, 1.75)
@@ -159,7 +157,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
 def mfu(
     config: Sizes, T: int, tokens_per_second: float, peak: Peak, devices: int = 1
 ) -> tuple[float, float]:
-    """(mfu, mfu_causal), each a fraction of the peak of all devices together."""
+    """(mfu, mfu_causal), each a fraction of the peak of all devices."""
     full, causal = (flops_per_token(config, T, causal=c) for c in (False, True))
     per_flop = tokens_per_second / (peak.tflops * 1e12 * devices)
     return full * per_flop, causal * per_flop
@@ -167,7 +165,7 @@ def mfu(
 
 @dataclass(frozen=True)
 class Speed:
-    """A run's tokens a second, and what share of the peak that is."""
+    """A run's tokens per second, and its share of the peak."""
 
     model: Sizes
     T: int

@@ -3,7 +3,7 @@
 The logits are the largest tensor of a training step: 50,304 numbers a token for GPT-2. The gradient
 of the mean loss with respect to them, (softmax - onehot) / n, needs one factor from above. So the
 forward pass takes a chunk of rows at a time: their logits, their loss, and their share of both
-gradients. Nothing is stored, and nothing is computed twice.
+gradients. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -1  # a target that counts for nothing (ignore_index)
+IGNORE = -1  # an ignored target (ignore_index)
 
 Switch = Callable[[], AbstractContextManager[object]]
 
@@ -131,8 +131,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """The summed cross entropy, and its gradient in the logits' dtype.
 
-    In half precision on the CPU the gradient overwrites the logits, some rows at a time, so that
-    the float32 values stay in the caches.
+    In half precision on the CPU the gradient overwrites the logits, some rows at a time: their
+    float32 values stay in the caches.
     """
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:

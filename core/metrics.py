@@ -1,6 +1,6 @@
 """Progress of a run: printed lines, metrics.jsonl, loss.png and Weights & Biases.
 
-A failing logger never ends a run: a failure of wandb or of the picture is one warning.
+A failing logger gives one warning and never ends a run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Metrics:
                 self.wandb = None
 
     def close(self) -> None:
-        """Close the file, draw out_dir/loss.png, finish the wandb run."""
         finish = {
             "metrics.jsonl": self.file.close,
             "loss.png": lambda: draw(self.path, self.path.with_name("loss.png")),
@@ -106,7 +105,7 @@ class Meter:
         return Speed(self.model, self.T, tokens_per_s, self.peak, self.distributed.world_size)
 
     def begin(self, step: int) -> None:
-        """Print the peak rate and how long the remaining steps take at least."""
+        """Print the peak rate and the least time of the remaining steps."""
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
         long = self.distributed.device.type == "cpu" and at_peak > 86400
         hint = "; config/train_shakespeare_cpu.py takes minutes" * long
@@ -181,7 +180,6 @@ def read(path: Path) -> list[Row]:
 
 
 def draw(path: Path, picture: Path) -> None:
-    """The curves of training and validation loss."""
     import matplotlib
 
     matplotlib.use("Agg")

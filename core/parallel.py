@@ -91,7 +91,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     mesh = mesh["shard"] if size == n else mesh
     policy = MixedPrecisionPolicy()
     if setup.dtype == torch.bfloat16:
-        # Inputs stay as they are: autocast decides what is computed in which dtype.
+        # Autocast casts the inputs.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -157,7 +157,7 @@ def whole(t: Tensor) -> Tensor:
 
 
 def held(model: nn.Module) -> str:
-    """A line: the memory that weights, gradients and optimizer take in this process."""
+    """Describe this process's memory of weights, gradients and optimizer."""
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
     n = sum(4 * p.numel() * p.element_size() for p in parts)
     how = " (fsdp)" if is_sharded(model) else ""

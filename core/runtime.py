@@ -78,7 +78,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run uses its device, by the same rules for training, bench and sampling.
+    """Use of the device, the same in training, bench and sampling.
 
     setup = Setup.of(device, "auto")
     module = setup.compiled(setup.place(GPT(config)))
@@ -133,7 +133,6 @@ class Setup:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """The loss scaler, enabled for float16 only."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def place(self, model: M, cast: bool = False) -> M:

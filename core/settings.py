@@ -38,7 +38,6 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
@@ -223,7 +222,6 @@ def _split(
 
 
 def _parse(hint: object, text: str, name: str) -> Any:
-    """Return the value that an option's text means."""
     if hint == Texts:
         return (text,)
     inner = typing.get_args(hint)[0] if _is_tuple(hint) else hint
@@ -305,7 +303,6 @@ def parse_config(path: str) -> list[tuple[int, str, object]]:
 
 
 def _evaluate(node: ast.expr) -> object:
-    """Evaluate a literal, or arithmetic on numbers."""
     if not isinstance(node, ast.BinOp):
         return ast.literal_eval(node)
     a, b = _evaluate(node.left), _evaluate(node.right)

@@ -91,7 +91,7 @@ def _json_texts(path: Path, key: str) -> Iterator[str]:
 
 
 def _text(row: object, key: str, where: str) -> str:
-    """Return the text of a JSON line, or of a row of a dataset on the hub."""
+    """Return the text of a JSON line or of a row from the hub."""
     text = row.get(key) if isinstance(row, dict) else None
     if not isinstance(text, str):
         has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"

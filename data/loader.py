@@ -4,7 +4,7 @@ The sequences of a step are drawn for all processes together, and each process t
 the loader has no state to resume, and a run on another number of processes sees the same data.
 
 An epoch cuts the split into windows of block_size tokens from a random offset, and visits each
-window once, in random order, before any comes again.
+window once, in random order.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _gather(
     """Return the sequences of T tokens that begin at `starts`, and their targets."""
     import torch
 
-    # Copying whole rows of a view is several times faster than indexing each token.
+    # Several times faster than indexing each token.
     cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
     x = torch.from_numpy(cut[:, :-1].astype(np.int64))
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))

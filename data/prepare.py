@@ -202,7 +202,7 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 def prepare_documents(
     dataset: str, config: PrepareConfig, folder: Path, report: Report
 ) -> tuple[Tokenizer, Json]:
-    """Any number of documents of any length, tokenized by worker processes in constant memory.
+    """Tokenize documents in worker processes, in constant memory.
 
     Validation takes whole documents at even distances (every tenth if val_fraction is 0.1), or the
     last tokens if there are too few documents.
@@ -230,7 +230,7 @@ def prepare_documents(
                     count, tokens = i + 1, tokens + len(ids) // dtype.itemsize
                 report("tokenizing", f"{count:,} documents, {tokens:,} tokens")
     where = config.source or dataset
-    if tokens == count:  # nothing but the ends of documents
+    if tokens == count:  # only ends of documents
         raise UserError(f"{where} contains no text; use another --source")
     if int(count * fraction) == 0:
         _move_tail(folder, fraction, dtype)
@@ -255,7 +255,6 @@ def _encode(batch: list[Piece]) -> list[tuple[int, bytes]]:
 
 
 def _move_tail(folder: Path, fraction: float, dtype: np.dtype) -> None:
-    """Move the last part of train's tokens to val."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep = len(tokens) - math.ceil(len(tokens) * fraction)
     tokens[keep:].tofile(folder / "val.bin")

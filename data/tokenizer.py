@@ -1,5 +1,4 @@
-"""Text to token ids and back: one id for each character, GPT-2's byte-pair encoding, or a model's
-own tokenizer.json.
+"""Text to token ids and back: by character, GPT-2's byte-pair encoding or a model's tokenizer.json.
 
 All have the same members: name, vocab_size, eot (the id that ends a document, or None), begin (the
 ids before a text), encode, decode, stream_decode, token_bytes (the bytes of each id), to_meta (what
@@ -34,7 +33,7 @@ _BPE_FILES = {
 
 
 class CharTokenizer:
-    """One token for each character; the ids are indices into a sorted vocabulary."""
+    """One token for each character."""
 
     name = "char"
     begin: Sequence[int] = ()
@@ -171,7 +170,6 @@ class FileTokenizer:
         return text
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids as they arrive; a character of several tokens is never split."""
         from tokenizers.decoders import DecodeStream
 
         stream, seen, shown = DecodeStream(skip_special_tokens=True), [], 0
@@ -236,7 +234,6 @@ def _byte_of_sign() -> dict[str, int]:
 def _tokenizer_json(
     model: Json, pre_tokenizer: Json, decoder: Json, special: list[str], ids: dict[str, int]
 ) -> Json:
-    """The content of a tokenizer.json of the package tokenizers."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": ids[t], "content": t, **plain, "special": True} for t in special]
     rest = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))

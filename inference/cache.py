@@ -45,8 +45,6 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of a step."""
-
     step: Step
     layer: int
 
@@ -125,7 +123,6 @@ class DynamicCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
     def reserve(self, T: int, counts: Sequence[int] | None = None) -> DynamicStep:
@@ -182,7 +179,6 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(t.nbytes for t in (*self.k, *self.v))
 
 
@@ -213,7 +209,7 @@ def bucket(n: int, limit: int) -> int:
 
 
 class StaticCache(Cache):
-    """Buffers that are allocated once, for `max_len` tokens of each row.
+    """Buffers for `max_len` tokens of each row, allocated once.
 
     The lengths are on the device, for CUDA graphs, and on the host, for bucket(). The last slot of
     a row takes padding and is never read. A layer with a window has a slot for each of its keys:

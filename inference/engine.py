@@ -6,7 +6,7 @@
 GPT-2 has learned vectors for block_size positions. A longer text slides as in nanoGPT: the model
 reads its last block_size tokens. This moves every position, so nothing can be cached.
 
-Rows are independent: padding is masked, and each row can have its own random generator.
+Rows are independent: padding is masked.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class OutOfPages(RuntimeError):
 
 
 def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
-    """Pages for so many tokens; with a window the most that one of them sees."""
+    """Pages for the tokens; with a window the most that one of them sees."""
     n = -(-tokens // page_size)
     return n if window is None else min(n, (window - 2) // page_size + 2)
 
@@ -132,15 +132,14 @@ class PagePool:
         return tuple(self._held(seq).pages[window])
 
     def length(self, seq: int) -> int:
-        """Tokens stored of a sequence."""
         return self._held(seq).length
 
     def new(self, tokens: Sequence[int] = (), names: list[bytes] | None = None) -> int:
         """Begin a sequence that will start with `tokens`; return its number.
 
         It shares the named pages of a prefix. At least the last token needs a prefill, for its
-        logits. Its own full pages of `tokens` get names, for later sequences. `names`: those of
-        names(tokens), if the caller has them.
+        logits. Its own full pages of `tokens` get names, for later sequences. `names`:
+        names(tokens), if known.
         """
         names = self.names(tokens) if names is None else names
         n = max(0, len(tokens) - 1) // self.page_size

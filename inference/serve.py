@@ -187,7 +187,6 @@ class _Server(Decoder[_Row]):
                 return
 
     def leave(self, rows: Sequence[_Row]) -> None:
-        """Free their pages and places."""
         for row in [row for row in rows if row in self.rows]:
             self.rows.remove(row)
             self.places.append(row.place)
@@ -233,7 +232,7 @@ class _Server(Decoder[_Row]):
             if not self.fits([*self.rows, row]):
                 self.pool.free(row.seq)
                 break
-            # Does a prompt that was just admitted compute a page that this one can share?
+            # Does a prompt admitted just now compute a page that this one can share?
             n = self.pool.length(row.seq) + self.pool.page_size
             sharers = [] if row.slides else [r for r in admitted if not r.slides]
             if n < len(row.prompt) and any(r.prompt[:n] == row.prompt[:n] for r in sharers):
@@ -256,7 +255,7 @@ class _Server(Decoder[_Row]):
     def most_pages(self, row: _Row, window: int | None) -> int:
         """The most pages that the row may hold from now on in the layers with this window."""
         size = self.pool.page_size
-        # A text that slides is read anew in each step.
+        # A text that slides is read again in each step.
         prefill = row.stored if row.slides else 0 if row.launched else len(row.prompt)
         return max(pages_for(row.stored, size, window), pages_for(prefill, size))
 

@@ -108,12 +108,6 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "ddp": {},
-        "fsdp": {"parallel": "fsdp", "sample_tokens": 5},
-        "ring": {"context_parallel": 2, "sample_tokens": 5},
-        "recomputed": {"parallel": "fsdp", "gradient_checkpointing": True},
-    },
     # Eight sequences a step do not divide by three, nor three by two.
     3: {
         "ddp_uneven": {},
@@ -128,8 +122,8 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "ddp_and_ring": {"context_parallel": 2},
-        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
-        "hybrid": {"parallel": "fsdp", "shard_size": 2},
+        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2, "sample_tokens": 5},
+        "hybrid": {"parallel": "fsdp", "shard_size": 2, "gradient_checkpointing": True},
         "ring_of_four": {"parallel": "fsdp", "context_parallel": 4},
     },
 }
@@ -159,12 +153,9 @@ SAVED: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
     "fsdp": (2, {"parallel": "fsdp"}),
 }
-RESUMED: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {"parallel": "ddp", "context_parallel": 1}},
-    4: {
-        "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
-        "hybrid": {"parallel": "fsdp", "shard_size": 2},
-    },
+RESUMED: dict[str, dict[str, Any]] = {  # by four processes; by one: test_sharded.py
+    "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2},
+    "hybrid": {"parallel": "fsdp", "shard_size": 2},
 }
 
 
@@ -179,18 +170,17 @@ def saved(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", RESUMED)
 def test_it_goes_on_as_if_nothing_had_happened(
-    n: int, saved: Path, data_dir: Path, alone: Any, tmp_path: Path
+    saved: Path, data_dir: Path, alone: Any, tmp_path: Path
 ) -> None:
     runs = {}
     for before in SAVED:
-        for now, how in RESUMED[n].items():
+        for now, how in RESUMED.items():
             name = f"{before}_then_{now}"
             shutil.copytree(saved / before, tmp_path / name)
             runs[name] = [f"--out_dir={tmp_path / name}", "--init_from=resume", "--max_iters=50"]
             runs[name] += [f"--{k}={v}" for k, v in how.items()]
-    ended_well(processes.run(trained, n, runs, timeout=300))
+    ended_well(processes.run(trained, 4, runs, timeout=300))
     for name in runs:
         found = losses(tmp_path / name)
         assert {f"{step} loss" for step in range(31, 51)} < found.keys(), name

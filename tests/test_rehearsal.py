@@ -241,13 +241,13 @@ def test_two_processes_train_as_one_does(there, tmp_path):
 
 @pytest.mark.slow
 def test_a_machine_is_qualified(there, tmp_path):
-    """Proof, training and decoding, in two minutes; none of it is wrong or fails."""
-    out = run(there, "bench_mfu.py", "qualify", *TINY, "--batch_size=4", "--new_tokens=4",
-              "--prompts=8", "--minutes=2", "--stages=2,4,5", "--backends=sdpa,sdpa_flash,manual",
+    """The proof with real processes: nothing is wrong. test_qualify.py has all stages, in one."""
+    out = run(there, "bench_mfu.py", "qualify", *TINY, "--minutes=1", "--stages=2,4",
+              "--batch_size=4", "--backends=sdpa,sdpa_flash,manual",
               f"--records_dir={tmp_path}")  # fmt: skip
     assert " is wrong in " not in out, out
     content = read(next(tmp_path.iterdir()))
     assert {s["status"] for s in content["stages"]} <= {"done", "cut"}, out
     ran = {r["backend"] for part in records.parts(content) for r in part["rows"]
            if r["status"] == "ok"}  # fmt: skip
-    assert {"sdpa", "sdpa_flash", "paged"} <= ran
+    assert {"sdpa", "sdpa_flash"} <= ran

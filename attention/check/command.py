@@ -47,7 +47,7 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0) -> Iterat
 
     Args:
         quick: only the cases of matrix.SAMPLE.
-        length: compare some queries of a sequence of this many tokens too; 0: do not.
+        length: compare some queries at this length too; 0: do not.
     """
     cases = matrix.in_order()[: len(matrix.SAMPLE) if quick else None]
     for dtype in dtypes:
@@ -197,7 +197,7 @@ def check(
 
 
 def script(name: str, item: Item, device: str, why: str) -> str:
-    """Return a short script that reproduces the item's failure."""
+    """Return a script that reproduces the item's failure."""
     package = (__package__ or "attention").partition(".")[0]
     name = os.path.abspath(name) if os.path.exists(name) else name
     length = f", length={item.length}" if item.length else ""
@@ -213,7 +213,6 @@ def script(name: str, item: Item, device: str, why: str) -> str:
 
 
 def text(report: Report) -> str:
-    """Return the report as a table, then refusals, failures and the script."""
     on = "; ".join(f"{device}: {name}" for device, name in report.machine.items())
     lines = [f"{report.backend} ({report.title})", f"{on}; torch {report.torch}", ""]
     others = [row for row in report.features if row not in (*FEATURES, "total")]
@@ -243,7 +242,7 @@ def progress(done: int, of: int, what: str) -> None:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; a mistake ends the process with exit code 2."""
+    """Parse the command line; a mistake exits with code 2."""
     program = f"python -m {(__package__ or 'attention').partition('.')[0]} check"
     parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("backend", help="a file that defines BACKEND, or a backend's name")

@@ -1,7 +1,4 @@
-"""Cases in which every backend is compared with the float64 oracle.
-
-A case has a shape, a mask, and the layout and distribution of its inputs. `check()` runs one.
-"""
+"""Cases in which every backend is compared with the float64 oracle; `check()` runs one."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class Case:
     segments: str | None = None
     # "split": views of one tensor; "BHTD": heads before positions; "mixed": that for q and v only
     layout: str = "contiguous"
-    size: float = 1.0  # q, k and v are multiplied by this
+    size: float = 1.0  # factor of q, k and v
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -214,12 +211,10 @@ def truth(case: Case, dtype: str) -> oracle.Result:
 
 @lru_cache(maxsize=8)
 def plain(case: Case, dtype: str, device: str = "cpu") -> oracle.Result:
-    """Return the result of plain PyTorch in that dtype."""
     return oracle.plain(*draw(case, dtype, device), **options(case, dtype, device))
 
 
 def compare(got: oracle.Result, case: Case, dtype: str, device: str) -> None:
-    """Compare a backend's result with the oracle."""
     rough, exact = plain(case, dtype, device), truth(case, dtype)
     oracle.check(got, rough, exact, getattr(torch, dtype))
 
@@ -232,7 +227,6 @@ def check(
 
     Args:
         grad: False for a backend without a backward pass.
-        cache, compiled: as in Spec.
 
     Raises:
         AssertionError: a larger error than oracle.check() allows, a fully masked row that is not

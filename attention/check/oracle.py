@@ -119,7 +119,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | No
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, window: int | None = None,
           segments: Tensor | None = None, scale: float | None = None,
           softcap: float | None = None, sinks: Tensor | None = None) -> Result:  # fmt: skip
-    """Return the result of plain PyTorch in the inputs' dtype; its error is that of the dtype."""
+    """Return the result of plain PyTorch in the inputs' dtype."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     (Tq, H, D), (Tk, Hkv) = q.shape[1:], k.shape[1:3]
     k_all, v_all = (t.repeat_interleave(H // Hkv, dim=2) for t in (k, v))

@@ -1,7 +1,4 @@
-"""Tests of causality, dropout, determinism, compilation, caches and partial attention.
-
-`properties()` lists them.
-"""
+"""Tests of causality, dropout, determinism, compilation, caches and partial attention."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ class Item:
 
 
 def properties(dtype: str) -> Iterator[Item]:
-    """Yield the tests of all properties in one dtype."""
-
     def item(
         name: str, feature: str, spec: Spec, ask: Callable[..., None], deterministic: bool = False
     ) -> Item:
@@ -114,7 +109,6 @@ def call(backend: Backend, q: Tensor, k: Tensor, v: Tensor, spec: Spec, **more: 
 
 
 def case_of(spec: Spec, T: int, segments: str | None = None) -> matrix.Case:
-    """Return the Spec as a case of T queries and keys."""
     sizes = spec.n_head, spec.n_kv_head, spec.head_dim, 2
     case = matrix.Case(f"{T}", T, T, *sizes, window=spec.window, segments=segments)
     return replace(case, scale=spec.scale, softcap=spec.softcap, sinks=spec.sinks)
@@ -147,7 +141,7 @@ def causality(phase: str, backend: Backend, spec: Spec, device: str) -> None:
     changes. Keys before every window change nothing."""
     Tq, Tk, _ = PHASES[phase]
     q, k, v = qkv(spec, Tk, device)
-    first = Tk - Tq  # the position of the first query
+    first = Tk - Tq
 
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return call(backend, q[:, first:], k, v, spec)
@@ -224,7 +218,6 @@ def beyond(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def later_gradient(backend: Backend, spec: Spec, device: str) -> None:
-    """Gradients of early outputs do not reach later tokens."""
     q, k, v = (t.requires_grad_() for t in qkv(spec, 33, device))
     out = backend.attend(q, k, v, spec)
     dout = torch.randn_like(out)
@@ -285,7 +278,7 @@ def rate(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def replay(backend: Backend, spec: Spec, device: str) -> None:
-    """The same seed gives the same mask M; the results are those of P M / (1 - p)."""
+    """The same seed gives the same mask M; the results match P M / (1 - p)."""
     q, k, eye = _revealing(spec, device, B=4)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(eye)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(eye)
@@ -313,8 +306,6 @@ def replay(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def no_random(backend: Backend, spec: Spec, device: str) -> None:
-    """Without dropout the random state does not change."""
-
     def states() -> list[Tensor]:
         cuda = torch.device(device).type == "cuda"
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
@@ -349,7 +340,6 @@ def same_bits(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def compiled(backend: Backend, spec: Spec, device: str) -> None:
-    """Accurate under torch.compile, in one graph if the backend declares fullgraph."""
     torch.compiler.reset()
     compiler = "inductor" if torch.device(device).type == "cuda" else "aot_eager"
 
@@ -365,7 +355,6 @@ def compiled(backend: Backend, spec: Spec, device: str) -> None:
 
 
 def padded(Tq: int, backend: Backend, spec: Spec, device: str) -> None:
-    """Left padding as a segment, with fewer queries than keys."""
     case = replace(case_of(spec, 24, "left"), Tq=Tq, B=3)
     matrix.check(backend, case, spec.dtype, device, grad=False, cache=spec.cache)
 

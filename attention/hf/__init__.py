@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PREFIX = "nanoattn:"
 # transformers takes a name with one of these words for its own SDPA or flash-attn.
 RESERVED = ("sdpa", "flash", "flex_attention", "eager")
-# Arguments that models pass to their attention and that change nothing there.
+# Arguments that do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch"}  # fmt: skip
 # Models that look up an attention class, not a function, by the implementation's name.
@@ -50,12 +50,11 @@ def implementation(name: str) -> str:
     return PREFIX + (name.upper() if any(word in name for word in RESERVED) else name)
 
 
-_made: dict[str, str] = {}  # the names that are registered, and their attn_implementation
+_made: dict[str, str] = {}  # registered name -> attn_implementation
 
 
 def names() -> dict[str, str]:
-    """Every backend, rule and registered file, and its attn_implementation: {"triton":
-    "nanoattn:triton", ...}."""
+    """The attn_implementation of every backend, rule and registered file, by name."""
     return {name: implementation(name) for name in (*RULES, *BACKENDS, *_made)}
 
 
@@ -103,8 +102,8 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
 
 
 def _register_files_when_named(add: Callable[[str], None]) -> None:
-    """Let transformers 5 register "nanoattn:file.py" when a model asks for it. It checks the name
-    by this method; older releases have none, nor another place that sees the name in time."""
+    """Register "nanoattn:file.py" when a model requests it: transformers 5 checks the name by this
+    method. Older releases have no place that sees the name in time."""
     from transformers import PreTrainedModel
 
     check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
@@ -131,7 +130,7 @@ def _refuse_model(name: str, config: PretrainedConfig, *_: object, **__: object)
     raise BackendUnavailable(f"{name} refuses the model {config.model_type}: {reason}")
 
 
-# --- the mask, once a forward pass ---
+# --- the mask ---
 
 
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **asked: Any) -> Mask:
@@ -308,7 +307,7 @@ def _choose(
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer of a model and the kernels that ran in it."""
+    """An attention layer and the kernels that ran in it."""
 
     name: str  # "model.layers.0.self_attn"
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and the number of calls
@@ -324,7 +323,7 @@ class Layer:
 
 
 class Report(tuple[Layer, ...]):
-    """The attention layers of a model. Prints a line for each layer and Spec."""
+    """The attention layers of a model."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))

@@ -1,8 +1,7 @@
-"""Convert a mask of `transformers` to a window and segments, proved entry by entry.
+"""Convert a mask of `transformers` to a window and segments.
 
-transformers passes a mask (B, 1, Tq, Tk); a Spec has causality, a window and segments. The mask is
-decomposed into these, rebuilt by :func:`visible <attention.spec.visible>`, and compared in every
-entry. Any other mask is refused.
+transformers passes a mask (B, 1, Tq, Tk). It is decomposed, rebuilt by
+:func:`visible <attention.spec.visible>`, and compared in every entry. Any other mask is refused.
 """
 
 from __future__ import annotations

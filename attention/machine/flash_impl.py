@@ -12,7 +12,7 @@ from .system import first_line
 
 
 def flash_impl() -> str:
-    """The active flash kernel: PyTorch's own, "FA2", or "FA3" or "FA4"."""
+    """The active flash kernel: "FA2" (PyTorch's own), "FA3" or "FA4"."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (current and current()) or "FA2"
 

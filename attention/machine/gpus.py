@@ -35,7 +35,6 @@ class GPU:
         return re.sub("NVIDIA |GeForce |Tesla |AMD Instinct ", "", self.name)
 
     def is_device(self, name: str) -> bool:
-        """True if a device with that name is this GPU."""
         return re.search(rf"\b({self.pattern or re.escape(self.short)})$", name) is not None
 
 

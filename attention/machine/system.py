@@ -99,7 +99,7 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of an exception's message, or its type if the message is empty."""
+    """Return the first line of the message, or the exception's type if it is empty."""
     return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
@@ -111,7 +111,6 @@ def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     import torch
 
     if device.type == "cuda":

@@ -36,7 +36,7 @@ class Row:
 
     name: str
     title: str
-    why: tuple[str, ...] = ()  # why it does not run; empty if it does
+    why: tuple[str, ...] = ()  # why it does not run
     ms: tuple[float, ...] = ()  # median of each mode that it supports; empty: not timed
     error: float | None = None  # max |out - float64| over max |float64|, from the probe
     kernels: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def measure(
 
     Args:
         modes: without the backward pass, with it, or both in this order.
-        too_slow: do not time a backend whose last mode is so many times slower than the best yet.
+        too_slow: skip a backend whose last mode is this many times slower than the best yet.
     """
     rows: dict[str, Row] = {}
     calls: dict[tuple[str, Spec], Callable[[], None]] = {}
@@ -154,17 +154,15 @@ def time_call(call: Callable[[], None], device: torch.device, n: int = 1) -> flo
     return (perf_counter() - began) / n
 
 
-# --- one attention call, as a model makes it ---
+# --- one attention call ---
 
 
 class Inputs(NamedTuple):
-    """The arguments of an attention call in a model."""
-
     qkv: Tensor  # (B, Tq, (H + 2 Hkv) D), the projection's output
     past: tuple[Tensor, Tensor] | None  # k, v of a cache; None: those in qkv
     segments: Tensor | None  # (B, Tk) int32
-    view: PagedView | StaticView | None  # of a static or paged cache
-    sinks: Tensor | None  # (H,), a parameter of the layer
+    view: PagedView | StaticView | None
+    sinks: Tensor | None  # (H,)
     dout: Tensor  # (B, Tq, H D)
 
 
@@ -224,7 +222,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
     """A line for each backend that runs, fastest first, then notes and the reasons of the others.
 
     Args:
-        modes: those of measure(); none: nothing was run.
+        modes: as in measure(); none: nothing was run.
     """
     able, lines = [row for row in rows if not row.why], []
     if able and modes:

@@ -24,8 +24,7 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
                 Likewise each key is seen by one interval of rows.
 exp2            The hardware computes 2^x, so scores, m_i and L_i are in units of log 2: S_ij, or
                 its tanh with a softcap, is multiplied by `unit`.
-Sinks           The forward sums start with them, and L_i contains them. Their gradient is computed
-                from L_i and D_i in PyTorch.
+Sinks           The forward sums start with them, and L_i contains them.
 Order           The last rows see most keys, so blocks of queries are numbered from the last one:
                 the short ones fill the gaps at the end.
 Any head_dim    Tiles are padded with zeros to BLOCK_D columns, a power of two and at least 16, as
@@ -262,7 +261,7 @@ def forward_kernel(
     tl.store(L + i, m_i + tl.log2(l_i), mask=i < Tq)
 
 
-# --- Backward: FlashAttention-2, Algorithm 2, its loop body once for dQ and once for dK and dV ---
+# --- Backward: FlashAttention-2, Algorithm 2, once for dQ and once for dK and dV ---
 
 
 @triton.jit

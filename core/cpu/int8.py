@@ -1,4 +1,4 @@
-"""Linear layers and the head with weights of 8 bits: generation reads a quarter of float32's bytes.
+"""int8 weights for linear layers and head: generation reads a quarter of float32's bytes.
 
     W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127
 
@@ -9,7 +9,7 @@ CPU: a few rows use PyTorch's _weight_int8pack_mm, fast on x86 for bfloat16 alon
 bfloat16, summed in float32. More rows (a prompt) widen the weights first. CUDA: with --compile a
 decode step widens q in registers; without, it saves memory but no time.
 
-convert(model) swaps the model's layers. Inference only.
+Inference only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEW_ROWS = 16  # above, widening the weights costs less than the kernel's arithm
 
 
 def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the weights of `model` cannot be int8 there, or None."""
+    """The reason why the weights cannot be int8, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"int8 weights need a CPU or CUDA, this is {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):

@@ -6,8 +6,7 @@ set_float32_matmul_precision("medium"), permits rounding to bfloat16; oneDNN doe
 processors with bfloat16 units (AMX).
 
 The switch is set around single products: it would slow PyTorch's CPU attention down. It is used if
-its error on this machine is float32's; speed is not measured, so that a resumed run decides the
-same. convert(model) swaps the classes of layers.
+its error on this machine is float32's; speed is not measured: a resumed run must decide the same.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ class HalfLinear(nn.Linear):
 
 
 class Linear(HalfLinear):
-    """nn.Linear by linear()."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if _plain(x) else linear(x, self.weight, self.bias)
 
@@ -159,8 +156,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def half_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in bfloat16, (M, K) and (K, N): in two halves where that is faster.
 
-    With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as for its
-    halves.
+    With two threads oneDNN takes 1.7 times as long for (1024, 3072) times (3072, 768) as in halves.
     """
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
@@ -214,15 +210,11 @@ def for_inference(model: nn.Module) -> None:
 
 
 class FewLinear(nn.Linear):
-    """nn.Linear by few_rows()."""
-
     def forward(self, x: Tensor) -> Tensor:
         return few_rows(x, self.weight, self.bias)
 
 
 class FewHead(Head):
-    """The head by few_rows()."""
-
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return few_rows(x, weight, None)
 
