@@ -47,8 +47,7 @@ ITEMS = list(items(DTYPES, length=600))
 FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x64-window-packed",
        "large", "overflow", "dominant", "softcap-large-window16-packed",
        "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")  # fmt: skip
-# Each of flex's cases may compile, for seconds: it runs FEW, and attention check the rest. Triton's
-# interpreter takes up to seconds for each.
+# Of kernels whose cases take seconds each (flex compiles, Triton interprets) make test runs these.
 FEWER = {
     "flex": ("packed-window16-gqa", "segments, evaluation"),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "mixed",
@@ -57,13 +56,31 @@ FEWER = {
                "segments, evaluation, 4 heads over 2, window 9", "no gradient to later tokens",
                "no random number", "beyond the view", "dynamic, left padding, 3 of 24"),
 }  # fmt: skip
+# What make test-all runs of flex; test_flex.py has its shapes and dtypes.
+FLEX = ("1x97", "packed-window16-gqa", "softcap-large-window16-packed", "segments, evaluation",
+        "causality, chunked prefill, 4 heads over 2", "causality, long", "huge negative scores, 7",
+        "dynamic, left padding, 3 of 24, 4 heads over 2", "compiled")  # fmt: skip
+
+
+def _among(names: tuple[str, ...], item: Item) -> bool:
+    return item.name in names if item.case else item.name.startswith(names)
+
+
+def _left_to_check(name: str, item: Item, device: str) -> bool:
+    """True if only `attention check` runs this item: it takes seconds, and others are like it."""
+    if device == "cuda" or name not in FEWER:
+        return False
+    if name == "flex":
+        return item.dtype != "float32" or not _among(FLEX, item)
+    if "long text" in item.name:
+        return item.dtype != "float32" or item.spec.grad
+    return item.dtype == "float16" and not _among((*FEW, *FEWER[name], "in parts, seg"), item)
 
 
 def _long(name: str, item: Item) -> bool:
     """True if only make test-all runs this item on the CPU."""
     if name in FEWER and (name, item.dtype, item.name) != ("triton", "float16", "overflow"):
-        few = (n == item.name if item.case else item.name.startswith(n) for n in FEWER[name])
-        return item.dtype != "float32" or not any(few)
+        return item.dtype != "float32" or not _among(FEWER[name], item)
     if item.dtype == "float32":
         return "long text" in item.name and item.spec.grad
     heavy = ("compiled", "causality, long", "paged by 256")
@@ -86,13 +103,7 @@ def _grid() -> Iterator[Any]:
     """(backend, device, item) of what a backend says that it can."""
     for device in ("cpu", "cuda") if HAS_CUDA else ("cpu",):
         for item, name in itertools.product(ITEMS, BACKENDS):  # the oracle runs once for all
-            if _refuses(name, item, device):
-                continue
-            slow_here = device == "cpu" and name in FEWER and "long text" in item.name
-            if slow_here and (item.dtype != "float32" or item.spec.grad):
-                continue  # a dozen seconds each: one is asked here, all by attention check
-            rare = item.name not in FEW and (item.case or item.dtype != "float32")
-            if (device, name) == ("cpu", "flex") and rare:
+            if _refuses(name, item, device) or _left_to_check(name, item, device):
                 continue
             on_cuda, long = device == "cuda", device == "cpu" and _long(name, item)
             marks = [pytest.mark.gpu] * on_cuda + [pytest.mark.slow] * long

@@ -56,10 +56,8 @@ def test_these_decode_here() -> None:
     assert {("manual", "static"), ("sdpa", "static"), ("paged", "paged")} <= here
 
 
-@pytest.mark.parametrize(
-    "name, kv",  # flex compiles for half a minute: test_attention.py has its caches
-    [pytest.param(*p, marks=pytest.mark.slow) if p[0] == "flex" else p for p in PAIRS],
-)
+# flex compiles for half a minute: test_attention.py has its caches
+@pytest.mark.parametrize("name, kv", [pair for pair in PAIRS if pair[0] != "flex"])
 def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
     """GQA, MQA, windows; beyond block_size 16, where texts slide."""
     for shape, changes in SHAPES.items():
