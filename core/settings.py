@@ -168,7 +168,8 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{name}: {first['msg'].lower()}, got {first['input']!r:.60}") from None
+        why = first["msg"].lower() + " or none" * _may_be_none(hint)
+        raise UserError(f"{name}: {why}, got {first['input']!r:.60}") from None
 
 
 def check_fields(settings: object) -> None:
@@ -192,6 +193,10 @@ def _hints(cls: type) -> dict[str, object]:
 
 def _is_tuple(hint: object) -> bool:
     return typing.get_origin(hint) is tuple or hint == Texts
+
+
+def _may_be_none(hint: object) -> bool:
+    return types.NoneType in typing.get_args(typing.get_args(hint)[0] if _is_tuple(hint) else hint)
 
 
 # --- the command line ---
@@ -224,10 +229,8 @@ def _split(
 def _parse(hint: object, text: str, name: str) -> Any:
     if hint == Texts:
         return (text,)
-    inner = typing.get_args(hint)[0] if _is_tuple(hint) else hint
     words = [w for w in text.split(",") if w] if _is_tuple(hint) else [text]
-    may_be_none = types.NoneType in typing.get_args(inner)
-    values = [None if may_be_none and word.lower() == "none" else word for word in words]
+    values = [None if _may_be_none(hint) and word.lower() == "none" else word for word in words]
     return check(hint, values if _is_tuple(hint) else values[0], name, strict=False)
 
 
