@@ -322,12 +322,12 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         val_loss = evaluate(run, meter.metrics) if evaluating and not any_inf else None
         value = mean_loss if val_loss is None else val_loss
         if any_inf or not math.isfinite(value):
-            run.saver.wait()
             resume = checkpoint.resume_command(config.out_dir, distributed)
             say(f"error: a loss or gradient is not finite at step {run.step} or shortly before "
                 f"(loss {value}, lr {lr:.2e}, backend {kernel.backend.name}). Try a lower "
                 f"--learning_rate, or --attention_backend=manual to test the kernel: {resume}",
                 file=sys.stderr)  # fmt: skip
+            run.saver.wait()
             return 1
         if logging_now:
             meter.log(run.step, mean_loss, lr, seconds)

@@ -206,7 +206,7 @@ class WithLSE(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Runs:
-    """The segments that hold queries."""
+    """The segments that hold queries, as the varlen functions take them."""
 
     cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end of the last
     cu_k: Tensor  # (runs + 1,) int32: the same for its keys

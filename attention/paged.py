@@ -69,7 +69,8 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         j = first + j[:, : spec.window + Tq - 1]
     end = (cache.start + cache.count)[:, None]  # (B, 1)
     last = (end - 1).clamp(min=0)
-    # 0 * NaN is NaN: past the end of a row its last token is read again.
+    # 0 * NaN is NaN. So past the end of a row its last token is read again, not what another
+    # sequence has left there.
     at = torch.minimum(j, last)  # (B, Tk)
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))  # (B, Tk, Hkv, D)

@@ -1,8 +1,8 @@
 """probe(): one run of a backend before anything depends on it.
 
-Output and gradients are compared with manual's in float64, with the real dtype, head_dim and head
-counts, on ordinary and on large scores. A later token is changed to check that no earlier output
-moves. The profiler records which kernels ran.
+The backend runs forward and backward in the real dtype, head_dim and head counts, on ordinary and
+on large scores. The results are compared with manual's in float64. A later token is changed to
+check that no earlier output moves. The profiler records which kernels ran.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ PAGE = records.ROOT / "docs" / "BOARD.md"
 INTRO = """All records in [bench/records](../bench/records), written by `python -m bench.board`. \
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
-a remark below. Peaks were measured on that machine unless a column says otherwise."""
+a remark below. A column "peak" names the source of a peak that was not measured there."""
 Part = Json  # a record, or a stage of one
 Table = dict[str, tables.Cells]  # by what is done
 
@@ -130,7 +130,7 @@ def trust(row: Row, part: Part) -> list[str]:
 
 def doubts(part: Part) -> str:
     if part["format"] != records.FORMAT:
-        return f"{OLD}, without errors and causality tests"
+        return f"{OLD}: causality not tested"
     found = ["incomplete"] * (not part.get("complete", True))
     found += ["uncommitted code"] * bool(part["dirty"]) or ["no commit"] * (not part["commit"])
     return ", ".join(found)
@@ -143,19 +143,22 @@ def board(found: dict[str, Part]) -> tuple[dict[str, Table], dict[str, str], dic
     lines: dict[tuple[str, str], list[tuple[tuple[object, ...], list[str]]]] = {}
     for number, (name, content) in enumerate(found.items(), 1):
         if not {"rows", "stages"} & content.keys():
-            remarks[f"[{name}][{number}]"] = "no table here"
+            remarks[f"[{name}][{number}]"] = "other work"
             continue
+        if doubt := doubts(content):
+            remarks[f"[{name}][{number}]"] = doubt
         for part in records.parts(content):
-            about, doubt = part["machine"]["about"], doubts(part)
-            if doubt:
-                remarks[f"[{name}][{number}]"] = doubt
+            about = part["machine"]["about"]
             link = f"[{part['date'][:10]}{'*' * bool(doubt)}][{number}]"
             machine = machines.setdefault(about, f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
                 mode, at = row["mode"], work(row, part)
                 seen = f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")
                 columns = dict(tables.COLUMNS[mode])
-                made = [columns[title](row).replace("noisy", "~") for title in FIGURES[mode]]
+                made = [
+                    columns[title](row).replace(" to ", "-").replace("noisy", "~")
+                    for title in FIGURES[mode]
+                ]
                 order = ([by_value(cell) for cell in at], machine, row["ms"])
                 line = [*at, machine, seen, *made, *trust(row, part), link]
                 lines.setdefault((mode, heading(row, part)), []).append((order, line))

@@ -127,7 +127,7 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 
 def read(events: Iterable[FunctionEvent], device: str) -> Found:
-    """Attribute the profiler's events to the parts of a step."""
+    """Attribute the profiler's events. On "cuda" times are of kernels, else of operators."""
     events = list(events)
     on_host = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async]
     # The operator that makes an autograd node is the last one to begin with its number.

@@ -44,7 +44,7 @@ def kernel_names(row: Row) -> str:
 def spread(row: Row) -> str:
     if row["spread"] is None:
         return "1 round"
-    return f"{number(row['q1_ms'])}-{number(row['q3_ms'])}" + " noisy" * row["noisy"]
+    return f"{number(row['q1_ms'])} to {number(row['q3_ms'])}" + " noisy" * row["noisy"]
 
 
 def name_of(row: Row) -> str:

@@ -216,9 +216,10 @@ def restarted(loaded: Loaded[C], distributed: DistInfo) -> Loaded[C]:
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """The command that resumes the run in out_dir; before its first checkpoint, that starts it."""
-    resume = ["--init_from=resume", f"--out_dir={out_dir}"]
-    words = resume if store.folders(out_dir) else sys.argv[1:]
+    """Return the command that resumes this run, or the given one if it has no checkpoint yet."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    own = [p for p in store.folders(out_dir) if again or p.stat().st_mtime >= distributed.began]
+    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
     return f"{distributed.launcher} train.py {shlex.join(words)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
@@ -35,6 +35,7 @@ class DistInfo:
     disk: dist.ProcessGroup | None = None  # gloo, for checkpoints: its timeout stays SLOW_S
     context_parallel: int = 1  # ranks that share each sequence, neighbours
     ring: dist.ProcessGroup | None = None  # their group; None: each rank has whole sequences
+    began: float = field(default_factory=time.time)  # by the clock of files
 
     @classmethod
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
@@ -97,7 +98,7 @@ class DistInfo:
 
     @property
     def launcher(self) -> str:
-        """Command that starts as many processes; on several nodes it must run on each."""
+        """Start of the command for this many processes; on several nodes each needs it."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if self.world_size == 1:
             return "python"

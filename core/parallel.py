@@ -91,7 +91,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     mesh = mesh["shard"] if size == n else mesh
     policy = MixedPrecisionPolicy()
     if setup.dtype == torch.bfloat16:
-        # Autocast casts the inputs.
+        # Inputs keep their dtype: autocast casts in each operation.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

@@ -168,7 +168,8 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
         return _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
-        why = first["msg"].lower() + " or none" * _may_be_none(hint)
+        why, comma, rest = first["msg"].lower().partition(",")
+        why += (" or None" if strict else " or none") * _may_be_none(hint) + comma + rest
         raise UserError(f"{name}: {why}, got {first['input']!r:.60}") from None
 
 

@@ -152,7 +152,7 @@ def _gather(
     """Return the sequences of T tokens that begin at `starts`, and their targets."""
     import torch
 
-    # Several times faster than indexing each token.
+    # Copying rows of a view is several times faster than indexing each token.
     cut = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[starts]
     x = torch.from_numpy(cut[:, :-1].astype(np.int64))
     y = torch.from_numpy(cut[:, 1:].astype(np.int64))

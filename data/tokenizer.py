@@ -170,6 +170,7 @@ class FileTokenizer:
         return text
 
     def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of the ids as they arrive; a character of several tokens is never split."""
         from tokenizers.decoders import DecodeStream
 
         stream, seen, shown = DecodeStream(skip_special_tokens=True), [], 0

@@ -351,7 +351,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     own: Path, content: Content, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content |= {"commit": None, "dirty": True}  # nothing of this checkout matters here
+    # Nothing of this checkout matters here.
+    content |= {"commit": None, "dirty": True, "complete": False}
     records.write(board.FOLDER / "mine", content, whole=False)
     assert board.main(["--check"]) == 1 and not board.PAGE.exists()
     assert "PAGE is out of date" in capsys.readouterr().err
@@ -360,6 +361,8 @@ def test_the_pages_hold_every_row_and_the_check_sees_a_change(
     assert f"{sdpa['tokens_per_s']:,.0f}" in text and f"{sdpa['mfu']:.1%}" in text
     assert f"{sdpa['proof']['error']:.1e}" in text and "| given |" in text
     assert "2 layers, 32 wide, 2 heads, vocabulary 64, float32" in text
+    assert "- [mine][1]: incomplete, uncommitted code\n" in text
+    assert "| peak " in text and "| error " in text and "| compiled " in text
     ok = [r for r in content["rows"] if r["status"] == "ok"]
     assert text.count("][1] |") == len(ok)  # the slowest, too
     board.PAGE.write_text(text + "x", encoding="utf-8")

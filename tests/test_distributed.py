@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -62,8 +63,13 @@ def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
 
 def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "config/my.py", "--out_dir=a b"])
-    advice = resume_command(str(tmp_path), DistInfo(torch.device("cpu")))
-    assert advice == "python train.py config/my.py '--out_dir=a b'"
+    checkpoint, run = tmp_path / "step-00000005", DistInfo(torch.device("cpu"))
+    checkpoint.mkdir()
+    os.utime(checkpoint, (run.began - 1, run.began - 1))  # an earlier run's
+    assert resume_command(str(tmp_path), run) == "python train.py config/my.py '--out_dir=a b'"
+    os.utime(checkpoint, (run.began + 1, run.began + 1))
+    resume = f"python train.py --init_from=resume --out_dir={tmp_path}"
+    assert resume_command(str(tmp_path), run) == resume
 
 
 # More than 1 MB of parameters in a block, where PyTorch cuts first.

@@ -121,7 +121,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
     4: {
-        "ddp_and_ring": {"context_parallel": 2},
+        "ddp_and_ring": {"context_parallel": 2, "sample_tokens": 5},
         "fsdp_and_ring": {"parallel": "fsdp", "context_parallel": 2, "sample_tokens": 5},
         "hybrid": {"parallel": "fsdp", "shard_size": 2, "gradient_checkpointing": True},
         "ring_of_four": {"parallel": "fsdp", "context_parallel": 4},

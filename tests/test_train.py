@@ -695,9 +695,9 @@ def test_a_run_goes_on_in_the_dtype_it_began_with(data_dir, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
-    """Pages that are touched for the first time, while 20 tensors of 64 MB come and go.
+    """Page faults of 20 tensors of 64 MB, allocated and freed one by one.
 
-    The first ten do not count: small blocks beside them shift the places of the next.
+    Ten come before: small blocks next to the first ones move the later ones.
     """
 
     def faults(keep: bool) -> int:

@@ -102,8 +102,8 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
 
 
 def _register_files_when_named(add: Callable[[str], None]) -> None:
-    """Register "nanoattn:file.py" when a model requests it: transformers 5 checks the name by this
-    method. Older releases have no place that sees the name in time."""
+    """Wrap get_correct_attn_implementation(), which checks names in transformers 5, to register
+    "nanoattn:file.py" on request. Older releases have no place that sees the name in time."""
     from transformers import PreTrainedModel
 
     check: Any = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
