@@ -50,7 +50,7 @@ FEW = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window-17x33", "BHTD-31x
        "sinks-gqa-window16-padded", "scale-softcap-sinks-packed-window20")  # fmt: skip
 # make test runs only these cases of the slow kernels (flex compiles, Triton interprets).
 FEWER = {
-    "flex": ("packed-window16-gqa", "segments, evaluation"),
+    "flex": ("segments, evaluation, 4 heads over 2, window 9",),
     "triton": ("1", "2", "1x97", "64x17", "mqa-64x17", "window10-64x17", "packed-97x43", "mixed",
                "D80-mqa-window-17x33", "scale-softcap-sinks-packed-window20", "causality, decode",
                "huge negative scores",

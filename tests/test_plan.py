@@ -162,6 +162,7 @@ DEEP = GPTConfig(128, 128, 8, 4, 64, bias=False, attention_backend="sdpa_flash")
 WIDE = GPTConfig(32, 8192, 1, 4, 64, bias=False, attention_backend="sdpa_flash")  # mostly logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [DEEP, WIDE, replace(DEEP, position="rope", mlp="swiglu")])

@@ -85,6 +85,7 @@ sys.exit(train.main(sys.argv[3:]))
 """
 
 
+@pytest.mark.slow
 def test_killed_between_checkpoints_the_losses_are_the_same(data_dir, tmp_path, straight):
     out = tmp_path / "out"
     killed = process(KILL, 27, "KILL", *argv(data_dir, out, **FULL))

@@ -393,7 +393,7 @@ def test_triton_in_a_ring_takes_packed_texts() -> None:
     oracle.check(got, rough, exact, torch.float32)
 
 
-@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(n, which) -> None:
     """The second with checkpointing, and at 4, where there are two rings, compiled."""

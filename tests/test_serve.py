@@ -166,7 +166,8 @@ BRIEF = settings(max_examples=40, deadline=None, derandomize=True, database=None
 
 @BRIEF
 @given(data=st.data())
-@pytest.mark.parametrize("window", [None, 4, (4, None)])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4,
+                                    pytest.param((4, None), marks=pytest.mark.slow)])  # fmt: skip
 def test_under_random_load(data, window) -> None:
     """Common prefixes, pools of any size, stop conditions, readers that leave."""
     model, draw = random_model(window), data.draw

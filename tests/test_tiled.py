@@ -82,6 +82,7 @@ def test_scale_softcap_and_sinks_at_every_tile_size(dtype) -> None:
         oracle.check(got, plain, truth, getattr(torch, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("more", [{}, MORE], ids=["", "more"])

@@ -155,6 +155,7 @@ def test_the_lines_of_the_readme_for_transformers_run(tmp_path: Path) -> None:
 # --- one package under two names ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["attention, nanoattn", "nanoattn, attention"])
 def test_in_a_checkout_both_names_are_the_same_modules(order: str, tmp_path: Path) -> None:
     (tmp_path / "nanoattn").symlink_to(ROOT / "attention")
