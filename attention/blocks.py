@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .caps import Partial
 from .spec import Spec
 from .views import StaticView, kept
 
@@ -162,43 +161,22 @@ def slices(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
 
 
 class Slices(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.at = t.shape, at
+    def forward(t: Tensor, at: list[slice]) -> tuple[Tensor, ...]:
         return tuple(t[:, J] for J in at)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, list[slice]], output: object) -> None:
+        ctx.shape, ctx.at = inputs[0].shape, inputs[1]
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.shape)
         for J, grad in zip(ctx.at, grads, strict=True):
             total[:, J] += grad
         return total, None
-
-
-class WithLSE(torch.autograd.Function):
-    """Attention by a caps.Partial: out (B, Tq, H, D) and the log-sum-exp (B, H, Tq), which has no
-    gradient. It saves only these and its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
-                partial: Partial) -> tuple[Tensor, Tensor]:  # fmt: skip
-        Tq, Tk = q.shape[1], k.shape[1]
-        pair = None if segments is None else (segments[:, Tk - Tq :], segments)
-        out, L = partial.forward(q, k, v, spec, Tk - Tq, pair)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, L)
-        ctx.options = spec, Tk - Tq, pair, partial
-        L = L.clone()
-        ctx.mark_non_differentiable(L)
-        return out, L
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        spec, offset, pair, partial = ctx.options
-        grads = partial.backward(dout, *ctx.saved_tensors, spec, offset, pair)
-        return *grads, None, None, None
 
 
 # --- for varlen functions, which take each segment as a sequence ---

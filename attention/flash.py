@@ -32,7 +32,7 @@ from torch import Tensor
 from .blocks import runs
 from .caps import Backend, Caps, Partial
 from .spec import CACHES, Spec
-from .views import PagedView, StaticView, not_compiled, zeros_before_the_first_key
+from .views import PagedView, StaticView, for_any_shape, not_compiled
 
 HALF = ("float16", "bfloat16")
 
@@ -58,7 +58,7 @@ HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e
 FA4 = Package("flash_attn.cute", unbounded=None, lse="return_lse")
 
 
-@zeros_before_the_first_key
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            package: Package) -> Tensor:  # fmt: skip
@@ -150,7 +150,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
                  package: Package) -> tuple[Tensor, Tensor]:  # fmt: skip
     (B, Tq, H, _), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    L = torch.full((B, H, Tq), -torch.inf, device=q.device)
+    L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
     if (found := band(Tq, Tk, offset, spec.window)) is not None:
         I, J, *sides = found
         causal, window = _in_band(package, I.stop - I.start, J.stop - J.start, *sides)
@@ -165,7 +165,7 @@ def forward_part(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segme
 def backward_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
                   offset: int, segments: None = None, *,
                   package: Package) -> tuple[Tensor, ...]:  # fmt: skip
-    sums = tuple(torch.zeros(t.shape, device=q.device) for t in (q, k, v))
+    sums = tuple(torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
     if (found := band(q.shape[1], k.shape[1], offset, spec.window)) is not None:
         I, J, *sides = found
         cut = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import WithLSE
 from .caps import Backend
 from .choose import Choices
+from .function import attention
 from .probing import LONG
 from .select import check_name
 from .spec import Policy, Spec
@@ -295,7 +295,7 @@ def _dense(
     backend, spec = _kernel(q, k, request, segments=segments is not None, grad=grad)
     if not request.lse:
         return backend.attend(q, k, v, spec, segments=segments), None
-    out, L = WithLSE.apply(q, k, v, segments, spec, backend.partial)
+    out, L = attention(q, k, v, spec, kernel=backend.partial, segments=segments)
     return out, L.float()
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .machine.system import own_code
 from .spec import Spec, visible
-from .views import kept, zeros_before_the_first_key
+from .views import for_any_shape, kept
 
 TILE = 128  # rows and columns of a listed tile; the kernel's own tiles divide it
 THREE = ("float16", "bfloat16", "float32")
@@ -54,7 +54,7 @@ THREE = ("float16", "bfloat16", "float32")
 SPOILT = (8, 16)
 
 
-@zeros_before_the_first_key
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .spec import Spec
-from .views import StaticView, mask
+from .views import StaticView, for_any_shape, mask
 
 
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: StaticView | None = None,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -34,6 +35,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     of a static cache, whose buffers are k and v.
     """
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
+    if q.dtype == torch.float16:  # which ends at 65,504; scores can be larger
+        q, k = q.float(), k.float()
     # Query heads that share a key/value head become rows of one matmul: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
@@ -46,15 +49,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         seen = mask(Tq, Tk, spec.window, segments, q.device)[:, None]  # (1 or B, 1, 1, Tq, Tk)
     else:
         seen = cache.seen(Tq, spec.window)[:, None]
-    # The least finite number rather than -inf: a row that sees nothing (only where Tq > Tk) stays
-    # free of NaN, forward and backward, and is zeroed below. Others get exact zeros either way.
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # the score of one more key, for every query of a head
         column = sinks.to(scores.dtype).view(Hkv, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    probs = F.softmax(scores, dim=-1)[..., :Tk]  # the sink has no value
-    if Tq > Tk:  # bottom-right alignment: the first Tq - Tk queries come before every key
-        probs = probs.masked_fill(~seen, 0.0)
+    probs = F.softmax(scores, dim=-1)[..., :Tk].to(v.dtype)  # the sink has no value
     probs = F.dropout(probs, spec.dropout)
     out = probs @ v_BG1TD  # (B, Hkv, H/Hkv, Tq, D)
     return out.flatten(1, 2).transpose(1, 2)  # (B, Tq, H, D)

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from .caps import Backend, Caps
 from .spec import Spec, visible
-from .views import PagedView
+from .views import PagedView, for_any_shape
 
 BLOCK = 256  # queries that gather() takes at a time
 
 
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attend to the tokens in the pages k and v that cache.page_table lists.
@@ -96,6 +97,8 @@ def _formula(
     q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec, sinks: Tensor | None
 ) -> Tensor:
     """softmax(scale q k^T) v, masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+    if q_BGRTD.dtype == torch.float16:  # as in manual.py
+        q_BGRTD, k_BGTD = q_BGRTD.float(), k_BGTD.float()
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
     scores = (q_BGRTD * spec.softmax_scale) @ k_BG1DT  # (B, Hkv, H/Hkv, Tq, Tk)
     if spec.softcap is not None:
@@ -104,7 +107,7 @@ def _formula(
     if sinks is not None:  # one more score in each row, without a value
         column = sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1)
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
-    probs = F.softmax(scores, dim=-1)[..., : k_BGTD.shape[2]]
+    probs = F.softmax(scores, dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)
     return probs @ v_BGTD.unsqueeze(2)
 
 

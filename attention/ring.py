@@ -48,9 +48,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Partial
+from .function import attention
 from .spec import Spec
 from .tiled import wholly_masked
-from .views import not_compiled
+from .views import Pair, not_compiled
 
 Tile = tuple[slice, slice, int]  # queries, keys, the offset between them
 
@@ -175,60 +176,60 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
         raise ValueError(f"a ring takes parts of two equal chunks (Ring.shard), got {got}")
-    return RingAttention.apply(q, k, v, segments, spec, ring, kernel)
+    options = ring, kernel
+    return attention(q, k, v, spec, kernel=WHOLE, segments=segments, options=options)[0]
 
 
-class RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, spec: Spec,
-                ring: Ring, kernel: Partial) -> Tensor:  # fmt: skip
-        B, T_r, H, _ = q.shape
-        acc = torch.promote_types(q.dtype, torch.float32)
-        O = torch.zeros(q.shape, dtype=acc, device=q.device)
-        wide = acc if q.device.type == "mps" else torch.float64
-        # The least finite number, not -inf: where nothing is seen yet, L_i - L_new is 0.
-        L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
-        block = [k, v] if segments is None else [k, v, segments]
-        for step in range(ring.size):
-            coming = ring.pass_on(block) if step < ring.size - 1 else None
-            tiles = ring.tiles(step, T_r, spec.window)
-            for I, J, offset, pair in with_segments(tiles, segments, *block[2:]):
-                K_j, V_j = (t[:, J] for t in block[:2])
-                with torch.autocast(q.device.type, enabled=False):
-                    O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
-                new = torch.sigmoid(L_ij - L[..., I]).mT[..., None].to(acc)  # e^(L_ij - L_new)
-                old = torch.sigmoid(L[..., I] - L_ij).mT[..., None].to(acc)
-                O[:, I] = old * O[:, I] + new * O_ij
-                L[..., I] = torch.logaddexp(L[..., I], L_ij.to(wide))
-            block = coming() if coming else block
-        out, L = O.to(q.dtype), L.to(acc)
-        ctx.save_for_backward(q, k, v, segments, out, L)
-        ctx.options = spec, ring, kernel
-        return out
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments: Pair, _sinks: None,
+    _seed: None, ring: Ring, kernel: Partial,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, T_r, H, _ = q.shape
+    acc = torch.promote_types(q.dtype, torch.float32)
+    O = torch.zeros(q.shape, dtype=acc, device=q.device)
+    wide = acc if q.device.type == "mps" else torch.float64
+    # The least finite number, not -inf: where nothing is seen yet, L_i - L_new is 0.
+    L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
+    here = segments[1] if segments else None
+    block = [k, v] if here is None else [k, v, here]
+    for step in range(ring.size):
+        coming = ring.pass_on(block) if step < ring.size - 1 else None
+        tiles = ring.tiles(step, T_r, spec.window)
+        for I, J, offset, pair in with_segments(tiles, here, *block[2:]):
+            K_j, V_j = (t[:, J] for t in block[:2])
+            O_ij, L_ij = kernel.forward(q[:, I], K_j, V_j, spec, offset, pair)
+            new = torch.sigmoid(L_ij - L[..., I]).mT[..., None].to(acc)  # e^(L_ij - L_new)
+            old = torch.sigmoid(L[..., I] - L_ij).mT[..., None].to(acc)
+            O[:, I] = old * O[:, I] + new * O_ij
+            L[..., I] = torch.logaddexp(L[..., I], L_ij.to(wide))
+        block = coming() if coming else block
+    return O, L.to(acc)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, segments, out, L = ctx.saved_tensors
-        spec, ring, kernel = ctx.options
-        dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
-        block = [k, v] if segments is None else [k, v, segments]
-        sums: Callable[[], list[Tensor]] = list
-        for step in range(ring.size):
-            coming = ring.pass_on(block) if step < ring.size - 1 else None
-            dK, dV = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (k, v))
-            tiles = ring.tiles(step, q.shape[1], spec.window)
-            for I, J, offset, pair in with_segments(tiles, segments, *block[2:]):
-                K_j, V_j = (t[:, J] for t in block[:2])
-                of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
-                with torch.autocast(q.device.type, enabled=False):
-                    dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)
-                dQ[:, I] += dQ_ij
-                dK[:, J] += dK_ij
-                dV[:, J] += dV_ij
-            if step:  # add the sums of the processes that had this block before
-                dK, dV = map(torch.add, (dK, dV), sums())
-            sums = ring.pass_on([dK, dV])
-            block = coming() if coming else block
-        dK, dV = sums()
-        return dQ, dK, dV, None, None, None, None  # autograd rounds them to the inputs' dtypes
+
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
+             _offset: int, segments: Pair, _sinks: None, _seed: None, ring: Ring,
+             kernel: Partial) -> tuple[Tensor, ...]:  # fmt: skip
+    dQ = torch.zeros(q.shape, dtype=L.dtype, device=q.device)
+    here = segments[1] if segments else None
+    block = [k, v] if here is None else [k, v, here]
+    sums: Callable[[], list[Tensor]] = list
+    for step in range(ring.size):
+        coming = ring.pass_on(block) if step < ring.size - 1 else None
+        dK, dV = (torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (k, v))
+        tiles = ring.tiles(step, q.shape[1], spec.window)
+        for I, J, offset, pair in with_segments(tiles, here, *block[2:]):
+            K_j, V_j = (t[:, J] for t in block[:2])
+            of_row = dout[:, I], q[:, I], K_j, V_j, out[:, I], L[..., I]
+            dQ_ij, dK_ij, dV_ij = kernel.backward(*of_row, spec, offset, pair)
+            dQ[:, I] += dQ_ij
+            dK[:, J] += dK_ij
+            dV[:, J] += dV_ij
+        if step:  # add the sums of the processes that had this block before
+            dK, dV = map(torch.add, (dK, dV), sums())
+        sums = ring.pass_on([dK, dV])
+        block = coming() if coming else block
+    dK, dV = sums()
+    return dQ, dK, dV
+
+
+WHOLE = Partial(forward, backward)

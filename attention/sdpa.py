@@ -32,17 +32,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .blocks import WithLSE, in_blocks
+from .blocks import in_blocks
 from .caps import Backend, Caps
-from .sdpa_flash import PARTIAL, by_segments, varlen
+from .function import attention
+from .sdpa_flash import PARTIAL, varlen
 from .spec import Spec
-from .views import StaticView, mask, not_compiled, zeros_before_the_first_key
+from .views import StaticView, for_any_shape, mask, not_compiled
 
 HALF = ("float16", "bfloat16")
 CUDNN_DROPOUT_STEP = 1 / 16
 
 
-@zeros_before_the_first_key
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None,
            kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
@@ -51,40 +52,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Args:
         kernel: the only one that may run, else RuntimeError (PyTorch's words); None: its choice.
     """
-    masked = segments is not None or (spec.window or k.shape[1]) < k.shape[1]
+    Tq, Tk = q.shape[1], k.shape[1]
+    masked = segments is not None or (spec.window or Tk) < Tk
+    if Tq == Tk and not masked and cache is None:
+        return fused(q, k, v, spec, kernel, is_causal=True)
     on_cpu = q.device.type == "cpu" and cache is None
     if masked and on_cpu and not spec.dropout and kernel in (None, SDPBackend.FLASH_ATTENTION):
-        if not torch.compiler.is_compiling():
-            return WithLSE.apply(q, k, v, segments, spec, PARTIAL)[0]
-        if segments is not None:
-            return by_segments(q, k, v, segments, spec.window, spec.scale)[0]
-    if not masked and cache is None and q.shape[1] == k.shape[1]:
-        return call_sdpa(q, k, v, spec, kernel=kernel)
-    return in_blocks(call_sdpa, q, k, v, spec, segments, cache, kernel=kernel)
+        return attention(q, k, v, spec, kernel=PARTIAL, segments=segments)[0]
+    return in_blocks(with_mask, q, k, v, spec, segments, cache, kernel=kernel)
 
 
-def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
-              cache: StaticView | None = None,
-              kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
-    Tq, Tk = q.shape[1], k.shape[1]
-    if Tk == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
+def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
+          attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:  # fmt: skip
+    if k.shape[1] == 1 and kernel == SDPBackend.CUDNN_ATTENTION:
         return _only_key(q, k, v, spec)
-    window = None if spec.window is None or spec.window >= Tk else spec.window
-    attn_mask: Tensor | None = None
-    is_causal = False
-    if cache is not None:
-        attn_mask = cache.seen(Tq, spec.window)  # (B, 1, Tq, Tk)
-    elif window is not None or segments is not None:
-        attn_mask = mask(Tq, Tk, window, segments, q.device)  # (1 or B, 1, Tq, Tk)
-    elif Tq == Tk:
-        is_causal = True
-    elif Tq > 1 and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
-
-        attn_mask = causal_lower_right(Tq, Tk)
-    elif Tq > 1:
-        attn_mask = mask(Tq, Tk, None, None, q.device)
-
     grouped = spec.n_kv_head != spec.n_head
     takes_no_groups = attn_mask is not None or kernel == SDPBackend.EFFICIENT_ATTENTION
     if grouped and takes_no_groups and q.is_cuda:
@@ -100,6 +81,28 @@ def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor |
             q_BHTD, k_BHTD, v_BHTD, attn_mask, spec.dropout, is_causal,
             scale=spec.scale, enable_gqa=grouped)  # fmt: skip
     return out.transpose(1, 2)
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+              cache: StaticView | None = None,
+              kernel: SDPBackend | None = None) -> Tensor:  # fmt: skip
+    """Attention of a block of queries, with the mask that it needs."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    window = None if spec.window is None or spec.window >= Tk else spec.window
+    attn_mask: Tensor | None = None
+    if cache is not None:
+        attn_mask = cache.seen(Tq, spec.window)  # (B, 1, Tq, Tk)
+    elif window is not None or segments is not None:
+        attn_mask = mask(Tq, Tk, window, segments, q.device)  # (1 or B, 1, Tq, Tk)
+    elif Tq == Tk:
+        return fused(q, k, v, spec, kernel, is_causal=True)
+    elif Tq > 1 and kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1 s
+
+        attn_mask = causal_lower_right(Tq, Tk)
+    elif Tq > 1:
+        attn_mask = mask(Tq, Tk, None, None, q.device)
+    return fused(q, k, v, spec, kernel, attn_mask)
 
 
 def permitted(spec: Spec, on_cuda: bool) -> list[SDPBackend] | None:
@@ -133,7 +136,7 @@ BACKEND = Backend(
 varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 
 
-@zeros_before_the_first_key
+@for_any_shape
 def flash(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
           cache: None = None) -> Tensor:  # fmt: skip
     """attend() by PyTorch's FlashAttention; on CUDA a window or segments by its varlen function."""

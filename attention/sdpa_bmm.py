@@ -9,8 +9,8 @@ time are computed whole, with batched products that oneDNN runs on those units:
     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K       dK = scale * dS^T Q
 
-Memory  q, k and v stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk) heads
-        at a time, of one head at least.
+Memory  q, k, v and out stay for the backward pass; in it S, P, dP and dS of ELEMENTS / (Tq * Tk)
+        heads at a time, of one head at least.
 FLOPs   4 * Tq * Tk * D a head forward, less what a causal kernel skips; 10 * Tq * Tk * D backward.
 Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
 Numbers backward S, P, dP and dS are rounded to bfloat16, as manual's; softmax and its gradient are
@@ -21,21 +21,21 @@ Refuses other devices and dtypes, segments, dropout, softcap, sinks, static cach
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import in_blocks
-from .caps import Backend, Caps
+from .caps import Backend, Caps, Partial
+from .function import attention
 from .spec import Spec
-from .views import mask, zeros_before_the_first_key
+from .views import for_any_shape, mask
 
 ELEMENTS = 2**21  # of S at a time: 4 MB
 
 
-@zeros_before_the_first_key
+@for_any_shape
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None, cache: None = None
 ) -> Tensor:
@@ -45,45 +45,43 @@ def attend(
 
 def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: None = None) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
-    return SDPA.apply(q, k, v, spec.window, spec.softmax_scale)
+    return attention(q, k, v, spec, kernel=WHOLE)[0]
 
 
-class SDPA(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.window, ctx.scale = window, scale
-        Tq, Tk = q.shape[1], k.shape[1]
-        causal = Tq == Tk and window is None
-        seen = None if causal else mask(Tq, Tk, window, None, q.device)  # (1, 1, Tq, Tk)
-        q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal, scale=scale
-        )
-        return out.transpose(1, 2)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        (B, Tq, H, _), Tk = q.shape, k.shape[1]
-        Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * ctx.scale, k, v, dout))
-        dQ, dK, dV = (torch.empty_like(t) for t in (Q, K, V))  # (B * H, T, D)
-        seen = mask(Tq, Tk, ctx.window, None, q.device)[0, 0]
-        hidden = torch.zeros(Tq, Tk, dtype=q.dtype).masked_fill(~seen, -math.inf)
-        heads = max(1, ELEMENTS // (Tq * Tk))
-        for h in (slice(a, a + heads) for a in range(0, B * H, heads)):
-            P = (Q[h] @ K[h].mT).add_(hidden).softmax(dim=-1)  # (heads, Tq, Tk)
-            torch.bmm(P.mT, dO[h], out=dV[h])
-            dS = torch._softmax_backward_data(dO[h] @ V[h].mT, P, -1, P.dtype)
-            torch.bmm(dS, K[h], out=dQ[h])
-            torch.bmm(dS.mT, Q[h], out=dK[h])
-        dQ *= ctx.scale
-        return *(t.unflatten(0, (B, H)).transpose(1, 2) for t in (dQ, dK, dV)), None, None
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention by PyTorch; L is empty, since backward() does not need it."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    causal = Tq == Tk and spec.window is None
+    seen = None if causal else mask(Tq, Tk, spec.window, None, q.device)  # (1, 1, Tq, Tk)
+    q_BHTD, k_BHTD, v_BHTD = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q_BHTD, k_BHTD, v_BHTD, seen, is_causal=causal, scale=spec.softmax_scale
+    )
+    return out.transpose(1, 2), q.new_empty(len(q), 0)
 
 
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
+             offset: int, segments: None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    (B, Tq, H, _), Tk = q.shape, k.shape[1]
+    scale = spec.softmax_scale
+    Q, K, V, dO = (t.transpose(1, 2).flatten(0, 1) for t in (q * scale, k, v, dout))
+    dQ, dK, dV = (torch.empty_like(t) for t in (Q, K, V))  # (B * H, T, D)
+    seen = mask(Tq, Tk, spec.window, None, q.device)[0, 0]
+    hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -math.inf)
+    heads = max(1, ELEMENTS // (Tq * Tk))
+    for h in (slice(a, a + heads) for a in range(0, B * H, heads)):
+        P = (Q[h] @ K[h].mT).add_(hidden).softmax(dim=-1)  # (heads, Tq, Tk)
+        torch.bmm(P.mT, dO[h], out=dV[h])
+        dS = torch._softmax_backward_data(dO[h] @ V[h].mT, P, -1, P.dtype)
+        torch.bmm(dS, K[h], out=dQ[h])
+        torch.bmm(dS.mT, Q[h], out=dK[h])
+    dQ *= scale
+    return tuple(t.unflatten(0, (B, H)).transpose(1, 2) for t in (dQ, dK, dV))
+
+
+WHOLE = Partial(forward, backward)
 BACKEND = Backend(
     name="sdpa_bmm",
     title="PyTorch SDPA forward, backward by batched products",

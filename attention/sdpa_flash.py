@@ -2,7 +2,8 @@
 
 varlen()  PyTorch's FlashAttention-2 takes no mask on CUDA, but its varlen function takes a window
           and treats each segment as a sequence, without work on masked pairs.
-by_segments()  Segments on the CPU, as one operator for torch.compile.
+cpu_forward()  Masks on the CPU as one operator for torch.compile, which traces no lengths that
+          depend on data.
 
 In parts (caps.Partial) the flash operators are called directly, since they return and take L: given
 out and L of the whole row, the gradients of its parts add up. The mask depends on the offset
@@ -29,7 +30,7 @@ from torch import Tensor
 from .blocks import BLOCK, Runs, cut, ranges, runs
 from .caps import Partial
 from .spec import Spec
-from .views import Pair, mask
+from .views import Pair, mask, unit_stride
 
 aten = torch.ops.aten
 
@@ -66,9 +67,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_forward(q, k, v, spec, offset)
+    if torch.compiler.is_compiling():
+        return cpu_forward(q, k, v, *(segments or (None, None)), offset, spec.window, spec.scale)
     acc = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=acc)
-    L = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=acc)
+    out = torch.zeros(q.shape, dtype=acc, device=q.device)
+    L = torch.full((len(q), q.shape[2], q.shape[1]), -torch.inf, dtype=acc, device=q.device)
     for b, I, J, how, blind in _cpu_blocks(q, k, spec, offset, segments):
         qkv = (_BHTD(t) for t in (q[b, I], k[b, J], v[b, J]))
         part, L_I = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, scale=spec.scale, **how)
@@ -81,7 +84,11 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
              spec: Spec, offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, L, spec, offset)
-    sums = tuple(torch.zeros(t.shape, dtype=L.dtype) for t in (q, k, v))
+    if torch.compiler.is_compiling():
+        pair = segments or (None, None)
+        return cpu_backward(dout, q, k, v, out, L, *pair, offset, spec.window, spec.scale)
+    L = L.masked_fill(L.isneginf(), 0)  # where no key is seen P is exp(-inf - L): 0, not NaN
+    sums = tuple(torch.zeros(t.shape, dtype=L.dtype, device=q.device) for t in (q, k, v))
     for b, I, J, how, _ in _cpu_blocks(q, k, spec, offset, segments):
         tensors = dout[b, I], q[b, I], k[b, J], v[b, J], out[b, I].to(q.dtype)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -94,7 +101,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 def _BHTD(t: Tensor) -> Tensor:
     """The operators on the CPU suppose that the last stride is 1, and do not check it."""
-    return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
+    return unit_stride(t).transpose(1, 2)
 
 
 def _cpu_blocks(
@@ -142,7 +149,7 @@ def _cuda_forward(
 ) -> tuple[Tensor, Tensor]:
     (B, Tq, H, D), Tk = q.shape, k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    L = torch.full((B, H, Tq), -torch.inf, device=q.device)
+    L = torch.full((B, H, Tq), -torch.inf, dtype=torch.float32, device=q.device)
     for I, J, causal in aligned(Tq, Tk, offset):
         qkv = (by_8(t).transpose(1, 2) for t in (q[:, I], k[:, J], v[:, J]))
         got = aten._scaled_dot_product_flash_attention(
@@ -177,57 +184,42 @@ def by_8(x: Tensor) -> Tensor:
 PARTIAL = Partial(forward, backward)
 
 
-# --- segments on the CPU under torch.compile, which traces no lengths that depend on data ---
+# --- on the CPU under torch.compile, which traces no lengths that depend on data ---
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None,
-               scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
-    """The arguments of forward() and backward() after q, k and v."""
-    (_, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
-    spec = Spec(H, Hkv, D, str(q.dtype).removeprefix("torch."), window=window, scale=scale,
-                segments=True)  # fmt: skip
-    return spec, Tk - Tq, (segments[:, Tk - Tq :], segments)
-
-
-@torch.library.custom_op("nanoattn::sdpa_by_segments", mutates_args=())
-def by_segments(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """forward() as one operator: out in q's dtype, and L."""
-    out, L = forward(q, k, v, *_arguments(q, k, v, segments, window, scale))
-    return out.to(q.dtype, copy=True), L
-
-
-@torch.library.custom_op("nanoattn::sdpa_by_segments_backward", mutates_args=())
-def by_segments_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, segments: Tensor,
+@torch.library.custom_op("nanoattn::sdpa_cpu", mutates_args=())
+def cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
     window: int | None, scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return forward(q, k, v, *_arguments(q, k, seg_q, seg_k, offset, window, scale))
+
+
+@torch.library.custom_op("nanoattn::sdpa_cpu_backward", mutates_args=())
+def cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, seg_q: Tensor | None,
+    seg_k: Tensor | None, offset: int, window: int | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    how = _arguments(q, k, v, segments, window, scale)
+    how = _arguments(q, k, seg_q, seg_k, offset, window, scale)
     dq, dk, dv = backward(dout, q, k, v, out, L, *how)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
 
 
-@by_segments.register_fake
+def _arguments(q: Tensor, k: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, offset: int,
+               window: int | None, scale: float | None) -> tuple[Spec, int, Pair]:  # fmt: skip
+    """The arguments of forward() and backward() after the other tensors."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    spec = Spec(q.shape[2], k.shape[2], q.shape[3], dtype, window=window, scale=scale)
+    return spec, offset, None if seg_q is None or seg_k is None else (seg_q, seg_k)
+
+
+@cpu_forward.register_fake
 def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     (B, Tq, H, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q.contiguous()), q.new_empty(B, H, Tq, dtype=acc)
+    return q.new_empty(q.shape, dtype=acc), q.new_empty(B, H, Tq, dtype=acc)
 
 
-@by_segments_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.options = inputs[4:]
-    ctx.set_materialize_grads(False)
-
-
-def _grads(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    grads = by_segments_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None
-
-
-by_segments.register_autograd(_grads, setup_context=_save)
+@cpu_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
+      *others: object) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(q.new_empty(t.shape, dtype=L.dtype) for t in (q, k, v))

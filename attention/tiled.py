@@ -36,10 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps, Partial
+from .function import attention
 from .spec import Spec, visible
-from .views import not_compiled
+from .views import Pair, not_compiled
 
-Segments = Tensor | tuple[Tensor, Tensor] | None  # of the keys; or of the queries, and of the keys
 BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
 
 
@@ -47,32 +47,13 @@ BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and k
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
-    seed = int(torch.randint(2**62, (), device="cpu")) if spec.dropout else 0  # waits for no GPU
-    return Tiled.apply(q, k, v, sinks, segments, spec, seed, BLOCK_M, BLOCK_N)
-
-
-class Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-                segments: Tensor | None, spec: Spec, *tiles: int) -> Tensor:  # fmt: skip
-        with torch.autocast(q.device.type, enabled=False):  # keeps float32 matmuls float32
-            out, L = forward_tiles(q, k, v, spec, None, segments, sinks, *tiles)
-        ctx.save_for_backward(q, k, v, out := out.to(q.dtype), L, segments, sinks)
-        ctx.spec, ctx.tiles = spec, tiles  # the seed, B_r and B_c
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, O, L, segments, sinks = ctx.saved_tensors
-        with torch.autocast(dout.device.type, enabled=False):  # autograd casts to the inputs' dtype
-            grads = backward_tiles(dout, q, k, v, O, L, ctx.spec, None, segments, sinks, *ctx.tiles)
-        return *grads, *[None] * (9 - len(grads))  # one for each argument of forward()
+    seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None  # waits for no GPU
+    return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed)[0]
 
 
 @torch.no_grad()
 def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | None = None,
-                  segments: Segments = None, sinks: Tensor | None = None, seed: int = 0,
+                  segments: Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Any = lambda *_: None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The forward pass, FlashAttention-2's Algorithm 1: out and L as in caps.Partial. A tile's
@@ -105,7 +86,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
             P_tilde_ij = torch.exp(S_ij - m_new)
             rescale = torch.exp(m_i - m_new)
             l_i = rescale * l_i + P_tilde_ij.sum(dim=-1, keepdim=True)
-            Z_ij = dropout(P_tilde_ij, spec.dropout, seed + i * len(cols) + j)
+            Z_ij = dropout(P_tilde_ij, spec.dropout, seed, i * len(cols) + j)
             O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
             m_i = m_new
             on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
@@ -116,8 +97,8 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
 
 
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
-                   spec: Spec, offset: int | None = None, segments: Segments = None,
-                   sinks: Tensor | None = None, seed: int = 0, B_r: int = BLOCK_M,
+                   spec: Spec, offset: int | None = None, segments: Pair = None,
+                   sinks: Tensor | None = None, seed: Tensor | None = None, B_r: int = BLOCK_M,
                    B_c: int = BLOCK_N) -> tuple[Tensor, ...]:  # fmt: skip
     """The backward pass: FlashAttention-2, Algorithm 2. Gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
@@ -140,7 +121,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             if spec.softcap is not None:
                 S_ij = spec.softcap * torch.tanh(S_ij / spec.softcap)
             P_ij = torch.exp(masked(S_ij, I, J, offset, spec.window, segments) - L[..., I, :])
-            Z_ij = dropout(P_ij, spec.dropout, seed + i * len(cols) + j)
+            Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
             # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
             dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
@@ -175,16 +156,14 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None) -> bool:
 
 
 def masked_tiles(
-    rows: list[slice], cols: list[slice], offset: int, window: int | None, segments: Segments
+    rows: list[slice], cols: list[slice], offset: int, window: int | None, segments: Pair
 ) -> list[list[bool]]:
     """True for each tile in which no query sees a key."""
     hidden = [[wholly_masked(I, J, offset, window) for J in cols] for I in rows]
-    if (
-        not isinstance(segments, Tensor) or offset < 0
-    ):  # a part's ids say nothing of the keys between
-        return hidden
-    run = (segments[:, 1:] != segments[:, :-1]).cumsum(dim=1)
-    run = F.pad(run, (1, 0)).cpu()  # (B, Tk), segments counted from the left
+    if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
+        return hidden  # the queries are not the last positions: ids say nothing of keys between
+    keys = segments[1]
+    run = F.pad((keys[:, 1:] != keys[:, :-1]).cumsum(dim=1), (1, 0)).cpu()  # (B, Tk), from the left
     first_q = run[:, [offset + I.start for I in rows], None]
     last_k = run[:, None, [J.stop - 1 for J in cols]]
     apart = (last_k < first_q).all(dim=0).tolist()
@@ -194,28 +173,28 @@ def masked_tiles(
 
 
 def masked(
-    S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None, segments: Segments
+    S_ij: Tensor, I: slice, J: slice, offset: int, window: int | None, segments: Pair
 ) -> Tensor:
     corners = (I.start, J.stop - 1), (I.stop - 1, J.start)  # with the latest key, and the earliest
     if segments is None and all(visible(*corner, offset, window) for corner in corners):
         return S_ij
-    if isinstance(segments, Tensor):  # of the keys: for Tq > Tk queries are added that see nothing
-        segments = F.pad(segments, (-offset, 0)), segments
     i, j = (torch.arange(x.start, x.stop, device=S_ij.device) for x in (I, J))
     seg = (segments[0][:, I, None], segments[1][:, None, J]) if segments else (None, None)
     seen = visible(i[:, None], j, offset, window, *seg)
     return S_ij.masked_fill(~(seen[:, None, None] if segments else seen), -torch.inf)
 
 
-def dropout(P_ij: Tensor, p: float, seed: int) -> Tensor | float:
+def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | float:
     """Z_ij: 0 with probability p, else 1 / (1 - p); the same seed gives the same mask."""
     if not p:
         return 1.0
-    draw = torch.Generator(P_ij.device).manual_seed(seed)
-    kept = torch.rand(P_ij.shape, generator=draw, device=P_ij.device) >= p
+    assert seed is not None
+    draw = torch.Generator(P_ij.device).manual_seed(int(seed) + tile)
+    kept = torch.rand(P_ij.shape, generator=draw, dtype=torch.float32, device=P_ij.device) >= p
     return kept.to(P_ij.dtype) / (1 - p)
 
 
+PARTIAL = Partial(forward_tiles, backward_tiles)
 BACKEND = Backend("tiled", "FlashAttention's algorithm in plain PyTorch, O(S) memory", attend,
                   (Caps(scale=True, softcap=True, sinks=True, lse=True),), fallback=None,
-                  fullgraph=False, partial=Partial(forward_tiles, backward_tiles))  # fmt: skip
+                  fullgraph=False, partial=PARTIAL)  # fmt: skip

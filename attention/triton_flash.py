@@ -34,24 +34,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps, Partial
+from .function import attention
 from .spec import Spec
-from .views import Pair
+from .views import Pair, for_any_shape
 
 
+@for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: None = None,
            sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention by our own kernels; shapes as in caps.Backend."""
     assert cache is None, "triton has no cache"
+    pair = None
+    if segments is not None:
+        first, last = borders(segments)
+        pair = first[:, k.shape[1] - q.shape[1] :].contiguous(), last
+    seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
+    return attention(q, k, v, spec, kernel=WHOLE, segments=pair, sinks=sinks, seed=seed)[0]
+
+
+def whole_forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, borders: Pair,
+    sinks: Tensor | None = None, seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out in q's dtype, and L for whole_backward()."""
     from .triton.flash_kernels import flash_forward  # imports triton, which is optional
 
-    first, last = (None, None) if segments is None else borders(segments)
-    if first is not None:  # of the queries; for Tq > Tk the first see nothing whatever it is
-        first = F.pad(first, (q.shape[1] - k.shape[1], 0)).contiguous()
-    seed = torch.randint(2**62, (1,), device=q.device) if spec.dropout else None
     sinks = None if sinks is None else sinks.float().contiguous()  # read without a stride
-    return flash_forward(q, k, v, first, last, seed, sinks, spec.window, spec.dropout,
-                         spec.softmax_scale, spec.softcap, None)[0]  # fmt: skip
+    numbers = spec.window, spec.dropout, spec.softmax_scale, spec.softcap
+    return flash_forward(q, k, v, *(borders or (None, None)), seed, sinks, *numbers, None)
+
+
+def whole_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec, offset: int,
+    borders: Pair, sinks: Tensor | None = None, seed: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from .triton.flash_kernels import flash_backward
+
+    numbers = spec.window, spec.dropout, spec.softmax_scale, spec.softcap
+    given = *(borders or (None, None)), seed
+    *grads, D = flash_backward(dout, q, k, v, out, L, *given, *numbers, None)
+    if sinks is None:
+        return tuple(grads)
+    P_sink = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - L)  # (B, H, Tq)
+    return *grads, -(P_sink * D).sum(dim=(0, 2))
+
+
+WHOLE = Partial(whole_forward, whole_backward)
 
 
 def forward(
@@ -67,11 +96,12 @@ def forward(
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor, spec: Spec,
              offset: int, segments: Pair = None) -> tuple[Tensor, ...]:  # fmt: skip
-    from .triton.flash_kernels import flash_backward
+    from .triton.flash_kernels import LOWEST, flash_backward
 
     numbers = spec.window, 0.0, spec.softmax_scale, spec.softcap, offset
     borders_ = borders_of_pair(segments, k.shape[1], offset)
-    rows = dout, q, k, v, out.contiguous(), (L / math.log(2)).contiguous()
+    L_2 = (L / math.log(2)).clamp(min=LOWEST.value)  # where no key is seen; -inf would give NaN
+    rows = dout, q, k, v, out.contiguous(), L_2.contiguous()
     return tuple(flash_backward(*rows, *borders_, None, *numbers)[:3])
 
 

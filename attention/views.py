@@ -6,6 +6,7 @@ The cache (inference/cache.py) stores a call's keys and values before the kernel
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -38,19 +39,50 @@ def mask(
     return visible(i, j, offset, window, seg_i, seg_j)[:, None]
 
 
-def zeros_before_the_first_key(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an attend() that takes Tq <= Tk only: the first Tq - Tk queries come before every key,
-    so their outputs are zeros."""
+def for_any_shape(attend: Callable[..., Any], lse: bool = False) -> Callable[..., Any]:
+    """Make an attend() for 0 < Tq <= Tk and contiguous head dimensions take all shapes and strides,
+    and compute in q's dtype under autocast.
+
+    The first Tq - Tk queries come before every key, so their outputs are zeros.
+
+    Args:
+        lse: attend() also returns the log-sum-exp (B, H, Tq), -inf where no key is seen.
+    """
 
     @wraps(attend)
-    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        before = q.shape[1] - k.shape[1]
-        if before <= 0 or options.get("cache") is not None:  # k is the cache's buffer, not Tk long
-            return attend(q, k, v, spec, **options)
-        out = attend(q[:, before:], k, v, spec, **options)
-        return F.pad(out, (0, 0, 0, 0, before, 0))
+    def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
+        (B, Tq, H, _), Tk = q.shape, k.shape[1]
+        if options.get("cache") is not None:  # k is the cache's buffer, not Tk long
+            Tk = max(Tq, 1)
+        if B == 0 or Tq == 0 or Tk == 0:
+            used = (t for t in (q, k, v, options.get("sinks")) if t is not None)
+            out = torch.zeros_like(q) + sum(t[:0].sum().to(q.dtype) for t in used)  # in the graph
+            acc = torch.promote_types(q.dtype, torch.float32)
+            L = torch.full((B, H, Tq), -torch.inf, dtype=acc, device=q.device)
+            return (out, L) if lse else out
+        before = max(Tq - Tk, 0)
+        with autocast_off(q):
+            found = attend(
+                *map(unit_stride, (q[:, before:] if before else q, k, v)), spec, **options
+            )
+        if not before:
+            return found
+        out, *Ls = found if lse else (found,)
+        out = F.pad(out, (0, 0, 0, 0, before, 0))
+        return (out, F.pad(Ls[0], (before, 0), value=-torch.inf)) if lse else out
 
     return wrapped
+
+
+def unit_stride(t: Tensor) -> Tensor:
+    """t, copied unless its last dimension is contiguous: most kernels read it without a stride."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def autocast_off(t: Tensor) -> AbstractContextManager[Any]:
+    kind = t.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def not_compiled(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from attention import Spec, tiled
 from attention.check import oracle
+from attention.function import attention
 from attention.spec import DTYPES
-from attention.tiled import Tiled
 
 # Tq, Tk, H, Hkv, window, whether there are segments
 SHAPES = {
@@ -48,11 +48,15 @@ def sinks_of(spec: Spec, dtype: torch.dtype = torch.float64) -> Tensor:
     return (2 + torch.randn(spec.n_head, generator=draw_, dtype=torch.float64)).to(dtype)
 
 
+def tiled_(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *tiles: int, **more: Any) -> Tensor:
+    return attention(q, k, v, spec, kernel=tiled.PARTIAL, options=tiles, **more)[0]
+
+
 def both_passes(inputs: list[Tensor], seg: Tensor | None, spec: Spec, B_r: int, B_c: int,
                 sinks: Tensor | None = None) -> list[Tensor]:  # fmt: skip
     leaves = [t.detach().requires_grad_() for t in (*inputs[:3], sinks) if t is not None]
     q, k, v, sink = *leaves, *[None] * (sinks is None)
-    out = Tiled.apply(q, k, v, sink, seg, spec, 0, B_r, B_c)
+    out = tiled_(q, k, v, spec, B_r, B_c, segments=seg, sinks=sink)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
@@ -93,10 +97,11 @@ def test_gradients_against_finite_differences(shape, p, more) -> None:
     leaves = [t.requires_grad_() for t in (*inputs[:3], *([sinks_of(spec)] if more else []))]
 
     def call(seg: Tensor | None, *tiles: int) -> Any:
-        def tiled_(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            return Tiled.apply(q, k, v, sinks, seg, spec, 7, *tiles)
+        def with_seed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            seed = torch.tensor(7)
+            return tiled_(q, k, v, spec, *tiles, segments=seg, sinks=sinks, seed=seed)
 
-        return tiled_
+        return with_seed
 
     assert torch.autograd.gradcheck(call(seg, 16, 9), leaves, fast_mode=True)
     # Every entry of the Jacobian.
@@ -160,7 +165,7 @@ def test_no_tensor_is_larger_than_the_inputs(p) -> None:
         qkv = [torch.randn(1, T, 2, 4, requires_grad=True) for _ in range(3)]
         spec = Spec(2, 2, 4, "float32", dropout=p)
         with Recorder() as forward:
-            out = Tiled.apply(*qkv, None, None, spec, 0, 16, 16)
+            out = tiled_(*qkv, spec, 16, 16, seed=torch.tensor(0))
         with Recorder() as backward:
             torch.autograd.grad(out, qkv, torch.ones_like(out))
         assert forward.largest == backward.largest == T * 2 * 4 < T * T
@@ -175,7 +180,7 @@ def test_each_tile_drops_by_a_mask_of_its_own() -> None:
     q, eye = torch.zeros(1, T, 1, T).double(), torch.eye(T).double()[None, :, None]
     spec = Spec(1, 1, T, "float64", dropout=0.4)
     with torch.no_grad():
-        out = Tiled.apply(q, q, eye, None, None, spec, 11, size, size)[0, :, 0]
+        out = tiled_(q, q, eye, spec, size, size, seed=torch.tensor(11))[0, :, 0]
     kept = out != 0
     want = kept.double() / 0.6 / (torch.arange(T)[:, None] + 1)
     torch.testing.assert_close(out, want, rtol=1e-12, atol=0)

@@ -528,7 +528,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
                   seed: Tensor | None, sinks: Tensor | None, window: int | None, dropout: float,
                   scale: float, softcap: float | None,
                   offset: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention, with a gradient.
+    """Attention.
 
     Args:
         q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D), all of one dtype.
@@ -538,11 +538,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: T
         sinks: (H,) float32, or None.
         window, scale, softcap: as in Spec; scale is a number, not None.
         dropout: the probability that an entry of P is dropped.
-        offset: as in visible(); then the results are float32, and without a gradient.
+        offset: as in visible(); then the results are float32.
 
     Returns:
         out (B, Tq, H, D) in q's dtype, contiguous; L (B, H, Tq) float32, log2 of the sum of
-        exp(s), without a gradient.
+        exp(s).
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
@@ -589,22 +589,3 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, L: Tensor,
       *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
     return *(_result(t, rest[-1]) for t in (q, k, v)), torch.empty_like(L)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, last, seed, sinks, *ctx.numbers = inputs
-    ctx.save_for_backward(sinks, q, k, v, *output, first, last, seed)
-    ctx.set_materialize_grads(False)  # L has no gradient
-
-
-def _gradients(ctx: Any, dout: Tensor, dL: None) -> tuple[Tensor | None, ...]:
-    sinks, *saved = ctx.saved_tensors
-    *grads, D = flash_backward(dout, *saved, *ctx.numbers)
-    dsinks = None
-    if sinks is not None:  # -P_sink D_i, summed over all rows; D_i of a masked row is 0
-        P_sink = torch.exp2(sinks[:, None] * math.log2(math.e) - saved[4])  # (B, H, Tq)
-        dsinks = -(P_sink * D).sum(dim=(0, 2))
-    return *grads, None, None, None, dsinks, None, None, None, None, None
-
-
-flash_forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,136 @@
+"""Kernels that compute their own gradient, as one function for autograd, torch.func and compile.
+
+A kernel is a pair of functions of plain tensors (caps.Partial): forward() returns out and L, the
+log-sum-exp, and backward() takes both. Only the inputs, out and L are saved, as tensors that
+torch.autograd.graph.saved_tensors_hooks may move.
+
+Second derivatives  Attention.backward() applies another Function, Gradient, to everything that the
+        gradient depends on. Its own backward raises RuntimeError, so each path to a second
+        derivative ends there, where once_differentiable would leave a zero.
+torch.func  vmap makes the mapped dimension a part of the batch. Sinks and a dropout seed belong to
+        one call: with them it is a loop.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .caps import Partial
+from .spec import Spec
+from .views import Pair, autocast_off, for_any_shape, unit_stride
+
+Options = tuple[Any, ...]
+
+
+@partial(for_any_shape, lse=True)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
+    segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
+    options: Options = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and the log-sum-exp (B, H, Tq), which
+    has no gradient.
+
+    Args:
+        segments: of the keys (B, Tk), or a pair that the kernel receives as it is.
+        sinks, seed, options: further arguments of the kernel, if there are any.
+    """
+    if isinstance(segments, Tensor):
+        segments = segments[:, k.shape[1] - q.shape[1] :], segments
+    function = Traced if torch.compiler.is_compiling() else Attention
+    pair = (None, None) if segments is None else segments
+    out, L = function.apply(kernel, (spec, *options), sinks, seed, q, k, v, *pair)
+    return out, L
+
+
+def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor, k: Tensor,
+               seg_q: Tensor | None, seg_k: Tensor | None) -> Options:  # fmt: skip
+    """The arguments of Partial's functions after the tensors."""
+    spec, *options_ = options
+    pair = None if seg_q is None else (seg_q, seg_k)
+    more = () if sinks is seed is None and not options_ else (sinks, seed, *options_)
+    return spec, k.shape[1] - q.shape[1], pair, *more
+
+
+class Mapped(torch.autograd.Function):
+    @classmethod
+    def vmap(  # type: ignore[override]
+        cls, info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """apply() over one more dimension of the tensors, the first two of which are sinks and a
+        seed; apply() itself never sees it."""
+        how, tensors, dims, N = args[:2], args[2:], in_dims[2:], info.batch_size
+        first = [t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims)]
+        if tensors[0] is tensors[1] is None:
+            rows = (
+                t if t is None else (t.expand(N, *t.shape) if d is None else t).flatten(0, 1)
+                for t, d in zip(first, dims)
+            )
+            found = [out.unflatten(0, (N, -1)) for out in cls.apply(*how, *rows)]
+        else:
+            calls = zip(*([t] * N if d is None or t is None else t for t, d in zip(first, dims)))
+            found = [torch.stack(outs) for outs in zip(*(cls.apply(*how, *call) for call in calls))]
+        return tuple(found), (0,) * len(found)
+
+
+class Attention(Mapped):
+    @staticmethod
+    def forward(
+        kernel: Partial, options: Options, sinks: Tensor | None, seed: Tensor | None, q: Tensor,
+        k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        # No *args: torch.compile takes these parameters for one less than there are.
+        out, L = kernel.forward(q, k, v, *_arguments(options, sinks, seed, q, k, seg_q, seg_k))
+        return out.to(q.dtype), L
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.kernel = inputs[:2]
+        ctx.save_for_backward(*inputs[2:], *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, seed, *tensors = ctx.saved_tensors
+        dq, dk, dv, *dsinks = Gradient.apply(*ctx.kernel, sinks, seed, dout, *tensors)
+        return None, None, dsinks[0] if dsinks else None, None, dq, dk, dv, None, None
+
+
+class Traced(torch.autograd.Function):
+    """Attention in the older style, the only one that torch.compile traces before PyTorch 2.7."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = Attention.forward(*inputs)
+        Attention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = Attention.backward
+
+
+class Gradient(Mapped):
+    @staticmethod
+    def forward(
+        kernel: Partial, options: Options, sinks: Tensor | None, seed: Tensor | None, dout: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, seg_q: Tensor | None, seg_k: Tensor | None, out: Tensor,
+        L: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        more = _arguments(options, sinks, seed, q, k, seg_q, seg_k)
+        with autocast_off(q):  # here autograd calls, in whatever context
+            grads = kernel.backward(unit_stride(dout), q, k, v, out, L, *more)
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "this attention kernel has no second derivative; manual and sdpa_math have one"
+        )
