@@ -52,22 +52,24 @@ def _arguments(options: Options, sinks: Tensor | None, seed: Tensor | None, q: T
     """The arguments of Partial's functions after the tensors."""
     spec, *options_ = options
     pair = None if seg_q is None else (seg_q, seg_k)
-    more = () if sinks is seed is None and not options_ else (sinks, seed, *options_)
+    more = () if sinks is None and seed is None and not options_ else (sinks, seed, *options_)
     return spec, k.shape[1] - q.shape[1], pair, *more
 
 
 class Mapped(torch.autograd.Function):
     @classmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         cls, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """apply() over one more dimension of the tensors, the first two of which are sinks and a
         seed; apply() itself never sees it."""
         how, tensors, dims, N = args[:2], args[2:], in_dims[2:], info.batch_size
         first = [t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims)]
-        if tensors[0] is tensors[1] is None:
-            rows = (
-                t if t is None else (t.expand(N, *t.shape) if d is None else t).flatten(0, 1)
+        if tensors[0] is None and tensors[1] is None:
+            rows = (  # contiguous: kernels read out and L as they wrote them
+                t
+                if t is None
+                else (t.expand(N, *t.shape) if d is None else t).flatten(0, 1).contiguous()
                 for t, d in zip(first, dims)
             )
             found = [out.unflatten(0, (N, -1)) for out in cls.apply(*how, *rows)]
