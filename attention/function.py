@@ -41,7 +41,10 @@ def attention(
     """
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
-    function = Traced if torch.compiler.is_compiling() else Attention
+    function: type[torch.autograd.Function] = Attention
+    if torch.compiler.is_compiling():
+        function = Traced
+        k, v = k.view_as(k), v.view_as(v)  # Dynamo traces no Function of one tensor twice
     pair = (None, None) if segments is None else segments
     out, L = function.apply(kernel, (spec, *options), sinks, seed, q, k, v, *pair)
     return out, L
