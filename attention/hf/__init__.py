@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Resolution
-from ..choose import Choices
 from ..machine.flash_impl import flash_impl
+from ..plan import Plans
 from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
@@ -86,7 +86,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         _made[name] = key
         # Both read tensors on the host, so each call is a graph break in a compiled model.
         untraced = torch.compiler.disable
-        AttentionInterface.register(key, untraced(partial(_attend, Choices(name, policy))))
+        AttentionInterface.register(key, untraced(partial(_attend, Plans(name, policy))))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
         for model in OWN_CLASSES:
             with suppress(ImportError, AttributeError):  # a version without this model or table
@@ -218,7 +218,7 @@ _ran: WeakKeyDictionary[torch.nn.Module, dict[Spec, tuple[Resolution, int]]] = W
 
 
 def _attend(
-    choices: Choices, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
@@ -273,10 +273,10 @@ def _attend(
             scale=scaling, softcap=softcap, sinks=s_aux is not None,
         )  # fmt: skip
     except ValueError as e:
-        who = f"{implementation(choices.name)} refuses {type(module).__name__}"
+        who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
 
-    chosen = _choose(choices, spec, device, (B, Tq, proof.end))
+    chosen = _choose(plans, spec, device, (B, Tq, proof.end))
     ran = _ran.setdefault(module, {})
     ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
     # Views: a static cache is longer than its contents.
@@ -290,16 +290,13 @@ def _attend(
 
 
 def _choose(
-    choices: Choices, spec: Spec, device: torch.device, shape: tuple[int, int, int]
+    plans: Plans, spec: Spec, device: torch.device, shape: tuple[int, int, int]
 ) -> Resolution:
     key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
-    if key in choices.known:
-        return choices.known[key][0]
-    # In a probe, the hooks of activation checkpointing would recompute the layer.
-    own_graph = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    phase = " with a cache" if spec.cache != "none" else " without gradients"
-    with own_graph, torch.autocast(device.type, enabled=False):
-        return choices.choose(key, spec, device, shape, phase)
+    if key not in plans.known:
+        phase = " with a cache" if spec.cache != "none" else " without gradients"
+        plans.make(key, [spec], device, shape, phase)
+    return plans.known[key][0].chosen
 
 
 # --- the report ---
