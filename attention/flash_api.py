@@ -321,7 +321,10 @@ def _kernel(
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
     key = device, size, *heads, dtype, *asked
     if compiled:
-        _plan_in_trace(*(operator.index(n) if isinstance(n, int) else n for n in key))
+        # index(): a size may be symbolic here.
+        numbers = [isinstance(n, int) and not isinstance(n, bool) for n in key]
+        key = tuple(operator.index(n) if is_int else n for n, is_int in zip(key, numbers))
+        _plan_in_trace(*key)
     if key not in _plans.known:
         _plan(key, (q.shape[0], Tq, Tk))
     call = _plans.known[key][0]
