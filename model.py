@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -105,13 +106,8 @@ class GPTConfig:
 
     def specs(self, phase: Phase) -> list[Spec]:
         """The attention that each layer requests in a phase."""
-        _, dtype, training, grad, segments, cache, page_size, lse, compiled = phase
-        dropout = self.dropout if training else 0.0
-        return [
-            Spec(self.n_head, self.kv_heads, self.head_dim, dtype, window, dropout, segments, grad,
-                 cache, compiled, page_size, lse=lse)
-            for window in self.windows
-        ]  # fmt: skip
+        heads = self.n_head, self.kv_heads, self.head_dim
+        return [phase.spec(*heads, window, self.dropout) for window in self.windows]
 
 
 class Norm(nn.Module):
@@ -124,16 +120,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if config.bias is True and not rms else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return self.normed(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):  # it would cast x to float32 on CUDA
-            return self.normed(x, self.weight.to(x.dtype), bias)
-
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.rms:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        weight, same = self.weight.to(x.dtype), x.dtype == self.weight.dtype
+        bias: Tensor | None = self.bias
+        # Where dtypes differ, autocast would cast x to float32 on CUDA.
+        with nullcontext() if same else torch.autocast(x.device.type, enabled=False):
+            if self.rms:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            bias = bias if bias is None or same else bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def rope_rates(config: GPTConfig, device: torch.device) -> Tensor:
@@ -170,10 +164,8 @@ class CausalSelfAttention(nn.Module):
         self.k_norm = Norm(config, D, rms=True) if config.qk_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None, rope: Rope = None,
-        cache: Cache = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None,
+                rope: Rope = None, cache: Cache = None) -> Tensor:  # fmt: skip
         qkv = self.c_attn(x)  # (B, T, (H + 2 * Hkv) * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
         q, k, v = (t.unflatten(2, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H or Hkv, D)
@@ -234,7 +226,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
-        self.plans = self.no_plans()
+        self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -252,10 +244,8 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None,
-        cache: Cache = None,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    def forward(self, idx: Tensor, targets: Tensor | None = None, segments: Tensor | None = None,
+                cache: Cache = None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Token ids (B, T) int64 -> (logits (B, T, V), None), or with targets (None, loss).
 
         Targets (B, T) int64 are the next tokens; -1 is ignored. The loss is the mean cross entropy
@@ -274,7 +264,10 @@ class GPT(nn.Module):
             cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
                 appended. It has its own positions and segments.
         """
-        pos, segments = self.positions(idx, segments, cache)
+        if cache is not None and segments is not None:
+            raise ValueError("segments cannot be passed with a cache, which has its own")
+        pos = self.positions(idx) if cache is None else cache.positions(idx.shape[1])
+        segments = segments if cache is None else cache.segments
         x, rope = self.embed(idx, pos)
         plan = self.plans.look_up(self.phase(segments is not None, cache), len(idx))
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
@@ -287,20 +280,14 @@ class GPT(nn.Module):
                 x = block(x, attend, spec, segments, rope, layer)
         return self.transformer.ln_f(x)
 
-    def positions(
-        self, idx: Tensor, segments: Tensor | None, cache: Cache
-    ) -> tuple[Tensor, Tensor | None]:
-        """Positions (T,) or (B, T), and the segments of the keys."""
-        T, last = idx.shape[1], self.config.block_size - 1
-        if cache is not None:
-            if segments is not None:
-                raise ValueError("segments cannot be passed with a cache, which has its own")
-            return cache.positions(T), cache.segments
+    def positions(self, idx: Tensor) -> Tensor:
+        """Positions (T,) of tokens (B, T) without a cache."""
+        T, size = idx.shape[1], self.config.block_size
         if self.ring:
-            return self.ring.positions(T, last, idx.device), segments
-        if last < T - 1:
-            raise ValueError(f"{T} tokens do not fit into block_size {last + 1}")
-        return torch.arange(T, device=idx.device), segments
+            return self.ring.positions(T, size - 1, idx.device)
+        if size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {size}")
+        return torch.arange(T, device=idx.device)
 
     def embed(self, idx: Tensor, pos: Tensor) -> tuple[Tensor, Rope]:
         """Embeddings (B, T, C), and with RoPE the angles of each position and pair of channels."""
@@ -325,27 +312,13 @@ class GPT(nn.Module):
         return self.transformer.wte.weight if own is None else own
 
     def phase(self, segments: bool = False, cache: Cache = None) -> Phase:
-        """The phase of a forward pass that begins now (attention/plan.py)."""
-        weight, grad = self.transformer.wte.weight, torch.is_grad_enabled()
-        device, dtype = weight.device, autocast_dtype(weight.device.type) or weight.dtype
-        kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
-        shared, compiled = bool(self.ring) and cache is None, torch.compiler.is_compiling()
-        phase = str(device), str(dtype).removeprefix("torch."), self.training, grad, segments
-        return Phase(*phase, kind, page_size, shared, compiled)
+        """The phase of a forward pass that begins now."""
+        weight, shared = self.transformer.wte.weight, bool(self.ring) and cache is None
+        return Phase.now(weight, self.training, segments, cache, shared)
 
     def plan(self, B: int = 1, ranks: attention.Ranks | None = None, **changes: Any) -> Plan:
-        """Choose each layer's kernel for a phase, before it begins: as phase(), with `changes`.
-
-        Args:
-            B: sequences in a batch: "fastest" measures with them.
-            ranks: the processes that call this together, and take the same kernels.
-        """
+        """Choose each layer's kernel for a phase in advance: as phase(), with `changes`."""
         return self.plans.plan(self.phase()._replace(**changes), B, ranks)
-
-    def no_plans(self) -> Plans:
-        config, longest = self.config, 2**14  # Llama permits more than a probe should take
-        length = min(config.block_size, longest)
-        return Plans(config.attention_backend, self.policy, config.specs, length)
 
     @torch.no_grad()
     def generate(
@@ -385,13 +358,12 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             kept = self.transformer.wpe.weight.detach()[:block_size].clone()
             self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
-        self.config = replace(self.config, block_size=block_size)
-        self.plans = self.no_plans()
+        config = self.config = replace(self.config, block_size=block_size)
+        self.plans = Plans(config.attention_backend, self.policy, config.specs, block_size)
 
     @classmethod
-    def from_pretrained(
-        cls, source: str, override_args: dict[str, object] | None = None, **changes: Any
-    ) -> GPT:
+    def from_pretrained(cls, source: str, override_args: dict[str, object] | None = None,
+                        **changes: Any) -> GPT:  # fmt: skip
         """Load a model of checkpoint/families.py: a folder of transformers, or a name on the hub.
         override_args (as in nanoGPT) and changes are GPTConfig fields to replace."""
         from checkpoint import load_hf

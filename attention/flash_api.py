@@ -319,11 +319,12 @@ def _kernel(
     heads = q.shape[-2], k.shape[-2], q.shape[-1]
     dtype, device = str(q.dtype).removeprefix("torch."), str(q.device)
     size = 0 if compiled else max(Tk, LONG).bit_length()  # a longer call is probed at its length
-    key = device, size, *heads, dtype, *asked
+    key: tuple[Any, ...] = (device, size, *heads, dtype, *asked)
     if compiled:
         # index(): a size may be symbolic here.
-        numbers = [isinstance(n, int) and not isinstance(n, bool) for n in key]
-        key = tuple(operator.index(n) if is_int else n for n, is_int in zip(key, numbers))
+        key = tuple(
+            operator.index(n) if isinstance(n, int) and not isinstance(n, bool) else n for n in key
+        )
         _plan_in_trace(*key)
     if key not in _plans.known:
         _plan(key, (q.shape[0], Tq, Tk))

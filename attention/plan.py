@@ -25,9 +25,12 @@ from torch import Tensor
 from .caps import Resolution
 from .choose import fastest
 from .machine.apart import apart, outside_a_trace
+from .machine.system import autocast_dtype
 from .machine.timing import Shape
 from .select import Ranks, announce, select
 from .spec import Policy, Spec
+
+PROBE_LEN = 2**14  # tokens: Llama permits more than a probe should take
 
 
 class Phase(NamedTuple):
@@ -40,8 +43,29 @@ class Phase(NamedTuple):
     segments: bool = False
     cache: str = "none"
     page_size: int | None = None  # of a paged cache
-    lse: bool = False  # the sequence is shared by a ring
+    lse: bool = False  # a ring shares each sequence
     compiled: bool = False  # inside torch.compile
+
+    @classmethod
+    def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:
+        """The phase of a call that begins now, in a model with this weight; `cache` is a step of
+        one (inference/cache.py) or None."""
+        dtype = str(autocast_dtype(weight.device.type) or weight.dtype).removeprefix("torch.")
+        kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
+        grad, compiled = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        return cls(
+            str(weight.device), dtype, training, grad, segments, kind, page_size, ring, compiled
+        )
+
+    def spec(
+        self, n_head: int, n_kv_head: int, head_dim: int, window: int | None, dropout: float
+    ) -> Spec:
+        """The request of a layer."""
+        dropout = dropout if self.training else 0.0
+        return Spec(
+            n_head, n_kv_head, head_dim, self.dtype, window, dropout, self.segments, self.grad,
+            self.cache, self.compiled, self.page_size, lse=self.lse,
+        )  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -93,7 +117,7 @@ class Plans:
         """Choose the kernels of a phase, and announce them; B sequences at a time."""
         assert self.specs is not None
         # With a cache nearly all calls decode: one query, and in the end `length` keys.
-        T, cached = self.length, phase.cache != "none"
+        T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
         shape = B, 1 if cached else T, T
         return self.make(phase, self.specs(phase), phase.device, shape, label, ranks)
