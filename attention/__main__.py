@@ -96,9 +96,9 @@ def heading(machine: Machine, spec: Spec, shape: Shape) -> str:
     (B, Tq, Tk), software = shape, f"torch {machine.torch}"
     if machine.capability:
         software = f"compute capability {dotted(machine.capability)}, {software}"
-    request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}" + ", deterministic" * (
-        machine.deterministic
-    )
+    request = f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
+    if machine.deterministic:
+        request += ", deterministic"
     return f"{machine.name} ({machine.device}), {software}\n{request}"
 
 

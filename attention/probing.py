@@ -92,7 +92,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
                     leak = leakage(run, inputs, seg, quiet)
             except Exception as e:
                 return Probe((f"it failed in the probe ({type(e).__name__}: {first_line(e)})",))
-    names = ["out after a prefix"] * (len(out) > 1 and not spec.grad)
+    names = ["out after a prefix"] if len(out) > 1 and not spec.grad else []
     names += ["out", "dq", "dk", "dv", "dsinks"][: len(out) - len(names)]
     all_three = [[x.double().cpu() for x in xs] for xs in (out, plain, truth)]
     # The sinks' gradient sums over both sequences: it belongs to the large scores.

@@ -246,7 +246,7 @@ def build_model(loaded: Loaded[Any], meta: Json) -> GPT:
             f"tokenizer than --dataset={config.dataset} (vocabulary of {V}); prepare it again, for "
             f"a model's own tokenizer with --tokenizer={source}"
         )
-    for name in (*SHAPE, "vocab_size", *["block_size"] * resuming):
+    for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
         if name == "n_kv_head":
             have, want = model.config.kv_heads, want or model.config.n_head

@@ -108,7 +108,7 @@ class Meter:
         """Print the peak rate and the least time of the remaining steps."""
         at_peak = self.speed(1.0).mfu[0] * self.tokens * max(0, self.max_iters - step)  # s
         long = self.distributed.device.type == "cpu" and at_peak > 86400
-        hint = "; config/train_shakespeare_cpu.py takes minutes" * long
+        hint = "; config/train_shakespeare_cpu.py takes minutes" if long else ""
         self.distributed.say(
             f"peak: {self.peak}\n{self.tokens:,} tokens a step, {self.max_iters:,} steps: at the "
             f"peak rate {duration(at_peak)}, in practice more{hint}"

@@ -33,7 +33,9 @@ def pick_device(wanted: str) -> torch.device:
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    here = ["cpu"] + ["mps"] * mps + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if mps:
+        here.insert(1, "mps")
     if wanted not in here and not (wanted == "cuda" and cuda):
         raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
     device = torch.device(wanted)
@@ -164,11 +166,14 @@ class Setup:
 
     def report(self, processes: int) -> list[str]:
         """Lines to print: device, dtype, oneDNN, compilation."""
-        count = f"{processes} process" + "es" * (processes > 1)
-        dtype, mode = dtype_name(self.dtype), f" (mode {self.compile_mode})" * self.compile.on
+        count = f"{processes} process" + ("es" if processes > 1 else "")
+        dtype = dtype_name(self.dtype)
+        mode = f" (mode {self.compile_mode})" if self.compile.on else ""
         lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
-        lines += [f"dtype: {dtype} ({self.why_dtype})"] * bool(self.why_dtype)
-        lines += [f"oneDNN for float32 products: {self.onednn}"] * (self.device.type == "cpu")
+        if self.why_dtype:
+            lines.append(f"dtype: {dtype} ({self.why_dtype})")
+        if self.device.type == "cpu":
+            lines.append(f"oneDNN for float32 products: {self.onednn}")
         return [*lines, f"compile: {self.compile}{mode}"]
 
 

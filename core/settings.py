@@ -222,8 +222,10 @@ def _split(
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
             text = rest.pop(0)
-        files += [text] * (name == "config")
-        options += [(name, text)] * (name not in ("config", "h", "help"))
+        if name == "config":
+            files.append(text)
+        elif name not in ("h", "help"):
+            options.append((name, text))
     return files, options
 
 

@@ -202,7 +202,7 @@ def work(backend: Backend, spec: Spec, inputs: Inputs) -> Callable[[], None]:
     run = forward
     if spec.compiled:
         run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-    names = ["qkv"] + ["sinks"] * spec.sinks
+    names = ["qkv"] + (["sinks"] if spec.sinks else [])
     leaves = {name: getattr(inputs, name).detach().requires_grad_(spec.grad) for name in names}
     given = inputs._replace(**leaves)
 
