@@ -98,8 +98,8 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: several are repeated, and the last layer takes the last one."""
-        given = self.attention_window
-        several = given if isinstance(given, tuple) else (given,)
+        window = self.attention_window
+        several = window if isinstance(window, tuple) else (window,)
         layers = [*(several[i % len(several)] for i in range(self.n_layer - 1)), several[-1]]
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)

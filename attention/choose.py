@@ -80,8 +80,8 @@ def find_fastest(
     request = spec, device, shape, policy
     machine, file = Machine.here(str(device)), cache_folder() / "fastest.json"
     version = sys.modules[__name__.partition(".")[0]].__version__
-    here = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
-    key = repr((version, torch.__version__, here, spec, shape, policy))
+    machine_key = machine.name, machine.deterministic, torch.get_num_threads(), flash_impl()
+    key = repr((version, torch.__version__, machine_key, spec, shape, policy))
     known = remembered(file)
     if (name := known.get(key, "")) in BACKENDS:  # a file is never run from here
         try:

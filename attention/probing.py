@@ -104,9 +104,9 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     why = _wrong(found) or [f"{text}, on large scores" for text in _wrong(large)]
     if not why and leak != 0:
         why = [f"a later token moves earlier outputs, by up to {leak:.2g}"]
-    most = [d for d in found if not d.where and d.size]
-    o = next(d for d in most if d.name == "out")
-    g = max((d for d in most if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
+    largest = [d for d in found if not d.where and d.size]
+    o = next(d for d in largest if d.name == "out")
+    g = max((d for d in largest if d.name[0] == "d"), key=lambda d: d.off / d.allowed, default=None)
     proof: Proof = {
         "error": o.off / o.size,
         "allowed": o.allowed / o.size,
@@ -151,8 +151,8 @@ def wrong_at(backend: Backend, spec: Spec, device: str | torch.device, T: int) -
         except Exception as e:
             return (f"it failed at {T:,} tokens ({type(e).__name__}: {first_line(e)})",)
         got[0] = got[0] if cached else got[0][:, rows]
-        given = [q, k, v, dout, *sinks]
-        plain, truth = (_rows(given, seg, spec, rows, exact) for exact in (False, True))
+        inputs = [q, k, v, dout, *sinks]
+        plain, truth = (_rows(inputs, seg, spec, rows, exact) for exact in (False, True))
     names = ["out", "dq", "dk", "dv", "dsinks"][: len(got)]
     all_three = ([x.double().cpu() for x in xs] for xs in (got, plain, truth))
     found = _deviations(names, *all_three, dtype=q.dtype, scale=1)

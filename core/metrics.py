@@ -161,8 +161,8 @@ class Meter:
 
 def duration(seconds: float) -> str:
     """For people: '40 s', '12 min', '3.5 h', '9.1 days', '2.5 years'."""
-    for unit, size, most in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
-        if seconds < size * most:
+    for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48), ("days", 86400, 730)):
+        if seconds < size * limit:
             digits = 0 if unit in ("s", "min") else 1
             return f"{seconds / size:.{digits}f} {unit}"
     return f"{seconds / (86400 * 365.25):,.1f} years"

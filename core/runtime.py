@@ -33,11 +33,11 @@ def pick_device(wanted: str) -> torch.device:
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "auto":
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if mps:
-        here.insert(1, "mps")
-    if wanted not in here and not (wanted == "cuda" and cuda):
-        raise UserError(f"device {wanted!r} not found; available: {', '.join(here)}")
+        available.insert(1, "mps")
+    if wanted not in available and not (wanted == "cuda" and cuda):
+        raise UserError(f"device {wanted!r} not found; available: {', '.join(available)}")
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches its kernels on the current device
@@ -230,8 +230,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def keep_freed_memory() -> bool:
