@@ -132,7 +132,7 @@ def about(
     model: GPT, config: ExplainConfig, prompt: Prompt, pieces: list[bytes], source: str
 ) -> About:
     c = model.config
-    chosen, spec = model.attention(prompt.segments is not None, (1, len(prompt.ids)))
+    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
     return {
         "source": source,
         "n_layer": c.n_layer,

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import Choices, Policy, Resolution, Ring, Spec
+from attention import Phase, Plan, Plans, Policy, Ring, Spec
+from attention.machine.system import autocast_dtype
 from core.loss import Head
 from core.settings import check_fields
 
@@ -77,8 +78,7 @@ class GPTConfig:
                 raise ValueError("attention_window is empty")
             if len(several) == 1:  # equal models have equal configs
                 object.__setattr__(self, "attention_window", several[0])
-        for layer in range(self.n_layer):
-            self.spec("float32", layer)  # checks n_kv_head, attention_window and dropout
+        self.specs(Phase("cpu", "float32"))  # checks n_kv_head, attention_window and dropout
 
     @property
     def head_dim(self) -> int:
@@ -103,11 +103,15 @@ class GPTConfig:
         # As wide as every sequence is None: then kernels without a window can run it.
         return tuple(None if w is None or w >= self.block_size else w for w in layers)
 
-    def spec(self, dtype: str, layer: int = 0, *, training: bool = True, **asked: Any) -> Spec:
-        """The attention that a layer requests."""
+    def specs(self, phase: Phase) -> list[Spec]:
+        """The attention that each layer requests in a phase."""
+        _, dtype, training, grad, segments, cache, page_size, lse, compiled = phase
         dropout = self.dropout if training else 0.0
-        asked = {"window": self.windows[layer], "dropout": dropout, **asked}
-        return Spec(self.n_head, self.kv_heads, self.head_dim, dtype, **asked)
+        return [
+            Spec(self.n_head, self.kv_heads, self.head_dim, dtype, window, dropout, segments, grad,
+                 cache, compiled, page_size, lse=lse)
+            for window in self.windows
+        ]  # fmt: skip
 
 
 class Norm(nn.Module):
@@ -227,11 +231,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.policy = config, policy
         # Set by the program that runs the model:
-        self.compiled = False  # inside torch.compile: the kernel is chosen for that
         self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
-        self.choices = Choices(config.attention_backend, policy)
+        self.plans = self.no_plans()
         learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -271,35 +274,45 @@ class GPT(nn.Module):
             cache: a step of a KV cache (inference/cache.py): its tokens come before idx, which is
                 appended. It has its own positions and segments.
         """
-        (B, T), device, ring, kind, page_size = idx.shape, idx.device, self.ring, "none", None
-        if cache is None:
-            if (size := self.config.block_size) < T and not ring:
-                raise ValueError(f"{T} tokens do not fit into block_size {size}")
-            pos = ring.positions(T, size - 1, device) if ring else torch.arange(T, device=device)
-        elif segments is not None:
-            raise ValueError("segments cannot be passed with a cache, which has its own")
-        else:
-            kind, page_size = cache.kind, cache.page_size
-            pos, segments = cache.positions(T), cache.segments
-        kernels = self.attentions(segments is not None, (B, T), kind, page_size)
-
-        x, rope = self.transformer.wte(idx), None  # (B, T, C)
-        if self.config.position == "learned":
-            x = x + self.transformer.wpe(pos)  # (T, C) or (B, T, C)
-        else:  # of each position and pair of channels, (T, 1, D / 2) or (B, T, 1, D / 2)
-            angles = pos[..., None, None] * rope_rates(self.config, device)
-            rope = angles.cos(), angles.sin()
-        if self.residual_autocast and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self.transformer.drop(x)
-        for i, (block, (chosen, spec)) in enumerate(zip(self.transformer.h, kernels, strict=True)):
-            attend = ring.attend(chosen.backend) if ring and spec.lse else chosen.backend.attend
+        pos, segments = self.positions(idx, segments, cache)
+        x, rope = self.embed(idx, pos)
+        plan = self.plans.look_up(self.phase(segments is not None, cache), len(idx))
+        for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
+            if spec.lse and self.ring:
+                attend = self.ring.attend(chosen.backend)
             if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, attend, spec, segments, rope, use_reentrant=False)
             else:
-                layer = cache.layer(i) if cache is not None else None
+                layer = None if cache is None else cache.layer(i)
                 x = block(x, attend, spec, segments, rope, layer)
         return self.transformer.ln_f(x)
+
+    def positions(
+        self, idx: Tensor, segments: Tensor | None, cache: Cache
+    ) -> tuple[Tensor, Tensor | None]:
+        """Positions (T,) or (B, T), and the segments of the keys."""
+        T, last = idx.shape[1], self.config.block_size - 1
+        if cache is not None:
+            if segments is not None:
+                raise ValueError("segments cannot be passed with a cache, which has its own")
+            return cache.positions(T), cache.segments
+        if self.ring:
+            return self.ring.positions(T, last, idx.device), segments
+        if last < T - 1:
+            raise ValueError(f"{T} tokens do not fit into block_size {last + 1}")
+        return torch.arange(T, device=idx.device), segments
+
+    def embed(self, idx: Tensor, pos: Tensor) -> tuple[Tensor, Rope]:
+        """Embeddings (B, T, C), and with RoPE the angles of each position and pair of channels."""
+        x, rope = self.transformer.wte(idx), None
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(pos)
+        else:  # (T, 1, D / 2) or (B, T, 1, D / 2)
+            angles = pos[..., None, None] * rope_rates(self.config, idx.device)
+            rope = angles.cos(), angles.sin()
+        if self.residual_autocast:
+            x = x.to(autocast_dtype(x.device.type) or x.dtype)
+        return self.transformer.drop(x), rope
 
     def head(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., V) logits."""
@@ -311,42 +324,28 @@ class GPT(nn.Module):
         own = self.lm_head.weight
         return self.transformer.wte.weight if own is None else own
 
-    def attention(self, *args: Any, **options: Any) -> tuple[Resolution, Spec]:
-        """The kernel of the first layer: attentions()[0]."""
-        return self.attentions(*args, **options)[0]
+    def phase(self, segments: bool = False, cache: Cache = None) -> Phase:
+        """The phase of a forward pass that begins now (attention/plan.py)."""
+        weight, grad = self.transformer.wte.weight, torch.is_grad_enabled()
+        device, dtype = weight.device, autocast_dtype(weight.device.type) or weight.dtype
+        kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
+        shared, compiled = bool(self.ring) and cache is None, torch.compiler.is_compiling()
+        phase = str(device), str(dtype).removeprefix("torch."), self.training, grad, segments
+        return Phase(*phase, kind, page_size, shared, compiled)
 
-    def attentions(
-        self, segments: bool = False, shape: tuple[int, int] | None = None, cache: str = "none",
-        page_size: int | None = None, compiled: bool = False,
-    ) -> list[tuple[Resolution, Spec]]:  # fmt: skip
-        """Each layer's kernel for this phase, device and dtype: chosen once, then remembered.
+    def plan(self, B: int = 1, ranks: attention.Ranks | None = None, **changes: Any) -> Plan:
+        """Choose each layer's kernel for a phase, before it begins: as phase(), with `changes`.
 
-        Call it once before torch.compile, which cannot trace the choice. `shape`: batch size and
-        length of the sequences (None: 1, block_size); the other arguments as in Spec.
+        Args:
+            B: sequences in a batch: "fastest" measures with them.
+            ranks: the processes that call this together, and take the same kernels.
         """
-        weight = self.transformer.wte.weight
-        device, dtype = weight.device, weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        compiled = compiled or self.compiled or torch.compiler.is_compiling()
-        asked: Any = dict(training=self.training, grad=torch.is_grad_enabled(), segments=segments,
-                          compiled=compiled, cache=cache, page_size=page_size,
-                          lse=bool(self.ring) and cache == "none")  # fmt: skip
-        # NOTE Dynamo recompiles whenever a Spec is added to a dict it has read: keep the key plain.
-        here = str(device), dtype, *asked.values()
-        keys = [(window, *here) for window in self.config.windows]
-        most = min(self.config.block_size, 2**14)  # Llama permits more than a probe should take
-        B, T = shape or (1, most)
-        # With a cache nearly all calls decode: one query, and in the end block_size keys.
-        full = (B, T, T) if cache == "none" else (B, 1, most)
-        phase = f" with the {cache} cache" if cache != "none" else " without gradients"
-        for layer, key in enumerate(keys):
-            if key not in self.choices.known:
-                spec = self.config.spec(str(dtype).removeprefix("torch."), layer, **asked)
-                choose = self.choices.choose  # `disable` imports torch._dynamo: a second
-                choose = torch.compiler.disable(choose) if compiled else choose
-                choose(key, spec, device, full, phase)
-        return [self.choices.known[key] for key in keys]
+        return self.plans.plan(self.phase()._replace(**changes), B, ranks)
+
+    def no_plans(self) -> Plans:
+        config, longest = self.config, 2**14  # Llama permits more than a probe should take
+        length = min(config.block_size, longest)
+        return Plans(config.attention_backend, self.policy, config.specs, length)
 
     @torch.no_grad()
     def generate(
@@ -387,6 +386,7 @@ class GPT(nn.Module):
             kept = self.transformer.wpe.weight.detach()[:block_size].clone()
             self.transformer["wpe"] = nn.Embedding.from_pretrained(kept, freeze=False)
         self.config = replace(self.config, block_size=block_size)
+        self.plans = self.no_plans()
 
     @classmethod
     def from_pretrained(

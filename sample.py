@@ -74,7 +74,6 @@ ALIASES = {"attn_implementation": "attention_backend"}
 if __name__ == "__main__":  # --help and errors before torch takes its seconds
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
-import torch
 
 import attention
 import checkpoint
@@ -109,8 +108,7 @@ def load(config: SampleConfig, **changes: Any) -> tuple[GPT, data.Tokenizer]:
         int8.convert(model, head)
     # Logs the kernel before any text.
     kind = config.kv_cache if config.kv_cache in ("dynamic", "paged") else "none"
-    with torch.no_grad():
-        model.attention(False, None, kind, 16 if kind == "paged" else None)
+    model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
     return model, tokenizer_of(config, source, model.config.vocab_size)
 
 

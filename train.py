@@ -213,11 +213,10 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     else:
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    with setup.autocast:  # the kernel of each phase is chosen here: torch.compile cannot trace it
-        kernel, _ = model.attention(shape=(config.batch_size, T))
-        with torch.no_grad():
-            model.eval().attention(shape=(config.batch_size, T))
-        model.train()
+    compiled = bool(setup.compile) and config.parallel == "ddp"  # fsdp compiles block by block
+    phase: Any = {"dtype": config.dtype, "compiled": compiled}
+    kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
+    model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place
     if config.parallel == "ddp":
         module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
@@ -392,8 +391,9 @@ def sample(run: Run) -> None:
     torch.use_deterministic_algorithms(False)  # on CUDA sampling has no deterministic form
     torch.manual_seed(run.config.seed)
     start = torch.tensor([[int(run.splits["train"][0])]], device=run.setup.device)
+    alone.eval().plan(grad=False, dtype=run.config.dtype)
     with run.setup.autocast:
-        tokens = alone.eval().generate(start, n, temperature=0.8, top_k=200)[0]
+        tokens = alone.generate(start, n, temperature=0.8, top_k=200)[0]
     text = data.from_meta(run.meta["tokenizer"]).decode(tokens.tolist()).strip()
     print(f"--- a sample of {n} tokens ---\n{text}", flush=True)
 

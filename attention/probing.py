@@ -267,13 +267,15 @@ def _inputs(
     """q, k, v as slices of one tensor, the output's gradient, any sinks; segments."""
     dtype = getattr(torch, spec.dtype)
     B, H, Hkv, D = 2, spec.n_head, spec.n_kv_head, spec.head_dim
-    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw)
+    qkv = torch.randn(B, T, (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
     qkv[1, :, : H * D] *= LARGE
     qkv = qkv.to(device, dtype)
     q, k, v = (t.unflatten(2, (-1, D)) for t in qkv.split([H * D, Hkv * D, Hkv * D], dim=2))
     seg = (torch.arange(T) >= T // 3).int().expand(B, T).contiguous() if spec.segments else None
-    dout = torch.randn(B, Tq, H, D, generator=draw).to(device, dtype)
-    sinks = [torch.randn(H, generator=draw).add(3).to(device, dtype)] if spec.sinks else []
+    dout = torch.randn(B, Tq, H, D, generator=draw, dtype=torch.float32).to(device, dtype)
+    sinks = []
+    if spec.sinks:
+        sinks = [torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)]
     return [q[:, T - Tq :], k, v, dout, *sinks], None if seg is None else seg.to(device)
 
 

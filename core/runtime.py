@@ -138,7 +138,6 @@ class Setup:
     def place(self, model: M, cast: bool = False) -> M:
         """Move the model to the device; cast=True converts its weights to `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
-        model.compiled = self.compile.on  # type: ignore[assignment]
         if self.device.type == "cpu":
             if self.onednn or not (self.compile or cast):
                 cpu_matmul.convert(model, self.onednn.on)

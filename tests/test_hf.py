@@ -380,6 +380,8 @@ OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attenti
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt"])
 def test_positions_of_padding_do_not_matter(name: str) -> None:
     """Equal to eager attention, or refused where the positions of real tokens restart."""
+    if VERSION < OWN_MASK and name in ("gpt2", "opt"):
+        pytest.skip(f"{name} makes its mask itself in transformers {transformers.__version__}")
     changes = OPT if name == "opt" else {}
     own, ours = (build(name, how, **changes) for how in ("eager", "nanoattn:manual"))
 
@@ -398,7 +400,7 @@ def test_positions_of_padding_do_not_matter(name: str) -> None:
             asked["position_ids"] = at = at.to(dtype)
             restarts = bool(((at.diff() <= 0) & real[:, 1:] & real[:, :-1]).any())
         with torch.no_grad():
-            if restarts and not (VERSION < OWN_MASK and name == "gpt2"):
+            if restarts:
                 with pytest.raises(BackendUnavailable, match="position_ids"):
                     ours(IDS, **asked)
                 return
@@ -456,6 +458,8 @@ def test_a_model_with_attention_classes_of_its_own_is_refused(name: str) -> None
 
 def test_each_kernel_of_a_layer_has_its_own_calls() -> None:
     model = build("llama", "nanoattn:manual")
+    if not hasattr(model, "set_attn_implementation"):
+        pytest.skip(f"transformers {transformers.__version__} has no set_attn_implementation()")
     for backend in ("manual", "tiled", "manual", "tiled", "tiled"):
         model.set_attn_implementation(f"nanoattn:{backend}")
         run(model, "full")

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Resolution
-from ..choose import Choices
 from ..machine.flash_impl import flash_impl
+from ..plan import Plans
 from ..select import BACKENDS, RULES, get
 from ..spec import Policy, Spec
 from ..views import kept
@@ -86,7 +86,7 @@ def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
         _made[name] = key
         # Both read tensors on the host, so each call is a graph break in a compiled model.
         untraced = torch.compiler.disable
-        AttentionInterface.register(key, untraced(partial(_attend, Choices(name, policy))))
+        AttentionInterface.register(key, untraced(partial(_attend, Plans(name, policy))))
         AttentionMaskInterface.register(key, untraced(partial(_mask, key, sdpa_mask)))
         for model in OWN_CLASSES:
             with suppress(ImportError, AttributeError):  # a version without this model or table
@@ -212,13 +212,13 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
 
 # --- the call of a layer ---
 
-# Of each layer the calls of a Spec, by what was requested and the kernels that ran.
-_Calls = dict[tuple[Spec, str, str, tuple[str, ...]], tuple[Resolution, int]]
+# Of each layer the number of calls, by Spec, requested name and kernel.
+_Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _ran: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
 def _attend(
-    choices: Choices, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     is_causal: bool | None = None, output_attentions: bool | None = None,
@@ -273,13 +273,13 @@ def _attend(
             scale=scaling, softcap=softcap, sinks=s_aux is not None,
         )  # fmt: skip
     except ValueError as e:
-        who = f"{implementation(choices.name)} refuses {type(module).__name__}"
+        who = f"{implementation(plans.name)} refuses {type(module).__name__}"
         raise BackendUnavailable(f"{who}: {e}") from None
 
-    chosen = _choose(choices, spec, device, (B, Tq, proof.end))
-    ran, kernel = _ran.setdefault(module, {}), (chosen.backend.name, chosen.kernels)
-    call = spec, chosen.requested, *kernel
-    ran[call] = chosen, ran.get(call, (chosen, 0))[1] + 1
+    chosen = _choose(plans, spec, device, (B, Tq, proof.end))
+    ran = _ran.setdefault(module, {})
+    call = spec, chosen.requested, chosen.backend.name, chosen.kernels
+    ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
     # Views: a static cache is longer than its contents.
     k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
@@ -291,16 +291,13 @@ def _attend(
 
 
 def _choose(
-    choices: Choices, spec: Spec, device: torch.device, shape: tuple[int, int, int]
+    plans: Plans, spec: Spec, device: torch.device, shape: tuple[int, int, int]
 ) -> Resolution:
     key = spec, device, torch.are_deterministic_algorithms_enabled(), flash_impl()
-    if key in choices.known:
-        return choices.known[key][0]
-    # In a probe, the hooks of activation checkpointing would recompute the layer.
-    own_graph = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    phase = " with a cache" if spec.cache != "none" else " without gradients"
-    with own_graph, torch.autocast(device.type, enabled=False):
-        return choices.choose(key, spec, device, shape, phase)
+    if key not in plans.known:
+        phase = " with a cache" if spec.cache != "none" else " without gradients"
+        plans.make(key, [spec], device, shape, phase)
+    return plans.known[key][0].chosen
 
 
 # --- the report ---
@@ -338,7 +335,7 @@ def report(model: torch.nn.Module) -> Report:
     """
     found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
     inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
-    layers = [Layer(n, tuple((c[0], *x) for c, x in _ran.get(found[n], {}).items())) for n in inner]
+    layers = [Layer(n, tuple(_ran.get(found[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
         raise RuntimeError(
             f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
