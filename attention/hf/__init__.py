@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -193,28 +193,28 @@ def _proof(
     return proof
 
 
-def _check_packing(position_ids: Tensor, proof: Proof) -> None:
+def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
     """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts.
 
-    Checked once for each mask.
+    Checked once for each mask that _mask() made: it synchronizes with the device.
     """
-    version = None if position_ids.is_inference() else position_ids._version
-    # Weak references: positions may live for the whole training, with a new proof each step.
-    known = [r for r in getattr(position_ids, "_nanoattn", []) if r[0]() is not None]
-    if any(r() is proof and v == version for r, v in known):
+    if isinstance(mask, Mask) and mask.checked is position_ids:
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
-    if proof.segments is not None:
-        at = proof.segments[:, -position_ids.shape[1] :].to(position_ids.device)
+    if proof.texts is not None:
+        at = proof.texts[:, -position_ids.shape[1] :].to(position_ids.device)
         begins = begins & (at[:, 1:] == at[:, :-1]) & (at[:, 1:] != 0)
     if bool(begins.any()):
         raise ValueError("position_ids restart within a row, but the mask joins the two texts")
-    position_ids._nanoattn = [*known, (ref(proof), version)]  # type: ignore[attr-defined]
+    if isinstance(mask, Mask):
+        mask.checked = position_ids
 
 
 # --- the call of a layer ---
 
-_ran: WeakKeyDictionary[torch.nn.Module, dict[Spec, tuple[Resolution, int]]] = WeakKeyDictionary()
+# Of each layer the number of calls, by Spec, requested name and kernel.
+_Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
+_ran: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
 
 def _attend(
@@ -262,7 +262,7 @@ def _attend(
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         proof = _proof(attention_mask, sliding_window, causal, Tq, Tk)
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == Tq > 1:
-            _check_packing(position_ids, proof)
+            _check_packing(position_ids, proof, attention_mask)
         learned = [t for t in (query, key, value, s_aux) if t is not None and t.requires_grad]
         grad = torch.is_grad_enabled() and bool(learned)
         spec = Spec(
@@ -278,7 +278,8 @@ def _attend(
 
     chosen = _choose(plans, spec, device, (B, Tq, proof.end))
     ran = _ran.setdefault(module, {})
-    ran[spec] = chosen, ran.get(spec, (chosen, 0))[1] + 1
+    call = spec, chosen.requested, chosen.backend.name, chosen.kernels
+    ran[call] = spec, chosen, ran[call][2] + 1 if call in ran else 1
     # Views: a static cache is longer than its contents.
     k_BTHD, v_BTHD = (t.transpose(1, 2)[:, : proof.end] for t in (key, value))
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
@@ -334,7 +335,7 @@ def report(model: torch.nn.Module) -> Report:
     """
     found = {n: m for n, m in model.named_modules() if m in _ran or "Attention" in type(m).__name__}
     inner = [n for n in found if not any(o.startswith(f"{n}.") for o in found)]
-    layers = [Layer(n, tuple((s, *x) for s, x in _ran.get(found[n], {}).items())) for n in inner]
+    layers = [Layer(n, tuple(_ran.get(found[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
         raise RuntimeError(
             f"none of the {len(layers)} attention layers of {type(model).__name__} has run through "
